@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from hvdtrain.learner import model_format  # noqa: E402
-from hvdtrain.learner.integrity import checked, damage, write_checksum  # noqa: E402
+from hvdtrain.learner.integrity import check_while_reading, damage, write_checksum  # noqa: E402
 from hvdtrain.learner.torch.model_file import read_file, write_file, write_model  # noqa: E402
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         for model_file in ("model.pt", "model.safetensors"):
 
             def load(with_checks: bool, model_file: str = model_file) -> float:
-                model_format.checked = checked if with_checks else lambda _: nullcontext()  # type: ignore[assignment]
+                model_format.check_while_reading = check_while_reading if with_checks else lambda _: nullcontext()  # type: ignore[assignment]
                 began = time.perf_counter()
                 model.load_state_dict(read_file(folder / model_file, torch.device("cpu"))["model"])
                 optimizer.load_state_dict(read_file(folder / "model.opt.pt", torch.device("cpu"))["optimizer"])

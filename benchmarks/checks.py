@@ -1,4 +1,4 @@
-"""What it costs to compare every batch with the dataset, the plan and extern_data, beside reading it and a step of training.
+"""The cost of comparing every batch with the dataset, the plan and extern_data, relative to reading it and to a training step.
 
 Prints the CPU time of one batch: reading it, comparing it (in the thread that reads ahead), counting it (between two steps), and
 a step of a recurrent network on it with PyTorch on one thread.
@@ -21,7 +21,7 @@ from hvdtrain.data.expected import BatchCheck, expected_of
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import Part
+from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.training.account import Account
@@ -49,7 +49,7 @@ def main() -> None:
         expected, _ = expected_of({"data": {"dim": 80}, "classes": {"dim": CLASSES, "sparse": True}})
         feed = Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=options.sequences), 0, 1)
         plan = feed.plan(1)
-        check = BatchCheck("train", dataset, dataset.lengths, [Part("train", dataset, (str(path),))], expected, True)
+        check = BatchCheck("train", dataset, dataset.lengths, [DatasetPart("train", dataset, (str(path),))], expected, True)
         account, indices = Account(feed, plan), plan.batch(0)
         batch = dataset.batch(indices)
         lstm, output = torch.nn.LSTM(80, options.width, 2, batch_first=True), torch.nn.Linear(options.width, CLASSES)

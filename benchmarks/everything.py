@@ -2,7 +2,7 @@
 """What all reports cost a training at once: `python benchmarks/everything.py`.
 
 Trains a small network on one rank with steps of some 25 ms, alternately without reports and with all of them: lines of the log
-at verbosity 5, steps.jsonl, TensorBoard, MLflow's file store, wandb's offline mode, a tracker of its own, each every log_interval
+at verbosity 5, steps.jsonl, TensorBoard, MLflow's file store, wandb's offline mode, a custom tracker, each every log_interval
 (10 s), and a callback for every step. Both write scores.jsonl, best.json and a checkpoint. The time is that of the steps of an
 epoch, after the trackers have begun. What happens once per training (opening the trackers, and the page for them at the end) is
 printed apart.
@@ -50,7 +50,7 @@ class Timing:
     began = ended = None
 
     def on_epoch_begin(self, training):
-        time.sleep({settle} if {everything} else 0.0)  # trackers begin in threads of their own
+        time.sleep({settle} if {everything} else 0.0)  # trackers begin in separate threads
         Timing.began = time.perf_counter(), time.process_time()
 
     def on_epoch_end(self, training):
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=3.0, help="seconds for the trackers to begin (3)")
     parser.add_argument("--batch", type=int, default=3, help="sequences of 100 frames in a step (3)")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of trainings, after one that is not counted (7)")
-    parser.add_argument("--services", default="mlflow,wandb", help="trackers beside its own (mlflow,wandb)")
+    parser.add_argument("--services", default="mlflow,wandb", help="trackers in addition to the custom one (mlflow,wandb)")
     options = parser.parse_args()
     print(machine())
     names = [name for name in options.services.split(",") if name]

@@ -28,7 +28,7 @@ class Row:
         happen: does the damage; called in the training step of rank 1, or in the process of faults.py.
         names: a regular expression that has to be found in what the job prints; None: there is nothing that could be named.
         within: whether rank 1 does it.
-        needs_root: for a file system of its own.
+        needs_root: to mount a separate file system.
     """
 
     text: str

@@ -4,7 +4,7 @@ is named. The exit status is 1 if a fault has another outcome than fault_rows.py
 
 A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
 are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
-Launchers that start ranks again (docs/elastic.md) have columns of their own: there, a job that goes on has done so when all ranks
+Launchers that start ranks again (docs/elastic.md) have separate columns: there, a job that goes on has done so when all ranks
 that it has now have begun a step. srun has columns inside a job of Slurm that has one node:
 
     salloc -N1 -n3 python benchmarks/faults.py --launchers srun

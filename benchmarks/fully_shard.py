@@ -118,11 +118,11 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     for name, case in CASES.items():
         try:
-            told = case()
+            result = case()
         except RuntimeError as error:  # on all ranks alike
-            told = f"RuntimeError: {str(error).splitlines()[0]}"
+            result = f"RuntimeError: {str(error).splitlines()[0]}"
         if torch.distributed.get_rank() == 0:
-            print(f"{name}: {told}", flush=True)
+            print(f"{name}: {result}", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from measuring import machine
 OPEN = """
 import json, resource, sys, time
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.identity import Part, identify
+from hvdtrain.data.identity import DatasetPart, identify
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -35,7 +35,7 @@ seconds, processor = time.perf_counter() - began, time.process_time() - began_pr
 grown = (resident() - before) / dataset.num_sequences / len(dataset.streams)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 began = time.perf_counter()
-identify([Part("train", dataset, (sys.argv[1],))])
+identify([DatasetPart("train", dataset, (sys.argv[1],))])
 print(json.dumps([seconds, processor, grown, peak, time.perf_counter() - began]))
 """
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time and memory to plan an epoch of many sequences, on one rank and on several ranks of a host.
 
-Each run is a job of its own: its ranks get the lengths (10 to 2000 frames) from a file that they map, plan an epoch, and compute
+Each run is a separate job: its ranks get the lengths (10 to 2000 frames) from a file that they map, plan an epoch, and compute
 the checksum that they compare before an epoch. Several ranks are connected by mpirun. The memory of a job is that of all its
 ranks together, less what they had before, and with the plan that they share; it is sampled while they plan.
 """

@@ -9,7 +9,7 @@ Every file below FOLDER (or FOLDER itself, if it is a file) that sets `backend =
    any call, since the cluster's folders in `sys.path` do not exist elsewhere;
 2. trained for three steps by hvdtrain, and by the installed RETURNN, with data made up from `extern_data`: the text of the
    config, followed by lines that replace the data, `model`, `device` and what names files of the cluster. If its code cannot be
-   imported (also not with --path), a model with one parameter takes the place of its own, so that the keys are tried anyway.
+   imported (also not with --path), a model with one parameter takes the place of the config's, so that the keys are tried anyway.
    Sequences have a few labels, and if both programs fail with that, a label for every frame. A config with the task forward
    is run on a checkpoint of a model that the script has initialized.
 
@@ -31,6 +31,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ KINDS: dict[str, re.Pattern[str]] = {"torch": re.compile(r"""^backend\s*=\s*["']
 
 SMALL_MODEL = """
 import torch as _torch
-import returnn.frontend as _rf  # also tells hvdtrain that the config is one for RETURNN
+import returnn.frontend as _rf  # also marks the config as one for RETURNN
 class _SmallModel(_torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -68,6 +69,14 @@ def forward_step(*, model, extern_data, **_):
     data = next(tensor for name, tensor in extern_data.data.items() if name != "seq_tag")
     _rf.get_run_ctx().mark_as_output(model.weight * data.raw_tensor.float(), "output", dims=data.dims)
 model_outputs = None
+from returnn.forward_iface import ForwardCallbackIface as _ForwardCallbackIface
+class forward_callback(_ForwardCallbackIface):
+    def init(self, *, model):
+        pass
+    def process_seq(self, *, seq_tag, outputs):
+        assert outputs["output"].raw_tensor is not None
+    def finish(self):
+        pass
 """
 """Instead of code that cannot be imported."""
 
@@ -81,13 +90,16 @@ dry_run = use_dummy_datasets = False
 torch_dataloader_opts = {{"num_workers": 0}}
 torch_distributed, use_horovod = None, False
 preload_from_files, import_model_train_epoch1, load = {{}}, None, None
-min_seq_length, max_seq_length = 0, None
+min_seq_length, max_seq_length = None, None
 learning_rate_file = None
 """
 
 
 class PlaceholderClass(type):
     """Takes the place of what a missing module defines: a class or function, and whatever the config does with it."""
+
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        """Does nothing."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -285,7 +297,7 @@ VERDICTS = ("trains", "reads", "refused rightly", "refused wrongly", "fails with
 
 
 def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
-    """Try one config; in a process of its own."""
+    """Try one config, in a separate process."""
     placeholders = Placeholders()
     outcome = Outcome()
     try:
@@ -333,15 +345,15 @@ RETURNN = "import sys; from returnn.__main__ import main; main(['rnn.py', *sys.a
 
 PROGRAMS: dict[str, Callable[[str], list[list[str]]]] = {
     "hvdtrain": lambda task: _commands(task, ["-m", "hvdtrain", "returnn.config"]),
-    "returnn": lambda task: _commands(task, ["-c", RETURNN, "returnn.config"]),
+    "returnn": lambda task: _commands(task, ["-c", RETURNN, "returnn.config"], load="'initial.pt'"),  # RETURNN evaluates it
 }
 """By program, its commands for a task."""
 
 
-def _commands(task: str, command: list[str]) -> list[list[str]]:
+def _commands(task: str, command: list[str], load: str = "initial.pt") -> list[list[str]]:
     if task == "train":
         return [command]
-    return [["-c", CHECKPOINT], [*command, "++load", "initial.pt"]]
+    return [["-c", CHECKPOINT], [*command, "++load", load]]
 
 
 def _run(commands: list[list[str]], folder: Path, environment: Mapping[str, str]) -> str:
@@ -387,6 +399,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="torch")
     parser.add_argument("--only_read", action="store_true", help="read the configs as they are, and train nothing")
     parser.add_argument("--verbose", action="store_true", help="print the problems")
+    parser.add_argument("--jobs", type=int, default=1, help="how many configs are tried at the same time")
     parser.add_argument("--examine", type=Path, help=argparse.SUPPRESS)  # what the script calls itself with
     options = parser.parse_args()
     if options.examine is not None:
@@ -395,38 +408,48 @@ def main() -> None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*options.path, os.environ.get("PYTHONPATH", "")]).strip(":")}
     outcomes: list[Outcome] = []
-    for file in [file for folder in options.folders for file in configs_in(folder, options.kind)]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if options.only_read else [])]
-            finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            try:
-                outcome = Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
-            except ValueError:
-                outcome = Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
-        outcomes.append(outcome)
-        with_own = "" if outcome.hvdtrain is None or outcome.missing else " (its own model)"
-        print(f"{outcome.verdict}{with_own}: {file}", flush=True)
-        if options.verbose:
-            for title, text in vars(outcome).items():
-                for line in text if isinstance(text, list) else [text] if text and title != "task" else []:
-                    print(f"    {title}: {line}")
+    files = [file for folder in options.folders for file in configs_in(folder, options.kind)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for file, outcome in zip(
+            files, pool.map(lambda file: examined(file, options.only_read, environment), files), strict=True
+        ):
+            outcomes.append(outcome)
+            with_own = "" if outcome.hvdtrain is None or outcome.missing else " (its own model)"
+            print(f"{outcome.verdict}{with_own}: {file}", flush=True)
+            if options.verbose:
+                for title, text in vars(outcome).items():
+                    for line in text if isinstance(text, list) else [text] if text and title != "task" else []:
+                        print(f"    {title}: {line}")
     print(table(outcomes))
+
+
+def examined(file: Path, only_read: bool, environment: Mapping[str, str]) -> Outcome:
+    """`examine` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if only_read else [])]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        return Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
+    except ValueError:
+        return Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The shares, as in docs/returnn.md."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     rows = {
-        "configs": len(outcomes),
         "read as they are": sum(not outcome.problems and outcome.error is None for outcome in outcomes),
-        "all code can be imported": sum(not outcome.missing and outcome.error is None for outcome in outcomes),
+        "some of their code cannot be imported": sum(bool(outcome.missing) for outcome in outcomes),
         "train three steps with their own model": sum(one.verdict == "trains" and not one.missing for one in outcomes),
         "train three steps with a small model in place of missing code": sum(
             one.verdict == "trains" and bool(one.missing) for one in outcomes
         ),
         **{verdict: counts[verdict] for verdict in VERDICTS[2:]},
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows.items())])
+    shares = {name: f"{count} ({count / max(1, len(outcomes)):.0%})" for name, count in rows.items()}
+    return "\n".join(
+        ["| | |", "|---|---|", f"| configs | {len(outcomes)} |", *(f"| {name} | {share} |" for name, share in shares.items())]
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 as_returnn/mlp.config has a multilayer perceptron of PyTorch (2 x 512, batches of 10,000 frames), as_returnn/conformer.config a
 conformer of RETURNN's frontend with CTC. Each is run as it is by `python -m returnn` and `python -m hvdtrain`, on several ranks
-under torchrun, with one thread a rank, no cache and no evaluation. RETURNN reads data in a process of its own, its default.
+under torchrun, with one thread a rank, no cache and no evaluation. RETURNN reads data in a separate process, its default.
 
 The config itself records the time of the last epoch (as_returnn/recorded.py), from the begin of its first step to the end of its
 last one on the slowest rank: start-up, planning and saving are not in it, waiting for data is. On several ranks RETURNN ends an

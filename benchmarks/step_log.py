@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the line above
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
-from hvdtrain.report.steps import StepNumbers, work_of  # noqa: E402
+from hvdtrain.report.steps import StepNumbers, work_counter  # noqa: E402
 from hvdtrain.report.trackers import TensorBoard  # noqa: E402
 from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
@@ -96,7 +96,7 @@ def main() -> None:
                     spent.append(time.thread_time() - began)
 
         if numbers is not None:
-            numbers.begin(work_of(plan, {"data": lengths, "classes": lengths}), 0)
+            numbers.begin(work_counter(plan, {"data": lengths, "classes": lengths}), 0)
         if log is not None:
             log.begin(1, None, options.steps, listener=None if numbers is None else record)
         for number in range(1, options.steps + 1):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain.report.runs import Start  # noqa: E402  # found through the line above
 from hvdtrain.report.services import MLflow, RunDescription, Tracker, Wandb  # noqa: E402
 from hvdtrain.report.steps import StepRecord  # noqa: E402
-from hvdtrain.report.trackers import InBackground  # noqa: E402
+from hvdtrain.report.trackers import BackgroundTracker  # noqa: E402
 from hvdtrain.training.callbacks import Callbacks  # noqa: E402
 
 INTERVAL = 10.0
@@ -53,14 +53,14 @@ def main() -> None:
             "wandb": Wandb(mode="offline"),
         }
         for name, tracker in trackers.items():
-            background = InBackground(name, lambda tracker=tracker: tracker)  # type: ignore[misc]
+            background = BackgroundTracker(name, lambda tracker=tracker: tracker)  # type: ignore[misc]
             background.begin(run)
             background.step(record(0))
             time.sleep(5.0)  # begun, with all it imports
             began = time.process_time()
             for number in range(1, options.records + 1):
                 background.step(record(number))
-            background.ask_to_end("finished", {})
+            background.request_end("finished", {})
             background.wait(600.0)
             if background.num_failures:
                 sys.exit(f"{name}: {background.num_failures} calls failed")

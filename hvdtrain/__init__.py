@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 FOR_PROGRAMS = ("Best", "Result", "evaluate", "forward", "load_model", "train")
-"""What programs call is imported when it is asked for: a config does not need it, and it needs nearly all of hvdtrain."""
+"""The names for programs are imported on first access: configs do not need them, and they import nearly all of hvdtrain."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""hvdtrain for other programs: notebooks, tests, sweeps, a job manager's worker. `hvdtrain.train(...)` and what belongs to it.
+"""hvdtrain for other programs, such as notebooks, tests, sweeps and job managers: `hvdtrain.train(...)` and related functions.
 
-A job runs in the program's own process, or on ranks that are started for it (comm/spawn.py). Whatever a job changes of the
-program's process, such as its log, seeds and threads, is as before when the function returns.
+A job runs in the program's process, or on ranks that are started for it (comm/spawn.py). Any state of the program's process that
+a job changes, such as logging, seeds and threads, is restored when the function returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy
 
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
-from hvdtrain.comm.base import SingleCommunicator, connected
+from hvdtrain.comm.base import SingleCommunicator, use_communicator
 from hvdtrain.comm.launchers import Launch
-from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
+from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -54,7 +54,7 @@ class Best:
         measure: the score that compares epochs.
         score: its value in this epoch.
         scores: all scores of the epoch, by name.
-        checkpoint: the file with the epoch's model; None: it was not saved, or cleanup_old_models has removed it.
+        checkpoint: the file with the epoch's model; None: it was not saved, or cleanup_old_models removed it.
     """
 
     epoch: int
@@ -66,14 +66,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Result:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
         history: one entry for each finished epoch, also of earlier starts: `epoch`, `learning_rate` (of the epoch, before a
             schedule of steps changes it) and `scores`.
         best: the best epoch; None: there are no scores.
         checkpoint: the file with the last epoch's model.
-        num_epochs: how many epochs this call has trained; 0: the folder of `model` had all of them before.
+        num_epochs: how many epochs this call has trained; 0: all of them had been trained before.
     """
 
     history: Sequence[EpochRecord]
@@ -91,7 +91,7 @@ class Result:
     def model(self) -> Any:
         """The trained model after the last epoch, as its checkpoint has it, ready to be evaluated; `load_model` loads others.
 
-        If it was trained on ranks of their own, it is loaded when it is first asked for.
+        If separate processes trained it, it is loaded on first access.
         """
         return self._model()
 
@@ -100,7 +100,7 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
     """Train as `python -m hvdtrain CONFIG ++KEY VALUE` does, from the newest checkpoint on.
 
     Args:
-        config: a config file, a list of files, of which later ones win, or a dict of keys; None: `keys` say it all.
+        config: a config file, a list of files, of which later ones win, or a dict of keys; None: only `keys`.
         ranks: start this many processes on this host, which connect by torch.distributed; 1: train in this process; None: as the
             key `ngpu` says. In a process that mpirun, srun or torchrun has started, this process is a rank.
         handle_signals: SIGTERM, SIGUSR1 and Ctrl-C stop the training with a checkpoint, and `Stopped` (runtime/interrupt.py) is
@@ -109,7 +109,7 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
 
     Raises:
         HvdtrainError: a mistake in the config (`ConfigError`, with all problems), the data or a checkpoint.
-        Exception: what a function of the config raises. Of a rank of its own, the cause is the traceback there.
+        Exception: raised by a function of the config. If that ran in a separate process, the cause is the traceback there.
     """
     job = _Job(config, keys | {"task": "train"}, ranks, handle_signals)
     trained = job.run()
@@ -144,7 +144,7 @@ def forward(
 
     Returns:
         For each sequence, in the dataset's order, its tag and what forward_step marks, by name, as numpy arrays of shape
-        (frames, ...). Empty if `output_file` or `forward_callback` takes the outputs, and in a process that is a rank but 0.
+        (frames, ...). Empty if `output_file` or `forward_callback` takes the outputs, and on ranks other than 0.
 
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint.
@@ -164,20 +164,20 @@ def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = N
         What get_model returns, with the weights, ready to be evaluated.
 
     Raises:
-        CheckpointError: there is no such file, it belongs to another model, or nothing says what the config was.
+        CheckpointError: there is no such file, it belongs to another model, or its config is unknown.
         ConfigError: a mistake in the config.
     """
     path = Path(checkpoint)
     given: dict[str, Any] = dict(keys)
     if config is None and not keys:
-        config, given = _as_it_was_started(path.parent)
-    with _alone(), _preserved(_configs(config)):
+        config, given = _read_start(path.parent)
+    with _one_job(), _restored_process(_configs(config)):
         return _load(read_settings(_configs(config), given | {"task": "train"}, CALL), path)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A task with its config, which runs in this process or on ranks of its own."""
+    """A task with its config, which runs in this process or on ranks that are started for it."""
 
     config: ConfigLike | None
     keys: Mapping[str, Any]
@@ -192,27 +192,26 @@ class _Job:
         thread = current_thread()
         if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
             raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
-        with _alone(), _preserved(configs):
+        with _one_job(), _restored_process(configs):
             settings = read_settings(configs, self.keys, CALL)
-            wanted = _to_start(settings, self.ranks)
+            wanted = _ranks_to_start(settings, self.ranks)
             if not wanted:
                 process = Process(is_own=False, handles_signals=self.handles_signals, prints_log=False)
-                return _done(replace(settings, process=process))
+                return _run_task(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
-            again = restarts(settings)
-            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, again, self.handles_signals)
+            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, restarts(settings), self.handles_signals)
             if settings.run.task == "train":
-                returned["model"] = partial(_reloaded, configs, self.keys, returned["checkpoint"])
+                returned["model"] = partial(_reload, configs, self.keys, returned["checkpoint"])
             return returned
 
     def _check_importable(self, configs: Sequence[Config]) -> None:
-        """Raises: ConfigError, if ranks of their own cannot get all values."""
+        """Raises: ConfigError, if a value cannot be sent to other processes."""
         problems = []
-        for values in (*(one for one in configs if not isinstance(one, Path)), self.keys):
+        for values in (*(config for config in configs if not isinstance(config, Path)), self.keys):
             for name, value in values.items():
                 try:
-                    packed(value)
+                    pack(value)
                 except NotImportable as error:
                     problems += problem(
                         "cannot-import",
@@ -224,37 +223,39 @@ class _Job:
 
 
 def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
-    """What a rank of its own does; returns what can be packed."""
+    """The function that each started rank runs; returns a picklable value."""
     settings = replace(read_settings(configs, keys, CALL), process=Process(prints_log=False))
-    done = _done(settings)
-    return {name: value for name, value in done.items() if name != "model"} if settings.run.task == "train" else done
+    result = _run_task(settings)
+    return {name: value for name, value in result.items() if name != "model"} if settings.run.task == "train" else result
 
 
-def _done(settings: Settings) -> Any:
-    """Do the task that the settings say. Raises: HvdtrainError."""
+def _run_task(settings: Settings) -> Any:
+    """Run the settings' task; return its result. Raises: HvdtrainError."""
     settings = with_datasets(settings)
     module, name = TASKS[settings.run.task].split(":")
     task = getattr(importlib.import_module(module), name)
-    collected = _Collector()
+    collector = _Collector()
     keys = settings.forwarding
     if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
-        settings = replace(settings, forwarding=replace(keys, forward_callback=collected))
-    with FRAMEWORKS[settings.run.backend].preserved():
-        done = task(settings)
+        settings = replace(settings, forwarding=replace(keys, forward_callback=collector))
+    with FRAMEWORKS[settings.run.backend].preserve_state():
+        result = task(settings)
         if settings.run.task == "forward":
-            return collected.outputs
-        return _of_training(settings, done) if settings.run.task == "train" else done
+            return collector.outputs
+        return _training_result(settings, result) if settings.run.task == "train" else result
 
 
-def _of_training(settings: Settings, trained: Trained) -> dict[str, Any]:
-    if settings.learner.ema_decay is not None and trained.checkpoint.exists():  # it has the average, which was evaluated
+def _training_result(settings: Settings, trained: Trained) -> dict[str, Any]:
+    if (
+        settings.learner.ema_decay is not None and trained.checkpoint.exists()
+    ):  # it holds the average over time, which was evaluated
         trained.learner.state.load(trained.checkpoint, None)
     return {
         "history": trained.history,
         "best": trained.best,
         "checkpoint": trained.checkpoint.absolute(),
         "num_epochs": trained.num_epochs,
-        "model": partial(_to_evaluate, trained.learner.model),
+        "model": partial(_set_to_evaluate, trained.learner.model),
     }
 
 
@@ -272,13 +273,13 @@ class _Collector:
     def finish(self) -> None: ...
 
 
-def _to_evaluate(model: Any) -> Any:
-    """A model of PyTorch, whose modules know whether they are trained; those of other frameworks are told in each call."""
+def _set_to_evaluate(model: Any) -> Any:
+    """Set a PyTorch model to evaluate. Models of other frameworks take the mode as an argument of each call."""
     return getattr(model, "eval", lambda: model)()
 
 
-def _reloaded(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path) -> Any:
-    with _alone(), _preserved(configs):
+def _reload(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path) -> Any:
+    with _one_job(), _restored_process(configs):
         return _load(read_settings(configs, keys, CALL), checkpoint)
 
 
@@ -294,8 +295,12 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
     )
     started = launch.launch()
     comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
-    with FRAMEWORKS[settings.run.backend].preserved(), connected(comm), open_session(settings, "load", comm) as session:
-        return _to_evaluate(session.learner.model)
+    with (
+        FRAMEWORKS[settings.run.backend].preserve_state(),
+        use_communicator(comm),
+        open_session(settings, "load", comm) as session,
+    ):
+        return _set_to_evaluate(session.learner.model)
 
 
 def _best(folder: Path, found: Mapping[str, Any] | None) -> Best | None:
@@ -310,17 +315,17 @@ def _configs(config: ConfigLike | None) -> list[Config]:
     """The configs as a list. Raises: ConfigError."""
     if config is None or isinstance(config, Mapping):
         return [] if config is None else [config]
-    several = config if isinstance(config, list | tuple) else [config]
-    for one in several:
-        if not isinstance(one, str | os.PathLike):
+    files = config if isinstance(config, list | tuple) else [config]
+    for file in files:
+        if not isinstance(file, str | os.PathLike):
             raise ConfigError.of(
-                "wrong-type", f"config: expected a config file, several files or a dict of keys, got a {type(one).__name__}"
+                "wrong-type", f"config: expected a config file, several files or a dict of keys, got a {type(file).__name__}"
             )
-    return list(map(Path, several))
+    return list(map(Path, files))
 
 
 def _keys_of(checkpoint: CheckpointLike | None) -> dict[str, Any]:
-    """The keys that say which model to load."""
+    """The keys that select the model to load."""
     if checkpoint is None:
         return {}
     if isinstance(checkpoint, int) or checkpoint == "best":
@@ -328,8 +333,8 @@ def _keys_of(checkpoint: CheckpointLike | None) -> dict[str, Any]:
     return {"load": os.fspath(checkpoint), "load_epoch": None}
 
 
-def _to_start(settings: Settings, ranks: int | None) -> list[Launch]:
-    """The ranks to start; none: this process does the job. Raises: LaunchError."""
+def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Launch]:
+    """The ranks to start; empty: this process runs the job. Raises: LaunchError."""
     started = launch.launch()
     if ranks is None:
         return local.processes(settings.launch, started)
@@ -346,12 +351,12 @@ def _to_start(settings: Settings, ranks: int | None) -> list[Launch]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Raises: LaunchError, where another job is under way: seeds, threads and the log are those of the whole process."""
+def _one_job() -> Iterator[None]:
+    """Exclude concurrent jobs, which would share seeds, threads and the log. Raises: LaunchError, if another one is running."""
     if not _BUSY.acquire(blocking=False):
         raise LaunchError(
-            "hvdtrain: expected one job at a time in a process, got another that is under way in it (jobs at the same time need "
-            "processes of their own, such as those of concurrent.futures.ProcessPoolExecutor with the method spawn)"
+            "hvdtrain: expected one job at a time in a process, got another one that is running (concurrent jobs need separate "
+            "processes, such as those of concurrent.futures.ProcessPoolExecutor with the method spawn)"
         )
     try:
         yield
@@ -360,8 +365,8 @@ def _alone() -> Iterator[None]:
 
 
 @contextmanager
-def _preserved(configs: Sequence[Config]) -> Iterator[None]:
-    """Around a job: what it, or a config while it is read, changes of the process is afterwards as before."""
+def _restored_process(configs: Sequence[Config]) -> Iterator[None]:
+    """Restore at the end the state of the process that a job, or reading its config, changes."""
     path, modules = list(sys.path), set(sys.modules)
     generators = random.getstate(), numpy.random.get_state()
     with ExitStack() as stack:
@@ -369,22 +374,22 @@ def _preserved(configs: Sequence[Config]) -> Iterator[None]:
         stack.enter_context(programs_log())
         for name, framework in FRAMEWORKS.items():
             if name in sys.modules:
-                stack.enter_context(framework.preserved())
+                stack.enter_context(framework.preserve_state())
         try:
             yield
         finally:
             random.setstate(generators[0])
             numpy.random.set_state(generators[1])
-            own = {str(one.resolve().parent) for one in configs if isinstance(one, Path)} - set(path)
+            folders = {str(config.resolve().parent) for config in configs if isinstance(config, Path)} - set(path)
             sys.path[:] = path
-            # Modules that are found beside a config: another config's may have the same names.
+            # Forget the modules next to a config: those of another config may have the same names.
             for name in set(sys.modules) - modules - {MODULE_NAME}:
                 file = getattr(sys.modules[name], "__file__", None) or ""
-                if any(Path(file).is_relative_to(folder) for folder in own) and not file.startswith(sys.prefix):
+                if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
                     del sys.modules[name]
 
 
-def _as_it_was_started(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+def _read_start(folder: Path) -> tuple[list[Path], dict[str, Any]]:
     """The config files and the overrides of the last training in a folder. Raises: CheckpointError."""
     path = folder / "starts.jsonl"
     hint = "pass the config: load_model(checkpoint, config)"
@@ -400,7 +405,7 @@ def _as_it_was_started(folder: Path) -> tuple[list[Path], dict[str, Any]]:
             raise CheckpointError(f"{file}: expected the config that the model was trained with, got {got} ({hint})")
     keys: dict[str, Any] = {}
     for name, (value, origin) in settings.items():
-        if any(one in origin for one in (*OVERRIDING, "the dict of keys")):
+        if any(source in origin for source in (*OVERRIDING, "the dict of keys")):
             try:
                 keys[name] = literal_eval(value)
             except (ValueError, SyntaxError):

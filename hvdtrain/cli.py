@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from hvdtrain.comm.child import end_with
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome
 from hvdtrain.runtime.interrupt import Stopped
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
     "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
-    "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
+    "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
     "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
@@ -38,8 +39,7 @@ COMMANDS = {
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
 }
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
-`parser()` makes the parser of its options. (build-horovod's has none: kept wheels are found by that file's contents.)
-"""
+`parser()`, if it has one, returns the parser of its options."""
 
 DATASETS = ("train", "dev", "eval")
 """The keys that are dataset dicts."""
@@ -71,14 +71,14 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 
 
 SECONDS_FOR_RANK_0 = 5.0
-"""How long the other ranks wait for rank 0 to print a mistake in the config. Launchers end them sooner."""
+"""How long the other ranks wait for rank 0 to print a mistake in the config. Most launchers end them sooner."""
 
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
-    is to be continued, 130 after Ctrl-C (docs/resuming.md).
+    """Run the program; return its exit status: 0, 1 for a crash, 2 for an error that the user can fix, 75 if training was stopped
+    and should be restarted, 130 after Ctrl-C (docs/resuming.md).
     """
     try:
         return run_command(arguments)
@@ -114,7 +114,7 @@ def run_command(arguments: list[str] | None) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Answer a shell that completes a line (config/completion.py); return the exit status.
+    """Complete a command line for a shell (config/completion.py); return the exit status.
 
     Args:
         words: the arguments up to the cursor.
@@ -126,8 +126,8 @@ def complete(words: list[str]) -> int:
     else:
         from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of
 
-        of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
-        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, of_datasets)
+        dataset_keys = [key for section in DATASET_SECTIONS for key in declared_keys(section)]
+        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, dataset_keys)
         parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
     completion.answer(parser)
     return 0
@@ -135,14 +135,14 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    # Here, so that build-horovod runs without numpy.
+    # Imported here, so that build-horovod runs without numpy.
     from hvdtrain.learner.frameworks import check_elastic
     from hvdtrain.settings import print_config, read_settings, with_datasets
 
     launcher = launch.launcher()
-    refused = launcher.on_start()
-    if refused is not None:
-        return refused
+    status = launcher.on_start()
+    if status is not None:
+        return status
     try:
         paths, overrides = parse_command_line(without_options(arguments))
         for option, task in TASK_OPTIONS.items():
@@ -155,10 +155,10 @@ def run_config(arguments: list[str]) -> int:
             return 0
         if launcher.restarts == "lost ranks":
             check_elastic(settings.run.backend)
-        own = local.processes(settings.launch, launcher.process)
-        check_restarts(settings.launch, launcher, own)
-        if own:
-            return local.run(own, arguments, launch.environment(), restarts(settings))
+        processes = local.processes(settings.launch, launcher.process)
+        check_restarts(settings.launch, launcher, processes)
+        if processes:
+            return local.run(processes, arguments, launch.environment(), restarts(settings))
         if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
@@ -170,28 +170,24 @@ def run_config(arguments: list[str]) -> int:
 
 
 TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
-"""Options that are short for a task."""
+"""Options that stand for a task."""
 
 
 def without_options(arguments: list[str]) -> list[str]:
-    """The arguments without the options that have no value; one with a value as an override.
+    """The arguments without the options that take no value; an option that takes one is replaced by an override.
 
     >>> without_options(["--dry-run", "--overfit-batches", "1", "config.py"])
     ['++overfit_batches', '1', 'config.py']
     """
-    rest = [each for each in arguments if each not in (*TASK_OPTIONS, "--print-config")]
-    return [each.replace("--overfit-batches", "++overfit_batches", 1) if _is_overfit(each) else each for each in rest]
-
-
-def _is_overfit(argument: str) -> bool:
-    return argument.partition("=")[0] == "--overfit-batches"
+    rest = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config")]
+    return [re.sub("^--overfit-batches(?==|$)", "++overfit_batches", word) for word in rest]
 
 
 def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
     """Do a rank's work; if it fails, print why. Return the exit status, or exit at once.
 
     Args:
-        interrupted: what to print after Ctrl-C.
+        interrupted: the message after Ctrl-C.
     """
     launcher = launch.launcher()
     end_with(launcher.parent)
@@ -213,7 +209,7 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 
 
 def restarts(settings: Settings) -> Restarts:
-    """Which of the processes that hvdtrain starts itself are started again."""
+    """The rule by which the processes that hvdtrain starts are restarted."""
     from hvdtrain.start_up.job import checkpoint_folder
 
     checkpoints = checkpoint_folder(settings)
@@ -226,7 +222,7 @@ def restarts(settings: Settings) -> Restarts:
 
 
 def run_task(settings: Settings) -> None:
-    """Do what the config's `task` says. Raises: HvdtrainError."""
+    """Run the config's `task`. Raises: HvdtrainError."""
     from hvdtrain.settings import TASKS
 
     if settings.function is not None:
@@ -253,15 +249,15 @@ def help_text() -> str:
 
 def _section_lines(section: type) -> list[str]:
     lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
-    for key in declared(section):
+    for key in declared_keys(section):
         lines += [f"    {', '.join(key.names)}", f"        {key.doc}", f"        ({describe(key)})"]
     return lines
 
 
 def _fail_before_connecting(error: HvdtrainError) -> int:
-    """Print what is wrong, and return the exit status or exit at once. Each rank finds the same problems by itself.
+    """Print an error that every rank finds by itself, and return the exit status or exit at once.
 
-    The other ranks leave rank 0 time to print: a launcher ends all ranks when the first one exits, and rank 0 may be late.
+    The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late.
     """
     if error.on_every_rank and launch.launch().rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
@@ -269,15 +265,15 @@ def _fail_before_connecting(error: HvdtrainError) -> int:
 
 
 def _fail(message: str, outcome: Outcome) -> int:
-    """Tell the launcher that this rank fails, and print why; return the exit status or exit at once."""
+    """Report to the launcher that this rank fails, and print why; return the exit status or exit at once."""
     return _end(message + launch.launcher().on_failure(outcome, message), outcome)
 
 
 def _end(message: str, outcome: Outcome) -> int:
-    """Print how a rank ends, and return the exit status or exit at once.
+    """Print why a rank ends, and return the exit status or exit at once.
 
-    If all ranks end alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
-    closing its connections: its launcher then ends the others, which may be waiting for it in a collective.
+    If all ranks end together, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
+    closing its connections: its launcher then ends the others, which may be blocked on it in a collective.
     """
     launcher = launch.launcher()
     rank, size = launcher.process.rank, launcher.process.size

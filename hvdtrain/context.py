@@ -1,9 +1,9 @@
-"""What a config's `train_step` and `forward_step` call while they run: `hvdtrain.get_run_ctx().mark_as_loss(...)`.
+"""The context in which a config's `train_step` and `forward_step` run: `hvdtrain.get_run_ctx().mark_as_loss(...)`.
 
-The words for the parts of a training, here and everywhere else:
+The terms for the parts of a training, here and everywhere else:
 
-- A **step** is one batch on every rank; a rank that has none left takes part without one. `global_train_step` and every other
-  number of a step count these, over the whole training.
+- A **step** is one batch on every rank; a rank that has none left takes part without one. `global_train_step` and all other
+  step numbers count these, over the whole training.
 - An **update** is one optimizer step. It ends every step, unless gradients are accumulated (`accum_grad_multiple_step`): then it
   ends the last of several.
 - An **epoch** is one pass over the training data, or over a part of it (`partition_epoch`). Epochs are counted from 1.
@@ -116,6 +116,16 @@ class RunContext:
     def mark_as_default_output(self, tensor: Any, *, seq_lens: Any | None = None) -> None:
         """Mark the output with the name 'output'."""
         self.mark_as_output(tensor, "output", seq_lens=seq_lens)
+
+
+def size_name(name: str, axis: int) -> str:
+    """The name of the output with the sizes of an axis of another one (without the batch), one for each hypothesis."""
+    return f"{name}:size{axis}"
+
+
+def is_size(name: str) -> bool:
+    """Whether an output has such a name."""
+    return ":size" in name
 
 
 _current: ContextVar[RunContext] = ContextVar("hvdtrain_run_context")

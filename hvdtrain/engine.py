@@ -17,7 +17,7 @@ from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.scores import of_dataset
+from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.session import Session
@@ -27,7 +27,7 @@ from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epo
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.notifier import Notifier
-from hvdtrain.training.requests import OwnRequests
+from hvdtrain.training.requests import RankRequests
 from hvdtrain.training.save_policy import SavePolicy
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
@@ -35,7 +35,7 @@ from hvdtrain.training.train_scores import TrainScores, warn_of_means
 
 
 class Engine:
-    """Trains epoch after epoch. All ranks run it alike, in step.
+    """Trains epoch after epoch. All ranks run it in lockstep.
 
     Args:
         session: train is the first of its datasets; the others are evaluated after every epoch. Its progress is kept up to date.
@@ -74,8 +74,8 @@ class Engine:
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._scores = TrainScores(comm, learner, self._train, limits.finite)
-        self._requests = OwnRequests(session.interrupt, self._training, self._save_policy, self._scores)
-        self._finished_by: str | None = None  # why a callback has training end after this epoch
+        self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._scores)
+        self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -83,7 +83,7 @@ class Engine:
         Raises:
             Stopped: on all ranks after the same step, with a checkpoint.
             TrainingError: a loss is not a finite number.
-            ConfigError: the config names a score that the epoch does not have; with a checkpoint.
+            ConfigError: the config names a score that the epoch does not have; a checkpoint was written.
         """
         self._session.interrupt.defer_sigint()
         self._notifier.subscribe()
@@ -109,7 +109,7 @@ class Engine:
         if number == 1:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
         losses = current.scores.scales() or dict(minimized_in(progress.history))
-        scores = with_totals(self._evaluate(current, of_dataset("train", current.scores.means())), losses)
+        scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
         self._training.scores = scores
         self._notifier.notify("on_epoch_end")
 
@@ -119,7 +119,7 @@ class Engine:
         is_last = number >= self._limits.num_epochs or self._ends_early() is not None
         if mistake is not None or self._save_policy.is_due_after_epoch(number, is_last):
             self._save()
-        report = replace(report, seconds=self._gather_seconds())  # now with the seconds of saving
+        report = replace(report, seconds=self._gather_seconds())  # now including the time for saving
         log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
         for reporter in self._reporters.epochs:
             reporter.epoch(report)
@@ -144,14 +144,14 @@ class Engine:
         return TrainingEpoch(plan, current, completed, learning_rate, effective, seconds_before=current.elapsed)
 
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
-        """Collective. The steps of an epoch that are not done yet. Afterwards its progress has the scores of all ranks."""
+        """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
         self._begin_steps(epoch, max(counts))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for steps in groups(max(counts), partial(self._steps_per_update, epoch)):
-                # Before the first step of an update: its place does not depend on the number of batches its sequences are in.
+                # Taken before the first step: it must not depend on how many batches the update is split into.
                 begun = epoch.continuous
                 for step in steps:
                     batch = self._next(batches, current)
@@ -160,7 +160,7 @@ class Engine:
                         if step == steps[-1]:
                             self._update(epoch, begun)
                     progress.step += 1
-                    # Where every rank goes through all data, the position is its own.
+                    # With random_seed_offset, every rank goes through all data and has a separate position.
                     current.position += sum(count > step for count in counts) if self._train.distribution == "shard" else 1
                     self._end_step(epoch, batch)
                 ranks = sum(count > steps[0] for count in counts)  # a rank with any batch has one in the first step
@@ -174,19 +174,19 @@ class Engine:
         current.trained = True
 
     def _begin_steps(self, epoch: TrainingEpoch, steps: int) -> None:
-        """The training of an epoch begins, or goes on with its last `steps` steps."""
+        """Begin the training of an epoch, or resume it with its last `steps` steps."""
         current, step = epoch.current, self._progress.step
         listener = None if self._step_numbers is None else StepListener(self._step_numbers, epoch, self._train, self._clock)
         self._step_log.begin(current.epoch, None, steps, self._clock.elapsed(current), listener)
         self._learner.begin_epoch(current.epoch, step)
         done = step - current.first_step
         updates = -(-(done + steps) // self._steps_per_update(epoch))
-        start = EpochStart(current.epoch, step, updates, epoch.first_rate, goes_on=done > 0)
+        start = EpochStart(current.epoch, step, updates, epoch.first_rate, is_resumed=done > 0)
         self._session.reducer.sync.begin_epoch(self._learner.state, start)
         self._scores.begin(epoch.plan, current.position)
 
     def _steps_per_update(self, epoch: TrainingEpoch) -> int:
-        """The number of steps whose gradients the next update adds up."""
+        """The number of steps whose gradients the next update sums."""
         return self._limits.rounds_per_update(epoch.current.epoch, epoch.continuous, self._progress.step)
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
@@ -218,27 +218,27 @@ class Engine:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.state.averaged():
+            with self._timer.span("evaluation"), self._learner.state.averaged_weights():
                 self._training.dataset = feed.name
                 self._notifier.notify("on_evaluation_begin")
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
-                scores = {**scores, **of_dataset(feed.name, means)}
+                scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 self._notifier.notify("on_evaluation_end")
                 self._training.dataset = None
         return scores
 
     def _gather_seconds(self) -> list[Mapping[str, float]]:
-        """Collective. By rank, the seconds since it began or resumed the epoch, by what they were spent on.
+        """Collective. By rank, the seconds since it began or resumed the epoch, by activity.
 
-        Takes note whether a callback of any rank wants training to end with this epoch.
+        Also records whether a callback of any rank wants training to end with this epoch.
         """
         gathered = self._comm.gather((self._clock.seconds(), self._training.wants_finish), name="seconds")
         self._finished_by = next((reason for _, reason in gathered if reason is not None), None)
-        return [own for own, _ in gathered]
+        return [seconds for seconds, _ in gathered]
 
     def _check(self, current: EpochProgress) -> None:
-        """Collective. After every update and every step of an evaluation: save, stop or give up if a rank wants that."""
+        """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it."""
         wanted = self._stop_vote.step(self._requests)
         if wanted.report:
             raise self._scores.not_finite_error(current)
@@ -260,11 +260,11 @@ class Engine:
         raise Stopped(
             f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there",
             status,
-            repeatable=reason != "SIGTERM",  # with which torchrun ends ranks before it starts them with others
+            repeatable=reason != "SIGTERM",  # torchrun sends it before it restarts the ranks
         )
 
     def _save(self) -> None:
-        """Collective. Write a checkpoint; one within an epoch has the epoch's scores and seconds so far.
+        """Collective. Write a checkpoint; one within an epoch includes the epoch's scores and seconds so far.
 
         Raises:
             DataError: a data file was changed, perhaps before the model was trained on it; nothing is written.
@@ -278,17 +278,17 @@ class Engine:
         with self._timer.span("saving"):
             checkpoint = self._session.saver.save(self._progress)
         self._session.watchdog.beat(f"step {self._progress.step}, after saving", "between")
-        self._save_policy.saved()
+        self._save_policy.reset()
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
             self._notifier.notify("on_save")
 
     def _ends_early(self) -> str | None:
-        """After an epoch, why training ends with it, before its last epoch; None: it does not."""
+        """After an epoch, the reason to end training before its last epoch; None: continue."""
         return self._finished_by or self._limits.ends_early(self._progress.history)
 
     def _finish(self) -> None:
-        """Collective. Wait for the last exchange of requests, and for what is saved in the background."""
+        """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""
         self._stop_vote.finish()
         self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
         self._session.saver.finish()

@@ -17,13 +17,13 @@ BY_CTRL_C = 130
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ends other than by success.
+    """How a rank that does not succeed ends.
 
     Attributes:
         status: the program's exit status.
-        scope: who has failed: this rank only; all ranks together, so that it is enough if one of them shows it; or another rank,
-            for which this one was waiting.
-        repeatable: the same would happen if the launcher started the ranks again.
+        scope: what failed: only this rank; all ranks together, so that one of them prints it; or another rank, which this one was
+            waiting for.
+        repeatable: it would happen again if the launcher restarted the ranks.
     """
 
     status: int
@@ -32,21 +32,21 @@ class Outcome:
 
 
 ProblemRule = Literal[
-    "missing",  # something that is needed was not given
+    "missing",  # a required value was not given
     "unknown-key",  # no such key, entry or option
-    "unknown-value",  # none of the values or names that are possible
+    "unknown-value",  # none of the possible values or names
     "wrong-type",
-    "wrong-format",  # a text that is not written as it should be
-    "wrong-signature",  # a function or class that cannot be called as it will be
-    "wrong-result",  # what a function of the config returned or did
-    "wrong-call",  # of hvdtrain's functions, at the wrong time or place
+    "wrong-format",  # a string with the wrong syntax
+    "wrong-signature",  # a function or class that cannot be called with the arguments it will get
+    "wrong-result",  # returned by a function of the config
+    "wrong-call",  # a call of hvdtrain at the wrong time or place
     "out-of-range",
     "duplicate",
     "conflict",  # with the value of another key
-    "rank-mismatch",  # the ranks do not have the same
+    "rank-mismatch",  # the ranks have different values
     "needs-backend",  # another framework is needed
-    "unsupported",  # valid elsewhere, but not done by hvdtrain
-    "unavailable",  # the device, compiler or transport is not there
+    "unsupported",  # valid elsewhere, but not in hvdtrain
+    "unavailable",  # a missing device, compiler or transport
     "missing-package",
     "cannot-import",
     "unreadable",  # a config file
@@ -54,14 +54,14 @@ ProblemRule = Literal[
     "raised",  # code of the config raised an exception
     "other",
 ]
-"""What a problem violates, for tools and tests: these names stay, while sentences may be improved."""
+"""The rule that a problem violates, for tools and tests: these names are stable, while sentences may be improved."""
 
 
 class HvdtrainError(Exception):
     """Base class of the errors that a user can fix.
 
     Attributes:
-        outcome: how a rank ends that raises it.
+        outcome: how a rank that raises it ends.
     """
 
     outcome = Outcome(2)
@@ -81,11 +81,11 @@ class HvdtrainError(Exception):
         return type(self)(f"rank {rank}: {self}")
 
     def on_all_ranks(self) -> Self:
-        """The same error as all ranks raise it together."""
+        """The same error, as raised by all ranks together."""
         return self._with(outcome=replace(self.outcome, scope="all ranks"))
 
     def _with(self, **attributes: object) -> Self:
-        """A copy with other attributes. Where the error was raised, and because of what, stays."""
+        """A copy with other attributes, but the same traceback and cause."""
         error = copy.copy(self)
         vars(error).update(attributes)
         error.__cause__ = self.__cause__
@@ -100,12 +100,12 @@ SENTENCE = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with a config or the command line.
+    """A problem with a config or the command line.
 
     Attributes:
-        key: as the user writes it, with the dict that it is in, or the place of the problem.
-        expected: with `got` and `hint`, a part of the sentence; empty: it has no such part.
-        sentence: what users see.
+        key: the key as the user writes it, with the dict that it is in; or the place of the problem.
+        expected, got, hint: parts of the sentence; empty: the sentence has no such part.
+        sentence: the text that users see.
     """
 
     key: str
@@ -172,7 +172,7 @@ class CheckpointError(HvdtrainError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint's file is not as it was written, or does not belong to the other files."""
+    """A checkpoint's file was changed, or does not belong to the other files."""
 
 
 class TrainingError(HvdtrainError):
@@ -180,22 +180,22 @@ class TrainingError(HvdtrainError):
 
 
 class LaunchError(HvdtrainError):
-    """The processes were started in a way that does not work, or something that is needed to connect them is missing."""
+    """The processes were started in a way that does not work, or something required to connect them is missing."""
 
 
 class PeerFailure(HvdtrainError):
-    """Another rank failed while this one was waiting for it; this rank has no error of its own to report.
+    """Another rank failed while this one was waiting for it; this rank itself did not fail.
 
     Attributes:
-        seen: what this rank can see of the cause. A process that was killed, or that has called os._exit, has said nothing.
+        causes: possible causes that this rank can see. A process that was killed, or that called os._exit, has reported none.
     """
 
     outcome = Outcome(1, "a peer", repeatable=False)
-    seen: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
 
-    def having_seen(self, seen: Sequence[str]) -> Self:
-        """The same error with what this rank can see of the cause."""
-        return self._with(seen=tuple(seen))
+    def with_causes(self, causes: Sequence[str]) -> Self:
+        """The same error with the causes that this rank can see."""
+        return self._with(causes=tuple(causes))
 
     def __str__(self) -> str:
-        return ": ".join([super().__str__(), *(["; ".join(self.seen)] if self.seen else [])])
+        return ": ".join([super().__str__(), *(["; ".join(self.causes)] if self.causes else [])])

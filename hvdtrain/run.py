@@ -15,25 +15,25 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts, record_start
-from hvdtrain.start_up.data import noting_changed_files
+from hvdtrain.start_up.data import note_changed_files
 from hvdtrain.start_up.job import checkpoint_folder, open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
-from hvdtrain.start_up.overfit import in_folder_of_its_own, overfitting
-from hvdtrain.start_up.reporters import open_reporters, tracking
-from hvdtrain.start_up.trace import open_trace, profiled
+from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
+from hvdtrain.start_up.reporters import open_reporters, open_services
+from hvdtrain.start_up.trace import open_trace, profile_steps
 from hvdtrain.training.step_log import open_step_log
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves, on every rank.
+    """The result of a training, on every rank.
 
     Attributes:
-        history: of all finished epochs, also of those that an earlier start trained.
-        best: what best.json says (`checkpoint/progress.py`); None: no epoch has a score.
+        history: of all finished epochs, including those of earlier starts.
+        best: the contents of best.json (`checkpoint/progress.py`); None: no epoch has a score.
         checkpoint: the file with the last epoch's model.
-        num_epochs: how many of the epochs this start has finished.
+        num_epochs: the number of epochs that this start finished.
     """
 
     learner: Learner
@@ -53,20 +53,20 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
     """
     if settings.run.overfit_batches is not None:
-        settings = in_folder_of_its_own(settings)
+        settings = in_overfit_folder(settings)
     with (
         open_session(settings, "train", comm) as session,
         open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
     ):
         if settings.run.overfit_batches is not None:
-            session = overfitting(session, settings.run.overfit_batches)
+            session = repeat_batches(session, settings.run.overfit_batches)
         limits = replace(open_limits(settings), mistake=partial(wrong_scores, settings))
         before = session.progress.epoch
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
-        on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
+        on_rank_zero(session.comm, lambda: session.best.update(session.progress.history), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
@@ -74,12 +74,12 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
             with (
-                noting_changed_files(session.feeds),
-                tracking(settings, session, start) as trackers,
-                profiled(settings, session, open_trace(session, settings.trace)) as trace,
+                note_changed_files(session.feeds),
+                open_services(settings, session, start) as trackers,
+                profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
             ):
-                Engine(session, rates, limits, reporters.and_(trackers), step_log, trace, callbacks).run()
+                Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
-        best = session.best.found(progress.history)
+        best = session.best.summary(progress.history)
         return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import Saves
+from hvdtrain.checkpoint.saver import SaverProtocol
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.learner.base import Learner
@@ -17,7 +17,7 @@ from hvdtrain.runtime.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Session:
-    """What a job consists of on every rank: opened, built, loaded, and about to begin.
+    """The parts of a job on every rank: opened, built, loaded, and about to begin.
 
     Attributes:
         feeds: the datasets; in a training, train comes first.
@@ -33,6 +33,6 @@ class Session:
     feeds: list[Feed]
     learner: Learner
     reducer: Reducer
-    saver: Saves
+    saver: SaverProtocol
     best: BestModel
     progress: Progress

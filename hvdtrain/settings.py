@@ -1,4 +1,4 @@
-"""All keys of a config in one frozen object, assembled from the sections that stand beside the code they configure."""
+"""All keys of a config in one frozen object, assembled from the sections, each declared next to the code it configures."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import as_text, noted_keys
+from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, unknown, unsupported
+from hvdtrain.config.check import build, unknown_keys, unsupported_keys
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
     Rule,
     Section,
     Sections,
-    declared,
+    declared_keys,
     key,
     not_negative,
     one_of,
@@ -48,7 +48,7 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import ALIASES
-from hvdtrain.returnn_layer.translate import translate, translated_names
+from hvdtrain.returnn_layer.translate import translate, translate_names
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -69,7 +69,7 @@ TASKS = {
     "search": "hvdtrain.tasks.tasks:forward_all",
     "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
 }
-"""By the value of the key `task`, the function of the settings that does it; imported when it is called."""
+"""By value of the key `task`, the function that runs it, given the settings; imported when it is called."""
 
 
 def _is_task(value: str) -> bool:
@@ -98,7 +98,7 @@ class RunKeys(Section):
     )
     overfit_batches: int | None = key(
         None,
-        "train on the first N batches of every rank again and again, from the start and in a folder of its own, overfit/ beside "
+        "train on the first N batches of every rank again and again, from the start and in a separate folder, overfit/ next to "
         "the model: a sound model and learning rate bring their loss close to zero",
         positive,
     )
@@ -165,24 +165,24 @@ class Settings:
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
     expected: Mapping[str, Any]
-    """By data key, what `extern_data` says of it: `hvdtrain.data.expected.Expected`."""
+    """By data key, its entry in `extern_data`: `hvdtrain.data.expected.Expected`."""
     function: Callable[[], Any] | None
     warnings: tuple[str, ...]
-    """Messages about what is not taken as it stands in the config, and about names that look like misspelt keys."""
+    """Messages about values that are changed or ignored, and about names that look like misspelt keys."""
     notes: tuple[str, ...]
-    """Messages about what has no effect here."""
+    """Messages about keys that have no effect here."""
     outside_datasets: Mapping[str, tuple[Any, str]]
-    """By name, values and origins of keys of a dataset's dict that the config sets at its top level."""
+    """By name, value and origin of the keys of a dataset's dict that the config sets at its top level."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
     process: Process = OWN
-    """What hvdtrain may change of the process that it runs in."""
+    """What hvdtrain may change in the process that it runs in."""
 
     @property
     def files(self) -> list[Path]:
-        """The config's."""
+        """The config files."""
         return list(map(Path, self.texts))
 
     @property
@@ -196,8 +196,8 @@ class Settings:
         return Measure(wanted_of(wanted), self.scoring.higher_is_better)
 
     @property
-    def of_results(self) -> dict[str, str]:
-        """By name, the values of the keys that determine what a training computes, as text."""
+    def result_keys(self) -> dict[str, str]:
+        """By name, as text, the keys that determine the results of a training."""
         sections = (
             self.batch,
             self.chunks,
@@ -208,15 +208,15 @@ class Settings:
             self.newbob,
             self.reduce,
         )
-        found = noted_keys([*(("", section) for section in sections), ("train.", self.train.order)])
+        found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         found["random_seed"] = str(self.run.random_seed)
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
         return found
 
-    def of_all_ranks(self, *, update_together: bool) -> dict[str, str]:
-        """By name, the values that have to be the same on all ranks, as text. Keys of batches and orders are not among them: the
-        plans that are made of them are compared.
+    def shared_keys(self, *, update_together: bool) -> dict[str, str]:
+        """By name, as text, the values that have to be the same on all ranks. Keys of batches and orders are left out: the plans
+        made from them are compared instead.
 
         Args:
             update_together: whether all ranks have the same parameters after every update.
@@ -227,9 +227,9 @@ class Settings:
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
         }
-        found |= noted_keys([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
-            found |= noted_keys([("", section) for section in (self.learner, self.precision, self.schedule)])
+            found |= key_texts([("", section) for section in (self.learner, self.precision, self.schedule)])
             if (optimizer := as_text(self.learner.optimizer)) is not None:
                 found["optimizer"] = optimizer
             if self.reduce.dataset_distribution == "shard":
@@ -237,7 +237,7 @@ class Settings:
         return found
 
     @property
-    def misplaced(self) -> tuple[str, ...]:
+    def misplaced_keys(self) -> tuple[str, ...]:
         """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
         orders = [spec.order for dataset in self.datasets for spec in dataset.all()]
         return tuple(
@@ -254,21 +254,21 @@ class Settings:
 SECTIONS_BY_NAME: dict[str, type] = {
     name: kind for name, kind in get_type_hints(Settings).items() if isinstance(kind, type) and kind.__name__.endswith("Keys")
 }
-"""The sections, by the attribute of Settings that holds them: a new one is a line there."""
+"""The sections, by the attribute of Settings that holds them; a new one is a line there."""
 
 SECTIONS = tuple(SECTIONS_BY_NAME.values())
 
 
 def all_keys() -> list[Key]:
     """Every key at the top level of a config."""
-    return [declared_key for section in SECTIONS for declared_key in declared(section)]
+    return [declared_key for section in SECTIONS for declared_key in declared_keys(section)]
 
 
 def entries_of(name: str) -> list[Key]:
     """The entries of a dict among `DICTS`, each with its name in the dict."""
-    spelled = [(each, spelling.partition(".")) for each in all_keys() for spelling in each.names]
-    others = [replace(each, name=entry) for each, (outer, _, entry) in spelled if outer == name and entry]
-    return [*declared(DICTS[name]), *others]
+    spelled = [(found, spelling.partition(".")) for found in all_keys() for spelling in found.names]
+    others = [replace(found, name=entry) for found, (outer, _, entry) in spelled if outer == name and entry]
+    return [*declared_keys(DICTS[name]), *others]
 
 
 BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if declared_key.type is bool)
@@ -280,7 +280,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
 
     Args:
         configs: files, or keys and values.
-        origin: of the overrides: the command line, whose values are texts, or a call, whose values are Python's.
+        origin: of the overrides: the command line, whose values are text, or a call, whose values are Python objects.
 
     Raises:
         ConfigError: with all problems.
@@ -288,16 +288,19 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     imports = WatchedImports()
-    source = load(configs, translated_names(overrides), types, imports.builtins, origin)
+    source = load(configs, translate_names(overrides), types, imports.builtins, origin)
     return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
-    values, origins = _without_training(source.values), source.origins
-    entries = [*((name, entries_of(name)) for name in DICTS), *(("train", declared(section)) for section in DATASET_SECTIONS)]
+    values, origins = _with_placeholders(source.values), source.origins
+    entries = [
+        *((name, entries_of(name)) for name in DICTS),
+        *(("train", declared_keys(section)) for section in DATASET_SECTIONS),
+    ]
     inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
-    problems = [*source.problems, *unknown(source, [*names, *ALIASES], inside)]
+    problems = [*source.problems, *unknown_keys(source, [*names, *ALIASES], inside)]
     built: dict[type, Any] = {}
     found: dict[type, list[Problem]] = {}
     for kind in SECTIONS:
@@ -307,7 +310,7 @@ def check(source: Source, names: list[str]) -> Settings:
     sections = Sections(built, values)
     for kind, section in built.items():
         problems += found[kind] + ([] if section is None else section.problems(sections))
-    problems += connecting + _of_the_framework(built)
+    problems += connecting + _framework_problems(built)
     derived: dict[str, Any] = {}
     for name, derive in DERIVED.items():
         derived[name], more = derive(sections, source)
@@ -330,7 +333,7 @@ def check(source: Source, names: list[str]) -> Settings:
 def resolve(
     built: Mapping[type, Any], torch_distributed: TorchDistributedKeys | None
 ) -> tuple[dict[type, Any], TorchDistributedKeys | None]:
-    """The sections with the values that follow from those of other sections."""
+    """The sections, with the values that follow from other sections filled in."""
     result = dict(built)
     started, learner = built[LaunchKeys], built[LearnerKeys]
     if started is not None and learner is not None and started.ngpu == 0 and learner.device is None:
@@ -344,18 +347,18 @@ def resolve(
 
 
 def with_datasets(settings: Settings) -> Settings:
-    """Settings to train with: the config's functions that return datasets are called, and these are checked.
+    """Settings to train with: calls the config's functions that return datasets, and checks these datasets.
 
     Raises:
-        ConfigError: with all problems of functions and of what they returned.
+        ConfigError: with all problems of the functions and of what they returned.
     """
     specs = (*settings.datasets, *(() if settings.forward is None else (settings.forward,)))
     if all(spec.is_known for spec in specs):
         return settings
-    from hvdtrain.data.sources import data_with_functions_called  # here, as in _datasets
+    from hvdtrain.data.sources import call_data_functions  # here, as in _datasets
 
     more = ("forward_data", "search_data") if settings.forward is not None else ()
-    data, problems = data_with_functions_called(settings.data, ("train", "dev", "eval", *more))
+    data, problems = call_data_functions(settings.data, ("train", "dev", "eval", *more))
     values = {type(section): section for section in vars(settings).values() if isinstance(section, Section)}
     sections, source = Sections({**values, DataKeys: data}), Source({}, dict(settings.origins), ())
     found: dict[str, Any] = {}
@@ -367,8 +370,8 @@ def with_datasets(settings: Settings) -> Settings:
     return replace(settings, **found)
 
 
-def _without_training(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, in which a task that does not train has something for the keys that only training uses.
+def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, with placeholders for the keys that only training uses if the task does not train.
 
     Such a task writes no checkpoint, so `model` may be missing; files then go to the working folder.
     """
@@ -385,12 +388,12 @@ def _without_training(values: dict[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 
-def _of_the_framework(built: Mapping[type, Any]) -> list[Problem]:
-    """Problems with what the config's framework cannot do."""
+def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
+    """Problems with keys that the config's framework does not support."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
-    problems = unsupported([section for section in built.values() if section is not None], run.backend)
+    problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
     formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
@@ -430,7 +433,7 @@ def _with_feature(feature: Feature) -> str:
 
 
 def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[Problem]]:
-    """The entries of torch_distributed, None where it is not used; problems."""
+    """The entries of torch_distributed, or None if it is not used; the problems."""
     reduce, started = sections.get(ReduceKeys), sections.get(LaunchKeys)
     if reduce is None or started is None or (reduce.torch_distributed is None and not started.ask_for_torch):
         return None, []
@@ -453,7 +456,7 @@ def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[
 
 
 def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | None, list[Problem]]:
-    """How the learning rate changes from step to step; None: it does not."""
+    """How the learning rate changes from step to step; None: it stays the same."""
     keys, run = sections.get(ScheduleKeys), sections.get(RunKeys)
     if keys is None or run is None:
         return None, []
@@ -465,11 +468,11 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
         return (), []
-    from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys and takes no numpy, which checking data does
+    from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
-    apart = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
-    if apart and specs[0].name == "train" and not is_random(specs[0].order):
+    is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
+    if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(
             "conflict",
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
@@ -479,7 +482,7 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
-    """Problems with keys that name a score of a dataset that there is none of. The losses are known when an epoch is done."""
+    """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
     if run is None or run.task not in ("train", "dry_run") or not specs:
         return []
@@ -500,17 +503,17 @@ def _impossible_measures(sections: Sections, source: Source, specs: tuple[Datase
 
 
 def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[Problem]]:
-    """What to forward or search; None: that is not the task."""
+    """The dataset to forward or search; None: the task is another one."""
     keys, run = sections.get(DataKeys), sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
-    from hvdtrain.data.sources import forwarded  # here, as in _datasets
+    from hvdtrain.data.sources import forward_dataset  # here, as in _datasets
 
-    return forwarded(keys, run.task)
+    return forward_dataset(keys, run.task)
 
 
 def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:
-    """What `extern_data` says. Another program's config has its own rules for what is a problem, and for types of numbers."""
+    """The entries of `extern_data`. Configs of another program follow its rules for problems and for types of numbers."""
     keys = sections.get(DataKeys)
     if keys is None or keys.extern_data is None:
         return {}, []
@@ -521,7 +524,7 @@ def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], li
 
 
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[Problem]]:
-    """The function of the config that is the task; None: the task is another one."""
+    """The config's function that the task names; None: the task is another one."""
     run = sections.get(RunKeys)
     if run is None or not run.task.startswith("config:"):
         return None, []
@@ -536,7 +539,7 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
 
 
 def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, tuple[Any, str]], list[Problem]]:
-    names = (key.name for key in declared(OrderKeys))
+    names = (key.name for key in declared_keys(OrderKeys))
     return {name: (source.values[name], source.origins[name]) for name in names if name in source.values}, []
 
 
@@ -548,7 +551,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
     "function": _function,
     "outside_datasets": _outside_datasets,
 }
-"""By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
+"""By attribute of Settings, the function that derives it from the sections; it returns the value and the problems."""
 
 
 DEFAULT = "default"
@@ -560,8 +563,8 @@ class Effective:
     """One key.
 
     Attributes:
-        section: the first words about the group it belongs to.
-        value: as text, such as could stand in a config; a function by its name.
+        section: the title of the group it belongs to.
+        value: as text, as it could be written in a config; a function by its name.
         origin: a config file's name, "the command line" or "default".
     """
 
@@ -571,26 +574,25 @@ class Effective:
     origin: str
 
 
-def effective(settings: Settings) -> Iterator[Effective]:
+def effective_keys(settings: Settings) -> Iterator[Effective]:
     """All keys at the top level, in the order of the reference page."""
     sections = {type(value): value for value in vars(settings).values() if type(value) in SECTIONS}
     for section in SECTIONS:
         title = (section.__doc__ or "").splitlines()[0].rstrip(".")
-        for declared_key in declared(section):
+        for declared_key in declared_keys(section):
             value = getattr(sections[section], declared_key.field)
-            yield Effective(title, declared_key.name, shown(value), settings.origins.get(declared_key.name, DEFAULT))
+            yield Effective(title, declared_key.name, value_text(value), settings.origins.get(declared_key.name, DEFAULT))
 
 
 def print_config(settings: Settings) -> str:
-    """All keys in effect, with their origins behind them: `num_epochs = 24    # g2p.py`."""
-    keys = list(effective(settings))
+    """All keys in effect, each followed by its origin: `num_epochs = 24    # g2p.py`."""
     lines: list[str] = []
     section = ""
-    for one in keys:
-        if one.section != section:
-            section = one.section
+    for found in effective_keys(settings):
+        if found.section != section:
+            section = found.section
             lines += ["", f"# {section}"]
-        lines.append(f"{f'{one.name} = {one.value}':<50} # {one.origin}")
+        lines.append(f"{f'{found.name} = {found.value}':<50} # {found.origin}")
     return "\n".join(lines[1:])
 
 
@@ -598,30 +600,32 @@ LONG = 2000
 """Characters of a list, a dict or a text that are shown: all learning rates of 200 epochs, but not the data of a corpus."""
 
 FEW = LONG // 5
-"""What an array or object in a list counts for, of which the first five tell enough."""
+"""What an array or object in a list counts for: the first five are enough to recognize the list."""
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value as text: of arrays the type and shape, of objects the class, of long lists the beginning.
 
     >>> import numpy
-    >>> shown({"class": "adam", "check": print}), shown([1, "2G"]), shown(numpy.zeros((17, 6), "float32"))
+    >>> value_text({"class": "adam", "check": print}), value_text([1, "2G"]), value_text(numpy.zeros((17, 6), "float32"))
     ("{'class': 'adam', 'check': <function print>}", "[1, '2G']", '<float32 (17, 6)>')
     """
     if isinstance(value, dict):
-        return "{" + _beginning((f"{name!r}: {shown(member)}" for name, member in value.items()), len(value)) + "}"
+        return "{" + _abbreviate((f"{name!r}: {value_text(member)}" for name, member in value.items()), len(value)) + "}"
     if isinstance(value, (list, tuple)):
         brackets = "[]" if isinstance(value, list) else "()"
-        return brackets[0] + _beginning(map(shown, value), len(value)) + brackets[1]
+        return brackets[0] + _abbreviate(map(value_text, value), len(value)) + brackets[1]
     if isinstance(value, (set, frozenset)):  # sorted, as their order differs from run to run
-        return "{" + _beginning(sorted(map(shown, value)), len(value)) + "}" if value else "set()"
+        return "{" + _abbreviate(sorted(map(value_text, value)), len(value)) + "}" if value else "set()"
     if isinstance(value, (str, bytes)):
         return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}..."
     if callable(value) and hasattr(value, "__name__"):
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {value.__name__}{where}>"
-    if isinstance(value, SHORT) or (_is_numpys(value) and not hasattr(value, "__setitem__")):  # a scalar, and no array
+    # By name, as `--help` does not import numpy.
+    is_numpy = type(value).__module__ == "numpy"
+    if isinstance(value, SHORT) or (is_numpy and not hasattr(value, "__setitem__")):  # a scalar, not an array
         return repr(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
@@ -629,16 +633,11 @@ def shown(value: Any) -> str:
 
 
 SHORT = (NoneType, Number, PurePath, range)
-"""Types whose values are shown as Python writes them, besides numpy's scalars."""
+"""Types whose values are shown as Python writes them, besides numpy scalars."""
 
 
-def _is_numpys(value: Any) -> bool:
-    """Whether a value is of one of numpy's types. It asks without importing numpy, which `--help` does not."""
-    return type(value).__module__ == "numpy"
-
-
-def _beginning(members: Iterable[str], count: int) -> str:
-    """The members of a list, or the first ones and how many more there are."""
+def _abbreviate(members: Iterable[str], count: int) -> str:
+    """The members of a list, or the first ones and the number of the others."""
     shown_members: list[str] = []
     left = LONG
     for text in members:

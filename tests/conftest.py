@@ -35,7 +35,7 @@ gc.set_threshold(*SELDOM)  # until the tests are collected: their modules import
 
 
 def write_corpus(path: Path, num_sequences: int, seed: int) -> None:
-    """Frames of 4 features, a class of 5 for every frame, and the sequence's number as a key of its own."""
+    """Frames of 4 features, a class of 5 for every frame, and the sequence's number as a separate key."""
     generator = numpy.random.default_rng(seed)
     with HDFWriter(path, dims={"classes": 5, "id": num_sequences}) as writer:
         for number in range(num_sequences):

@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError, Problem
 
 
 def run_inside(arguments: Sequence[object]) -> Finished:
-    """What `python -m hvdtrain ARGUMENTS` prints and returns, without a process of its own.
+    """What `python -m hvdtrain ARGUMENTS` prints and returns, without starting a process.
 
     For one rank whose process, its signals and its environment are not what is tested.
     """

@@ -1,6 +1,6 @@
 """Run under mpirun: rank 1 works for longer than the watchdog's patience while rank 0 has nothing to do.
 
-`python patient.py progress error`: rank 1 tells of its progress; then again, and it fails in the end. `silence`: it hangs. In the
+`python patient.py progress error`: rank 1 reports its progress twice, and fails in the end. `silence`: it hangs. In the
 end, rank 1 closes its connection late, and the ranks have the exit status of a training that was stopped.
 """
 

@@ -13,7 +13,7 @@ from returnn.datasets.basic import init_dataset
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.formats.returnn_reading import in_one_process
+from hvdtrain.data.formats.returnn_reading import without_processes
 from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -33,7 +33,7 @@ def epochs_by_returnn(options: dict[str, Any], *epochs: int) -> dict[int, list[I
     """The sequences of epochs, as RETURNN itself reads them in this process, one epoch after the other."""
     ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
     if options["class"] == "DistributeFilesDataset":
-        options = in_one_process(options)  # its process would need what is in RETURNN's global config by now
+        options = without_processes(options)  # they would need RETURNN's global config of this process
     dataset = init_dataset(options)
     found: dict[int, list[Item]] = {}
     for epoch in epochs:

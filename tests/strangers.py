@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvdtrain.runtime.peers import LOOPBACK, authenticated
+from hvdtrain.runtime.peers import LOOPBACK, sign
 
 LONGEST = 65507
 """Bytes of a datagram."""
@@ -24,7 +24,7 @@ def hostile(generator: random.Random, recorded: Sequence[bytes] = ()) -> bytes:
         lambda: generator.randbytes(32) + b"[" * 20_000,
         lambda: bytes(32) + json.dumps(claims).encode(),
         lambda: json.dumps([secrets.token_hex(8), *claims]).encode(),
-        lambda: authenticated(generator.choice(["", "token", secrets.token_hex()]), json.dumps(claims).encode()),
+        lambda: sign(generator.choice(["", "token", secrets.token_hex()]), json.dumps(claims).encode()),
     ]
     if recorded:
         known = bytearray(generator.choice(recorded))

@@ -220,7 +220,7 @@ def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
         hvdtrain.load_model(closures.checkpoint)
 
 
-def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
+def test_mistakes_are_reported_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(hvdtrain.ConfigError) as raised:
         hvdtrain.train(keys_of(tmp_path), num_epoch=3, learning_rate=-1.0, color="red", **{"train.seq_ordering": "random"})
     names = [problem.key for problem in raised.value.problems]
@@ -293,7 +293,7 @@ def test_an_error_of_a_function_is_raised_as_it_is(tmp_path: Path) -> None:
     assert state_of_the_process() == before
 
 
-def test_modules_beside_two_configs_are_not_confused(tmp_path: Path) -> None:
+def test_modules_next_to_two_configs_are_not_confused(tmp_path: Path) -> None:
     text = SMALLEST.read_text().replace("5500", "600").replace("import hvdtrain\n", "import hvdtrain\nfrom beside import size\n")
     for name, size in {"a": 8, "b": 16}.items():
         (tmp_path / name).mkdir()
@@ -326,7 +326,7 @@ def small_config(folder: Path) -> Path:
     return path
 
 
-def test_ranks_of_their_own_compute_what_the_command_line_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_started_ranks_compute_what_the_command_line_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = small_config(tmp_path)
     finished = launch(["-m", "hvdtrain", config, "++num_epochs", 1, "++ngpu", 2, "++model", tmp_path / "cli" / "model"])

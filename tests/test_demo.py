@@ -25,7 +25,7 @@ def test_alone_it_says_so() -> None:
     assert "MPI: this is the only process" in finished.out
 
 
-def test_processes_that_do_not_find_each_other_are_told() -> None:
+def test_processes_that_do_not_find_each_other_get_a_hint() -> None:
     finished = launch([DEMO], environment={"RANK": "0", "WORLD_SIZE": "2"})
     assert finished.status == 2
     assert "rank 0: expected the 2 processes that torchrun started, got 1 from mpi4py" in finished.err

@@ -137,7 +137,7 @@ TABLE = re.compile(r"^\| to add \|.*\n(?:\|.*\n)+", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the extended package, and the table beside it."""
+    """The folder with the extended package, and the table next to it."""
     folder = tmp_path_factory.mktemp("extended")
     (folder / "table").write_text(extend(folder / "hvdtrain"))
     return folder
@@ -204,7 +204,7 @@ def work(comm):
     reducer, dataset = settings.reduce.reducer(comm, Timer()), open_dataset(settings.train)
     options = BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1)
     learner = FRAMEWORKS["arrays"].build(settings.learner, reducer.gradients, options)
-    reducer.sync.begin_epoch(learner.state, EpochStart(1, 0, 2, 0.1, goes_on=False))
+    reducer.sync.begin_epoch(learner.state, EpochStart(1, 0, 2, 0.1, is_resumed=False))
     for step in range(2):
         learner.backward(dataset.batch(numpy.array([2 * step + comm.rank])))
         learner.update(0.1)

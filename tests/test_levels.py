@@ -105,7 +105,7 @@ def test_files_do_not_import_each_other() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
-def test_the_root_tells_the_story_and_folders_name_their_files_once() -> None:
+def test_the_root_has_the_walk_and_folders_name_their_files_once() -> None:
     assert len([place for place in sources() if "/" not in place]) <= ROOT_FILES
     for place in sources():
         folder = Path(place).parent.name
@@ -145,8 +145,9 @@ def test_the_environment_is_read_in_one_place() -> None:
 FORMATS_OF_RETURNN = [
     "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "start_up/data.py", "start_up/overfit.py",
+    "training/search_output.py",
 ]  # fmt: skip
-"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints and files of learning rates."""
+"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints, files of learning rates and of searches."""
 
 
 def test_returnn_is_mentioned_where_its_formats_are() -> None:

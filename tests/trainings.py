@@ -90,7 +90,7 @@ def trains(
 
     Args:
         after: where the trainings go on with what the same module's trainings left in another run: that one comes first.
-        apart: have a launch of their own.
+        apart: are launched separately.
         again: more runs, with --soak. Give the tests of them the mark with `marked`.
     """
 

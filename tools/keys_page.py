@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.config.check import describe  # noqa: E402  # found through the line above
-from hvdtrain.config.keys import Key, declared  # noqa: E402
+from hvdtrain.config.keys import Key, declared_keys  # noqa: E402
 from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED  # noqa: E402
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS  # noqa: E402
 
@@ -38,7 +38,9 @@ def page() -> str:
 
 def _table(section: type) -> list[str]:
     """The heading and table of a section."""
-    rows = [f"| {', '.join(f'`{name}`' for name in _names(key))} | {key.doc} | {describe(key)} |" for key in declared(section)]
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in _names(key))} | {key.doc} | {describe(key)} |" for key in declared_keys(section)
+    ]
     return [
         "",
         f"## {(section.__doc__ or '').splitlines()[0].rstrip('.')}",

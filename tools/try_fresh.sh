@@ -31,7 +31,7 @@ if [ -e "$root" ]; then echo "try_fresh.sh: $root is there already: remove it, o
 mkdir -p "$root"
 log=$FOLDER/$SUITE.log
 
-# /proc, /dev and /sys are mounted in a mount namespace of their own: nothing is left to unmount, whatever ends this script.
+# /proc, /dev and /sys are mounted in a separate mount namespace: nothing is left to unmount, whatever ends this script.
 inside() {
     # shellcheck disable=SC2016
     unshare --mount --pid --fork --kill-child --propagation private bash -c '

@@ -1,1 +1,1 @@
-"""Checkpoints: the state of a training, the files it is saved in, and which model a training starts from."""
+"""Checkpoints: the state of a training, its files, and the model that a training starts from."""

@@ -1,48 +1,48 @@
-"""The keys that determine what a training computes, as a checkpoint notes them, and what is said where they have changed."""
+"""The keys that determine the results of a training, as stored in a checkpoint, and the log lines about changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
     ("device", "torch_compile", "checkpoint_modules", "deterministic", "use_horovod", "torch_distributed", "horovod_timeline")
 ) | {"learning_rate_file"}
-"""Keys of the sections below that change how, and not what, a training computes."""
+"""Keys of the sections below that do not affect the results of a training."""
 
-BY_THE_OPTIMIZER = frozenset(("optimizer",))
-"""What is compared with the optimizer's state, where functions of the config are covered, too."""
+COMPARED_ELSEWHERE = frozenset(("optimizer",))
+"""Keys that are compared when the optimizer's state is loaded, which also covers functions of the config."""
 
 EFFECTS = {
-    "random_seed": "the random numbers of the next steps (dropout, noise) are others; the initial weights are not drawn again",
-    "num_epochs": "a schedule that ends with the last epoch is stretched: the rates go on from another place of its curve",
-    "ema_decay": "the moving average goes on, or begins with the present weights",
+    "random_seed": "later steps use different random numbers (dropout, noise); the initial weights are not drawn again",
+    "num_epochs": "a schedule that ends with the last epoch is stretched, so the rates jump to another point of its curve",
+    "ema_decay": "the moving average continues, or begins with the current weights",
 }
-"""By key, what its change does, where that goes without saying for no user."""
+"""By key, the effect of a change that is not obvious."""
 
-RATE_IS_KEPT = "no effect: an epoch goes on with the rate of the one before (learning_rates = {EPOCH: RATE} changes it)"
+RATE_IS_KEPT = "no effect: an epoch uses the rate of the previous one (learning_rates = {EPOCH: RATE} changes it)"
 
 
-def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
-    """By name, the values of all keys of some sections as text. Functions are left out: two of them cannot be compared.
+def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """By name, the values of all keys of some sections as text, except functions, which cannot be compared.
 
     Args:
-        sections: each with the beginning of its keys' names, such as 'train.'.
+        sections: each with the prefix of its keys' names, such as 'train.'.
     """
-    skipped = WITHOUT_EFFECT_ON_RESULTS | BY_THE_OPTIMIZER
+    skipped = WITHOUT_EFFECT_ON_RESULTS | COMPARED_ELSEWHERE
     found = {
-        f"{prefix}{each.name}": as_text(getattr(section, each.field))
+        f"{prefix}{key.name}": as_text(getattr(section, key.field))
         for prefix, section in sections
-        for each in declared(type(section))
-        if each.name not in skipped
+        for key in declared_keys(type(section))
+        if key.name not in skipped
     }
     return {name: text for name, text in found.items() if text is not None}
 
 
 def as_text(value: Any) -> str | None:
-    """A key's value; None: it has a function, or another object that cannot be compared."""
+    """A key's value as text; None: it contains a function, or another object that cannot be compared."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
@@ -57,11 +57,11 @@ def as_text(value: Any) -> str | None:
 
 
 def changed_key_lines(before: Mapping[str, str], now: Mapping[str, str], has_history: bool) -> Iterator[str]:
-    """A line about each key that has another value than when a checkpoint was written.
+    """A line about each key whose value differs from that in a checkpoint.
 
     Args:
-        before: of the checkpoint; empty: it is of a release that did not note them.
-        has_history: whether an epoch was finished before.
+        before: the checkpoint's values; empty: it is from a release that did not store them.
+        has_history: whether an epoch has finished.
 
     >>> list(changed_key_lines({"gradient_clip": "1.0"}, {"gradient_clip": "2.0"}, has_history=True))
     ['gradient_clip: 2.0 from here on, 1.0 in the checkpoint']

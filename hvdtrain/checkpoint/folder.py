@@ -1,6 +1,6 @@
-"""A folder of checkpoints: how they are named, how each is written completely or not at all, and which are kept.
+"""A folder of checkpoints: their names, writing each atomically, and which ones to keep.
 
-A checkpoint exists once its model file does: it is renamed into place last, and removed first.
+A checkpoint exists once its model file does: that file is renamed into place last, and removed first.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Checkpoint:
 
     Attributes:
         epoch: the finished epoch, or the one under way.
-        start: the folder and the common beginning of the files' names.
+        start: the folder and the common prefix of the files' names.
         suffix: the framework's file suffix.
-        step: steps done in the whole training, if the epoch is under way.
-        model_suffix: that of the model's file, if it is another one.
+        step: the number of training steps done, if the epoch is under way.
+        model_suffix: the suffix of the model's file, if it differs.
     """
 
     epoch: int
@@ -50,7 +50,7 @@ class Checkpoint:
         return self.model_file_as(self.model_suffix or self.suffix)
 
     def model_file_as(self, suffix: str) -> Path:
-        """The model's file as it is named in a format."""
+        """The model's file in the format with this suffix."""
         return self.start.with_name(f"{self.start.name}.{suffix}")
 
     @property
@@ -62,7 +62,7 @@ class Checkpoint:
         return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
 
     def rank_file(self, rank: int, size: int) -> Path:
-        """The file with the state that only this rank has."""
+        """The file with the state of one rank."""
         return self._file(f".rank-{rank}-of-{size}")
 
     def is_part(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class CheckpointFolder:
     Args:
         prefix: the config's key `model`, such as exp/g2p/model.
         suffix: the framework's file suffix.
-        model_suffix: that of the models to write; None: the framework's. Models in all formats are found.
+        model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
     """
 
     def __init__(self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None) -> None:
@@ -99,10 +99,10 @@ class CheckpointFolder:
         )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
-        """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or as it would be written."""
+        """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or the one to write."""
         new = self.new(epoch, step)
-        there = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
-        return self._checkpoint(epoch, step, there[0]) if there else new
+        existing = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
+        return self._checkpoint(epoch, step, existing[0]) if existing else new
 
     def new(self, epoch: int, step: int | None = None) -> Checkpoint:
         """A checkpoint to write, which may exist already."""
@@ -112,27 +112,27 @@ class CheckpointFolder:
         name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
-    def finished(self) -> list[int]:
+    def finished_epochs(self) -> list[int]:
         """The finished epochs that have a model, in order."""
-        return list(dict.fromkeys(found.epoch for found in self._found() if found.step is None))
+        return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
 
     def other_model(self) -> Path | None:
-        """A file of a training whose model has another prefix in the same folder; None: there is none."""
+        """A file of a training with another model prefix in the same folder; None: there is none."""
         names = sorted(path for path in self._files() if re.search(r"\.\d+(\.step-\d+)?\.opt\.\w+$", path.name))
         return next((path for path in names if not path.name.startswith(f"{self.prefix.name}.")), None)
 
     def newest(self) -> Checkpoint | None:
-        """The last checkpoint that training can continue from: one with an optimizer file."""
-        return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
+        """The newest checkpoint that training can continue from: one with an optimizer file."""
+        return next((found for found in reversed(self._complete_checkpoints()) if found.optimizer_file.exists()), None)
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
-        """All checkpoints before another one, with their optimizers or without, newest first."""
-        return [found for found in reversed(self._found()) if found.age < than.age]
+        """All checkpoints before another one, with or without optimizers, newest first."""
+        return [found for found in reversed(self._complete_checkpoints()) if found.age < than.age]
 
     def prepare(self, target: Checkpoint) -> None:
-        """Create the folder, and remove the model of an existing checkpoint of this name, in any format, before it is written.
+        """Before writing a checkpoint, create the folder, and remove the model of a checkpoint of the same name, in any format.
 
-        If it were replaced file by file, a kill in between would leave files that do not belong together.
+        If files were replaced one by one, a kill in between would leave files that do not belong together.
 
         Raises:
             CheckpointError: the folder cannot be written to.
@@ -148,7 +148,7 @@ class CheckpointFolder:
         unfinished = _unfinished(file)
         with _checkpoint_error(file, [unfinished]):
             contents.write(unfinished)
-            _to_disk(unfinished)
+            _flush_to_disk(unfinished)
             os.replace(unfinished, file)
 
     def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
@@ -162,11 +162,11 @@ class CheckpointFolder:
             self.prepare(target)
             with _checkpoint_error(target.model_file, [model, optimizer]):
                 contents.write(model, optimizer)
-                _to_disk(model)
-                _to_disk(optimizer)
+                _flush_to_disk(model)
+                _flush_to_disk(optimizer)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
-                _to_disk(self.prefix.parent)
+                _flush_to_disk(self.prefix.parent)
                 self.tidy(target)
         except CheckpointError:
             self._remove_unfinished()
@@ -174,18 +174,18 @@ class CheckpointFolder:
 
     def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
-        finished epochs. An optimizer file is as large as the model, or larger. Those of a run of RETURNN's stay.
+        finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
-        self.remove(within_epochs - {newest})  # also incomplete ones that a kill left behind: files without a model
-        with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
+        self.remove(within_epochs - {newest})  # also incomplete ones without a model, which a kill left behind
+        with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
-            if not _is_returnns(checkpoint.optimizer_file):
+            if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Remove checkpoints, each with its model first, so that a kill leaves no checkpoint that looks complete."""
+        """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""
         for checkpoint in checkpoints:
             for suffix in self.model_suffixes:
                 checkpoint.model_file_as(suffix).unlink(missing_ok=True)
@@ -196,19 +196,24 @@ class CheckpointFolder:
             if checkpoint.is_part(path.name):
                 path.unlink(missing_ok=True)
 
-    def _found(self) -> list[Checkpoint]:
+    def _complete_checkpoints(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first."""
         matches = [self._pattern.fullmatch(path.name) for path in self._files()]
         models = [match for match in matches if match and match["model"]]
-        found = [self._checkpoint(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
-        in_order = self.model_suffixes[::-1]  # of a model in several formats, the one that `at` finds is the newest
-        return sorted(found, key=lambda one: (one.age, in_order.index(one.model_suffix or one.suffix)))
+        found = [
+            self._checkpoint(int(match["epoch"]), int(match["step"]) if match["step"] else None, match["model"])
+            for match in models
+        ]
+        in_order = self.model_suffixes[::-1]  # of a model in several formats, `at` and `newest` find the same
+        return sorted(
+            found, key=lambda checkpoint: (checkpoint.age, in_order.index(checkpoint.model_suffix or checkpoint.suffix))
+        )
 
     def _remove_unfinished(self) -> None:
         """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
             if path.name.startswith(f"{self.prefix.name}.") and path.name.endswith(UNFINISHED):
-                remove_whole(path)
+                remove_path(path)
 
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
@@ -219,16 +224,16 @@ def _unfinished(file: Path) -> Path:
     return file.with_name(file.name + UNFINISHED)
 
 
-def remove_whole(path: Path) -> None:
-    """Remove a file, if it is there, or a folder with all that is in it. Raises: OSError."""
+def remove_path(path: Path) -> None:
+    """Remove a file, if it exists, or a folder with its contents. Raises: OSError."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _is_returnns(optimizer_file: Path) -> bool:
-    """Whether RETURNN wrote a file of PyTorch's: it notes its version, among what a zip archive has beside the tensors."""
+def _is_from_returnn(optimizer_file: Path) -> bool:
+    """Whether RETURNN wrote a PyTorch file: its version is in the archive's pickle."""
     try:
         with zipfile.ZipFile(optimizer_file) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -239,27 +244,27 @@ def _is_returnns(optimizer_file: Path) -> bool:
 
 @contextmanager
 def _checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[None]:
-    """Translate errors while writing a checkpoint into CheckpointError with the file and the cause.
+    """Translate errors while writing a checkpoint into CheckpointError, with the file and the cause.
 
     Args:
-        unfinished: what is written under temporary names.
+        unfinished: the files written under temporary names.
     """
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
     except RuntimeError as error:
-        why = _why_not([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
+        why = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
 
 
 PROBE = 4 << 20
-"""Bytes to write in order to learn why writing failed. What is left on a full disk is less."""
+"""The number of bytes to write to find out why writing failed: more than is free on a full disk."""
 
 
-def _why_not(files: Sequence[Path]) -> str | None:
-    """Why files cannot be written; None: they can. torch's writer says of a full disk that it is at an unexpected position only,
-    so the disk itself is asked, by writing more to what is there, and to a new file.
+def _write_error(files: Sequence[Path]) -> str | None:
+    """Why files cannot be written; None: they can. On a full disk, torch's writer only reports an unexpected position, so this
+    appends to the existing files, and writes a new one.
     """
     for path in files:
         is_new = not path.exists()
@@ -277,8 +282,8 @@ def _why_not(files: Sequence[Path]) -> str | None:
     return None
 
 
-def _to_disk(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to disk: a rename must not reach the disk before the contents do."""
+def _flush_to_disk(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk: a rename must not reach the disk before the contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -288,13 +293,13 @@ def _to_disk(path: Path) -> None:
 
 @dataclass(frozen=True)
 class CleanupRule:
-    """Which models to keep: the last ones, the best ones by each score, and those of certain epochs.
+    """Which models to keep: the last, the best by each score, and those of certain epochs.
 
     Attributes:
         keep_last_n: the number of last epochs to keep.
-        keep_best_n: the number of epochs to keep that have the best values of a score, for each score.
+        keep_best_n: for each score, the number of best epochs to keep.
         keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
-        higher_is_better: the scores whose higher values are better.
+        higher_is_better: the scores for which higher is better.
     """
 
     keep_last_n: int = 2
@@ -302,8 +307,8 @@ class CleanupRule:
     keep: Sequence[int] | None = None
     higher_is_better: Collection[str] = ()
 
-    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
-        """The epochs to keep, in ascending order, each with the reasons.
+    def epochs_to_keep(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
+        """The epochs to keep, in ascending order, with the reasons.
 
         Args:
             epochs: the epochs that have a model.
@@ -340,11 +345,11 @@ class CleanupRule:
 
 
 PATTERN = "pattern"
-"""Why an epoch is kept that the default of `keep` contains."""
+"""The reason to keep an epoch in the default of `keep`."""
 
 
 def _default_pattern(last: int) -> set[int]:
-    """The epochs up to `last` that are kept by default: multiples of a number, and another times powers of 2."""
+    """The epochs up to `last` to keep by default: multiples of one number, and another number times powers of 2."""
     if last <= 10:
         every, doubled = 4, 5
     elif last <= 50:
@@ -358,10 +363,10 @@ def _default_pattern(last: int) -> set[int]:
 
 
 def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] = ()) -> CleanupRule | None:
-    """Parse the key `cleanup_old_models`: a bool, or a dict of keep_last_n, keep_best_n, keep. Returns None for False: keep all.
+    """Parse the key `cleanup_old_models`: a bool, or a dict of keep_last_n, keep_best_n, keep. None, for False: keep all.
 
     Raises:
-        ConfigError: unknown entries, or entries of the wrong type.
+        ConfigError: there are unknown entries, or entries of the wrong type.
     """
     if isinstance(value, bool):
         return CleanupRule(higher_is_better=higher_is_better) if value else None

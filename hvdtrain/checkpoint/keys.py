@@ -20,7 +20,7 @@ class StartKeys(Section):
 
     start_epoch: int | Literal["auto"] = key(
         "auto",
-        "the first epoch: training continues from the checkpoint of the epoch before; 1: start anew and replace what is there",
+        "the first epoch: training continues from the checkpoint of the epoch before; 1: start anew and replace existing files",
         positive,
     )
     load: str | None = key(
@@ -43,7 +43,7 @@ class StartKeys(Section):
     )
     accept_changed_data: bool = key(
         False,
-        "continue within an epoch although train is not the data that the epoch began with. Give it on the command line, once",
+        "continue within an epoch although the train data has changed since the epoch began. Give it on the command line, once",
     )
     preload_from_files: dict[str, Any] = key(
         {},
@@ -54,7 +54,7 @@ class StartKeys(Section):
 
     load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
         None,
-        "functions (*, model, **_) that every rank calls with the model once it is made and loaded, at every "
+        "functions (*, model, **_) that every rank calls with the model once it is built and loaded, at every "
         "start of a training, an evaluation or forward; they may change values, but not which parameters are trained",
         needs="torch",
     )
@@ -82,8 +82,8 @@ class StartKeys(Section):
         return self.restart_problems() if launch is not None and launch.max_restarts else []
 
     def restart_problems(self) -> list[Problem]:
-        """Problems with keys that hold for every start, if a launcher may start the job again."""
-        held = {
+        """Problems with keys that apply to every start, if a launcher may restart the job."""
+        repeated = {
             "start_epoch": self.start_epoch if self.start_epoch != "auto" else None,
             "load_epoch": self.load_epoch if self.load is None else None,
             "fresh_optimizer": self.fresh_optimizer or None,
@@ -91,10 +91,10 @@ class StartKeys(Section):
         return [
             Problem.of(
                 "conflict",
-                f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would do that again "
+                f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would apply it again "
                 "(train without restarts until there is a checkpoint, then leave it out)",
             )
-            for name, value in held.items()
+            for name, value in repeated.items()
             if value is not None
         ]
 
@@ -104,9 +104,9 @@ class SavingKeys(Section):
     """When checkpoints are written, and which are kept."""
 
     save_interval: int = key(1, "save after every N epochs, and after the last one", positive)
-    save_interval_steps: int | None = key(None, "save within an epoch, too, after every N steps of the whole training", positive)
+    save_interval_steps: int | None = key(None, "also save within an epoch, after every N steps of the whole training", positive)
     save_interval_minutes: float | None = key(
-        None, "save within an epoch, too, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
+        None, "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
     )
 
     save_in_background: bool = key(
@@ -114,7 +114,7 @@ class SavingKeys(Section):
     )
     checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
         None,
-        "the format of the model's file: 'safetensors', which many programs read and in which there is no code (needs the extra "
+        "the format of the model's file: 'safetensors', which many programs read and which contains no code (needs the extra "
         "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
     )
     cleanup_old_models: bool | dict[str, Any] = key(

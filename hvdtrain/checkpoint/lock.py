@@ -20,13 +20,13 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.runtime import log
 
 PATIENCE = 5.0
-"""Seconds to wait for a training that is just ending."""
+"""Seconds to wait for a training that is about to end."""
 
-BEAT = 10.0
-"""Seconds between two signs of life, where the file system has no locks. Without one for three times as long, a job is dead."""
+HEARTBEAT = 10.0
+"""Seconds between heartbeats, if the file system has no locks. A job without one for three times as long is dead."""
 
-LOOK = 1.0
-"""Seconds between two looks whether a lock's file is still there."""
+CHECK_INTERVAL = 1.0
+"""Seconds between checks that a lock's file still exists."""
 
 HELD = (errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -34,11 +34,11 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who trains a model.
+    """The process that trains a model.
 
     Attributes:
-        started: the local time.
-        launcher: the process id of a launcher that ends all its ranks before it starts them again; 0: there is none.
+        started: its start, in local time.
+        launcher: the process id of a launcher that ends all its ranks before it restarts them; 0: there is none.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -46,18 +46,17 @@ class Holder:
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     launcher: int = 0
 
-    def was_before(self, other: Holder) -> bool:
-        """Whether this one's launcher has started the other one, so that this one has ended."""
+    def is_predecessor_of(self, other: Holder) -> bool:
+        """Whether both have the same launcher, which restarted the job: this process has then ended."""
         return self.launcher != 0 and (self.host, self.launcher) == (other.host, other.launcher)
 
 
 @contextmanager
-def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT) -> Iterator[None]:
+def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT) -> Iterator[None]:
     """Inside the `with` block, no other process that uses this function trains the model.
 
-    MODEL.lock is locked in the way of POSIX: the system frees it when this process ends in any way, processes that it started do
-    not hold it, and NFS knows it, too. On a file system without locks, a thread writes to the file from time to time; a job that
-    does not is dead.
+    MODEL.lock has a POSIX lock: the system releases it however this process ends, child processes do not hold it, and NFS
+    supports it. On a file system without locks, a thread touches the file periodically as a heartbeat; a job without one is dead.
 
     Args:
         model: the prefix of the checkpoints' names.
@@ -70,12 +69,12 @@ def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _acquire(path, patience)
-        stop = _beat(path, beat) if file is None else None
+        stop = _start_heartbeat(path, beat) if file is None else None
     except OSError as error:
         raise ConfigError.of(
             "not-writable", f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"
         ) from None
-    guard = None if file is None else Guard(path, file)
+    guard = None if file is None else LockGuard(path, file)
     try:
         yield
     finally:
@@ -107,21 +106,21 @@ def _acquire(path: Path, patience: float) -> int | None:
                 raise
             if time.monotonic() > deadline:
                 os.close(file)
-                raise _refused(path) from None
+                raise _held_error(path) from None
             time.sleep(0.1)
         os.close(file)
 
 
-class Guard:
-    """Holds a lock, and takes it again if its file is deleted or replaced: a second job would lock a file of its own.
+class LockGuard:
+    """Holds a lock, and acquires it again if its file is deleted or replaced, as a second job would then lock a new file.
 
     Args:
         file: the locked file that is at `path`.
     """
 
-    def __init__(self, path: Path, file: int, beat: float = LOOK) -> None:
+    def __init__(self, path: Path, file: int, beat: float = CHECK_INTERVAL) -> None:
         self._path = path
-        self._files = [file]  # POSIX frees the lock of a file when any descriptor of it is closed, so all stay open
+        self._files = [file]  # POSIX releases a file's lock when any of its descriptors is closed, so all stay open
         self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(beat,), name="model lock", daemon=True)
@@ -134,7 +133,7 @@ class Guard:
                     self._take_again()
 
     def _take_again(self) -> None:
-        """Lock the file that now has the name; if another job has, the log says so. Raises: OSError, CheckpointError."""
+        """Lock the file that now has the name; log it if another job holds that lock. Raises: OSError, CheckpointError."""
         file = _open(self._path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,16 +142,17 @@ class Guard:
             if error.errno in HELD and not self._warned:
                 self._warned = True
                 log.result(
-                    f"{self._path} was deleted while this job held it, and another job trains now, too: {_refused(self._path)}"
+                    f"{self._path} was deleted while this job held it, and another job now also trains the model: "
+                    f"{_held_error(self._path)}"
                 )
             return
         os.ftruncate(file, 0)
         os.write(file, _text(_own_holder()).encode())
         self._files.append(file)
-        log.warning(f"{self._path} was deleted or replaced by someone; this job, which trains the model, has made it anew")
+        log.warning(f"{self._path} was deleted or replaced; this job, which trains the model, has recreated it")
 
     def release(self) -> None:
-        """Remove the file, unless it is another job's, and free the lock."""
+        """Remove the file, unless it belongs to another job, and release the lock."""
         self._stop.set()
         self._thread.join()
         with suppress(OSError):
@@ -163,10 +163,10 @@ class Guard:
 
 
 def _open(path: Path) -> int:
-    """The file, as it is or a new one.
+    """Open the existing file or a new one.
 
     Raises:
-        CheckpointError: it is no file of its own: a link's target would be overwritten, and a pipe would be waited for.
+        CheckpointError: it is not a regular file: writing to a link would overwrite its target, and opening a pipe would block.
         OSError
     """
     try:
@@ -174,14 +174,14 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise _no_file(path) from None
+        raise _not_a_file(path) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _no_file(path)
+        raise _not_a_file(path)
     return file
 
 
-def _no_file(path: Path) -> CheckpointError:
+def _not_a_file(path: Path) -> CheckpointError:
     mode = path.lstat().st_mode
     what = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
     return CheckpointError(f"model: expected {path} to be a file, got {what} (remove it)")
@@ -198,40 +198,40 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether a file still has its name: the one who held it removes it at the end."""
+    """Whether a file still has its name: the previous holder removes it when it ends."""
     try:
         return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _beat(path: Path, beat: float) -> threading.Event:
-    """Without locks: make sure that nobody gives signs of life, then give them until the event is set.
+def _start_heartbeat(path: Path, beat: float) -> threading.Event:
+    """Without locks: check that no other job has a heartbeat, then keep one up until the event is set.
 
     Raises:
         CheckpointError, OSError
     """
     holder, own_holder = _holder(path), _own_holder()
-    if holder is not None and not holder.was_before(own_holder):
+    if holder is not None and not holder.is_predecessor_of(own_holder):
         before = path.stat().st_mtime_ns
         deadline = time.monotonic() + 3 * beat
         while time.monotonic() < deadline:
             time.sleep(beat / 10)
             if path.exists() and path.stat().st_mtime_ns != before:
-                raise _refused(path)
+                raise _held_error(path)
     own = _text(own_holder)
     _write(path, own)
     time.sleep(beat / 10)
     if path.read_text(encoding="utf-8") != own:  # another job started at the same moment
-        raise _refused(path)
+        raise _held_error(path)
     stop = threading.Event()
 
-    def live() -> None:
+    def touch() -> None:
         while not stop.wait(beat):
             with suppress(OSError):
                 os.utime(path)
 
-    threading.Thread(target=live, name="model lock", daemon=True).start()
+    threading.Thread(target=touch, name="model lock", daemon=True).start()
     return stop
 
 
@@ -245,7 +245,7 @@ def _text(holder: Holder) -> str:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Who wrote the file, if that can be read."""
+    """The process that wrote the file; None if it cannot be read."""
     try:
         file = _open_to_read(path)
         try:
@@ -260,10 +260,10 @@ def _open_to_read(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _refused(path: Path) -> CheckpointError:
+def _held_error(path: Path) -> CheckpointError:
     holder = _holder(path)
     who = "one" if holder is None else f"process {holder.pid} on {holder.host}, started {holder.started}"
     return CheckpointError(
         f"model: expected no other job that trains {path.with_suffix('')}, got {who} "
-        f"(wait for its end, or choose another model; {path} says who it is)"
+        f"(wait until it ends, or choose another model; {path} identifies it)"
     )

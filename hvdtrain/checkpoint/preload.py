@@ -1,4 +1,4 @@
-"""The key `preload_from_files`: which parameters of the model are loaded from which parameters of other models' files.
+"""The key `preload_from_files`: loading the model's parameters from other models' files.
 
 "Ours" are the model's parameters, "theirs" those of a file.
 """
@@ -22,16 +22,16 @@ class Preload:
     """One entry of the key `preload_from_files`.
 
     Attributes:
-        filename: the file, from which only tensors are read: no code in it is run. None: no file; parameters of ours that start
-            with the prefix or match the pattern may be missing from the files of the other entries.
-        prefix: load our parameters whose names start with this; in the file, the names lack the prefix.
+        filename: the file; only tensors are read from it, and no code is run. None: no file; our parameters that start with the
+            prefix or match the pattern may be missing from the files of the other entries.
+        prefix: load our parameters whose names start with this; in the file, the names do not have the prefix.
         pattern: for an entry without a file: names with the wildcards * and ?.
         init_for_train: True: load at the beginning of a training; 'always': load at every start of every task, and keep these
-            parameters constant: they are neither trained nor saved; False: load in all tasks but training.
-        ignore_missing: whether parameters of ours that are not in the file keep their values, instead of being an error.
-        ignore_params, ignore_params_prefixes: names, or prefixes of names, of parameters of ours that keep their values.
+            parameters constant: they are neither trained nor saved; False: load in all tasks except training.
+        ignore_missing: whether our parameters that are not in the file keep their values, instead of being an error.
+        ignore_params, ignore_params_prefixes: names, or prefixes of names, of our parameters that keep their values.
         var_name_mapping: maps our names to the file's where they differ; with or without the prefix.
-        checkpoint_key: the entry of the file that contains the parameters, if there is such an entry.
+        checkpoint_key: the entry of the file that contains the parameters, if the file has it.
         custom_missing_load_func: a function (*, name, shape, preload_model_state, **_) that returns the value of a parameter
             that is not in the file, or None; `preload_model_state` has the file's tensors by our names.
     """
@@ -57,16 +57,16 @@ class Preload:
         """Whether to load the file, once the model is built.
 
         Args:
-            training: the task is training.
-            fresh: it does not continue from a checkpoint.
+            training: whether the task is training.
+            fresh: whether it starts without a checkpoint.
         """
         return not self.is_constant and (bool(self.init_for_train) and fresh if training else not self.init_for_train)
 
     def choose(self, ours: Shapes, theirs: Shapes) -> PreloadNames:
-        """Which tensors of the file belong to which of ours.
+        """Match the file's tensors with ours.
 
         Raises:
-            CheckpointError: none of our parameters is in the file, or one has another shape there.
+            CheckpointError: none of our parameters is in the file, or one has a different shape there.
         """
         renamed = self._rename(ours, theirs)
         sources = {name: renamed[name] for name in ours if name in renamed}
@@ -76,28 +76,28 @@ class Preload:
             if theirs[other] != ours[name]
         ]
         if problems or not sources:
-            raise self.wrong(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
+            raise self.error(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
         return PreloadNames(sources, renamed)
 
     def missing(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
-        """The parameters of ours that should have been in the file, but were not loaded."""
+        """Our parameters that should have been in the file, but were not loaded."""
         missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
 
-    def excuses(self, name: str) -> bool:
-        """Whether this is an entry without a file that allows a parameter of ours to be missing from the other files."""
+    def allows_missing(self, name: str) -> bool:
+        """Whether this is an entry without a file that allows our parameter to be missing from the other files."""
         if self.filename is not None:
             return False
         return fnmatch.fnmatchcase(name, self.pattern) if self.pattern is not None else name.startswith(self.prefix)
 
     def maker(self) -> MakeMissing | None:
-        """What makes values for those of ours that are not in the file. Raises: ConfigError."""
+        """The function that makes values for our parameters that are not in the file, if any. Raises: ConfigError."""
         function = as_function(self.custom_missing_load_func, f"preload_from_files.{self.name}.custom_missing_load_func")
         if function is None:
             return None
         return lambda name, shape, state: function(name=name, shape=shape, preload_model_state=state)
 
-    def wrong(self, problems: Sequence[str]) -> CheckpointError:
+    def error(self, problems: Sequence[str]) -> CheckpointError:
         """The error for problems with the file."""
         names = f" {self.prefix}*" if self.prefix else ""
         lines = "\n  ".join(problems)
@@ -106,7 +106,7 @@ class Preload:
         )
 
     def _rename(self, ours: Shapes, theirs: Iterable[str]) -> dict[str, str]:
-        """Map our names to the file's names, without the parameters to ignore."""
+        """Map our names to the file's, without ignored parameters."""
         here = {self.prefix + name: name for name in theirs}
         for new, old in self.var_name_mapping.items():
             source = here.pop(old if old in here else self.prefix + old, None)
@@ -120,33 +120,33 @@ class Preload:
         return name in self.ignore_params or name.startswith(tuple(self.ignore_params_prefixes))
 
 
-def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
-    """Load parameters from all files, in this order; return the names of the loaded parameters.
+def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
+    """Load parameters from all files, in this order; return their names.
 
     Args:
         load: a state's `preload`.
 
     Raises:
-        CheckpointError: a file cannot be read, or lacks parameters that no other file has.
+        CheckpointError: a file cannot be read, or parameters are missing from all files.
     """
     taken: set[str] = set()
-    lacking: list[tuple[Preload, list[str]]] = []
+    missing_by_preload: list[tuple[Preload, list[str]]] = []
     for one in preloads:
         if one.filename is not None:
             ours, own = load(PreloadRequest(Path(one.filename), one.checkpoint_key, one.choose, one.maker()))
             taken.update(own)
-            lacking.append((one, one.missing(ours, own)))
-    for one, names in lacking:
-        problems = [name for name in names if name not in taken and not any(other.excuses(name) for other in preloads)]
+            missing_by_preload.append((one, one.missing(ours, own)))
+    for one, names in missing_by_preload:
+        problems = [name for name in names if name not in taken and not any(other.allows_missing(name) for other in preloads)]
         if problems:
-            raise one.wrong([f"{name}: not in the file" for name in problems])
+            raise one.error([f"{name}: not in the file" for name in problems])
     return sorted(taken)
 
 
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     """Parse the key `preload_from_files`, a dict of dicts, into the order in which to load the files.
 
-    If several files have the same parameter, the alphabetically first name is loaded last and wins.
+    If several files have the same parameter, the entry whose name is alphabetically first is loaded last and takes precedence.
 
     Raises:
         ConfigError: with all problems.
@@ -182,7 +182,7 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
 
 
 def constant_preloads(entries: dict[str, Any]) -> list[Preload]:
-    """The entries of preload_from_files whose parameters are neither trained nor saved, and those that make what they lack."""
+    """The entries of preload_from_files whose parameters are neither trained nor saved, with the entries for missing ones."""
     preloads = parse_preloads(entries)
     constant = [one for one in preloads if one.is_constant]
     for one in constant:

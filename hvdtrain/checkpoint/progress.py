@@ -1,4 +1,4 @@
-"""Where a training stands: what a checkpoint holds beside the tensors; and best.json, which names the best epoch so far."""
+"""The progress of a training, which a checkpoint holds next to the tensors; and best.json, which names the best epoch so far."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord, UsedRates
-from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, rises
+from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, implies_higher_is_better
 
 
 @dataclass
 class EpochProgress:
-    """How far the current epoch is.
+    """The progress within the current epoch.
 
     Attributes:
         epoch: counted from 1.
-        first_step: steps of the whole training that were done when the epoch began.
-        position: batches done, summed over all ranks; where every rank goes through all data, each rank's own.
-        trained: all batches are done and all ranks have the same model again; what is left is evaluating.
-        elapsed: seconds that the epoch has taken, up to the last stop or checkpoint.
-        computing: the seconds of these spent in training steps.
+        first_step: the number of training steps done when the epoch began.
+        position: the number of batches done on all ranks together; if every rank goes through all data, on each rank.
+        trained: whether all batches are done and all ranks have the same model again, so that only the evaluation remains.
+        elapsed: the seconds that the epoch has taken, up to the last stop or checkpoint.
+        computing: those spent in training steps.
         scores: the scores of the batches done, as far as the ranks have gathered them.
         rates: the learning rates of the updates done.
-        syncs: syncs of the ranks' parameters.
-        sent: bytes that rank 0 has sent in these and as gradients.
+        syncs: the number of syncs of the ranks' parameters.
+        sent: the bytes that rank 0 has sent for these and as gradients.
         fingerprints: checksums of the epoch's plan, by rank.
         order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
-        made_from: by name, what the plan was made from; empty in checkpoints of before.
+        made_from: by name, the inputs of the plan; empty in checkpoints of earlier releases.
         initial: the losses and errors of the epoch's first batch on the first rank that had one.
     """
 
@@ -61,14 +61,14 @@ class EpochProgress:
 @dataclass
 class Progress:
     """Attributes:
-    step: steps done in the whole training (a step is a batch of every rank).
+    step: the number of training steps done (a step is one batch on every rank).
     epoch: the last finished epoch.
-    history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
+    history: the records of the finished epochs, oldest first; without those before an imported model.
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
-    data: by name of a dataset, what identifies its data.
-    keys: by name, the values of the keys that determine what is computed; empty in checkpoints of before.
-    file: the model's file from which training goes on; None: training began anew. It is not stored.
+    data: by dataset, the identity of its data.
+    keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
+    file: the model's file from which training continues; None: training began anew. It is not stored.
     """
 
     step: int = 0
@@ -81,12 +81,12 @@ class Progress:
     file: Path | None = None
 
     def finish_epoch(self, record: EpochRecord, report: dict[str, Any]) -> None:
-        """The current epoch is trained and evaluated."""
+        """Record that the current epoch is trained and evaluated."""
         self.epoch, self.current, self.report = record.epoch, None, report
         self.history = [*complete_history(self.history, record.losses), record]
 
     def state(self) -> dict[str, Any]:
-        """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
+        """The progress as plain numbers, texts, lists and dicts. `epoch` is that in the checkpoint's name, finished or not."""
         current = None
         if self.current is not None:
             current = {**vars(self.current), "scores": self.current.scores.state(), "rates": asdict(self.current.rates)}
@@ -102,7 +102,7 @@ class Progress:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Progress:
-        """What `state` returned; of another program's checkpoint (RETURNN's has an epoch and a step) what there is."""
+        """The progress from what `state` returned, or from another program's checkpoint (RETURNN's has an epoch and a step)."""
         current = None
         if state.get("within") is not None:
             stored = {"order_version": 1, **state["within"]}  # version 1 was not stored
@@ -137,7 +137,7 @@ BEST = "best.json"
 
 
 class BestModel:
-    """Keeps best.json up to date. It is written after every epoch, in the background after its model, and when training resumes.
+    """Keeps best.json up to date, after every epoch (in the background, after its model), and when training resumes.
 
     Attributes:
         measure: compares epochs.
@@ -146,13 +146,13 @@ class BestModel:
     def __init__(self, checkpoints: CheckpointFolder, measure: Measure) -> None:
         self.measure = measure
         self._checkpoints = checkpoints
-        self._lock = Lock()  # a checkpoint may be written by another thread than the one that ends epochs
+        self._lock = Lock()  # a background thread may write a checkpoint while an epoch ends
 
-    def note(self, history: Sequence[EpochRecord]) -> None:
-        """Write the file, whole or not at all, if it has to change. If that fails, the log says so, and training goes on."""
+    def update(self, history: Sequence[EpochRecord]) -> None:
+        """Write the file atomically, if it has changed. A failure is logged, and training continues."""
         with self._lock:
             path = self._checkpoints.folder / BEST
-            found = self.found(list(history))
+            found = self.summary(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:
                 if (path.read_bytes() if path.exists() else b"") == text.encode():
@@ -167,38 +167,38 @@ class BestModel:
             except OSError as error:
                 log.warning(f"{path}: expected to write which epoch is best, got: {error}")
 
-    def found(self, history: Sequence[EpochRecord]) -> dict[str, Any] | None:
-        """What the file says of a history; None: no epoch has a score.
+    def summary(self, history: Sequence[EpochRecord]) -> dict[str, Any] | None:
+        """The contents of the file for a history; None: no epoch has a score.
 
         Returns:
             `measure`, `higher_is_better`; `epoch`, `score`, `file` and `scores` of the best epoch, where `file` is None if its
-            model was not saved or was removed; `saved`, the same of the best of those epochs whose model is there.
+            model was not saved or was removed; `saved`, the same for the best epoch whose model exists.
         """
         measure, best = self.measure.name(history), self.measure.best(history)
         if measure is None or best is None:
             return None
-        there = set(self._checkpoints.finished())
-        saved = best_of([record for record in history if record.epoch in there], measure, self.measure.higher)
+        epochs_with_model = set(self._checkpoints.finished_epochs())
+        saved = best_of([record for record in history if record.epoch in epochs_with_model], measure, self.measure.higher)
         rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
             **rule,
-            **self._entry(best, measure, there),
-            "saved": None if saved is None else self._entry(saved, measure, there),
+            **self._entry(best, measure, epochs_with_model),
+            "saved": None if saved is None else self._entry(saved, measure, epochs_with_model),
         }
 
-    def _entry(self, record: EpochRecord, measure: str, there: Collection[int]) -> dict[str, Any]:
+    def _entry(self, record: EpochRecord, measure: str, epochs_with_model: Collection[int]) -> dict[str, Any]:
         scores = {name: _number(score) for name, score in record.scores.items()}
-        file = self._checkpoints.at(record.epoch).model_file.name if record.epoch in there else None
+        file = self._checkpoints.at(record.epoch).model_file.name if record.epoch in epochs_with_model else None
         return {"epoch": record.epoch, "score": scores[measure], "file": file, "scores": scores}
 
 
 def _number(score: float) -> float | str:
-    """A score as JSON knows it: one that is not finite as text, as in scores.jsonl."""
+    """A score for JSON: text if it is not finite, as in scores.jsonl."""
     return score if math.isfinite(score) else str(score)
 
 
 def best_epoch(folder: Path) -> int:
-    """The best epoch whose model is there, as best.json says. Raises: CheckpointError."""
+    """The best epoch whose model exists, from best.json. Raises: CheckpointError."""
     path = folder / BEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ def best_epoch(folder: Path) -> int:
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
         ) from None
-    if rises(base_of(measure)) and not higher:  # of an earlier release, which took the first dev score by name
+    if implies_higher_is_better(base_of(measure)) and not higher:  # by an earlier release, which took the first dev score by name
         raise CheckpointError(
             f"{path}: expected a score whose lower values are better, got {measure!r}, whose name says that higher values are "
             f"better (set higher_is_better = {[base_of(measure)]}; the command of the training then writes the file anew)"

@@ -1,4 +1,4 @@
-"""Saving and loading on all ranks together."""
+"""Saves and loads checkpoints on all ranks together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
-from hvdtrain.checkpoint.preload import Preload, take_over
+from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -26,20 +26,20 @@ MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters
 """All tensors of a model."""
 
 
-class Saves(Protocol):
-    """What saves a training."""
+class SaverProtocol(Protocol):
+    """Writes the checkpoints of a training."""
 
     def save(self, progress: Progress) -> Checkpoint | None:
         """Collective. Write a checkpoint. Raises: CheckpointError."""
         ...
 
     def finish(self) -> None:
-        """Collective. Wait for what is being written. Raises: CheckpointError."""
+        """Collective. Wait until everything is written. Raises: CheckpointError."""
         ...
 
 
-class Unsaved:
-    """Saves nothing: for a dry run."""
+class NullSaver:
+    """Saves nothing, for a dry run."""
 
     def save(self, progress: Progress) -> None:
         pass
@@ -51,10 +51,10 @@ class Unsaved:
 class Saver:
     """Writes checkpoints from which a training continues as if it had not been stopped.
 
-    Rank 0 writes the model and its optimizer. What differs between ranks, each rank writes itself: the optimizer's state if
-    parameters are averaged, and within an epoch BatchNorm's statistics and the parameters between two averages, with what a sync
-    has under way then. The model that rank 0 writes is the average, from which a training continues on another number of ranks.
-    Computing it does not change the training, so the result does not depend on when and how often checkpoints are written.
+    Rank 0 writes the model and its optimizer. Each rank writes the state in which it differs: the optimizer's state if parameters
+    are averaged, and within an epoch BatchNorm's statistics, the parameters between two averages, and messages under way. The
+    model that rank 0 writes is the average, from which a training continues on a different number of ranks. Computing it does not
+    change the training, so results do not depend on when and how often checkpoints are written.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Checkpoint:
-        """Collective. If one rank fails, all fail; with a background writer, at the next save or at the end.
+        """Collective. Write a checkpoint. If one rank fails, all fail; with a background writer, at the next save or at the end.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
@@ -108,30 +108,30 @@ class Saver:
             "reducer": [state for state, _ in gathered],
         }
         self._state.gather_state()
-        with self._sync.averaged(self._state):
+        with self._sync.averaged_model(self._state):
             on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
         log.detail(f"Save model under {target.model_file}")
         return target
 
     def _start_writing(self, target: Checkpoint, entries: Mapping[str, Any], progress: Progress) -> None:
-        """Write a checkpoint, or let the background write a copy of it. Raises: CheckpointError."""
+        """Write a checkpoint, or a copy of it in the background. Raises: CheckpointError."""
         if self._background is None:
             self._write(target, self._state.contents(entries), progress)
         else:
             self._writing = self._background.submit(self._write, target, self._state.snapshot(entries), progress)
 
     def _write(self, target: Checkpoint, contents: CheckpointContents, progress: Progress) -> None:
-        """Write a checkpoint and do what follows from it, in any thread. Raises: CheckpointError."""
+        """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
         self._checkpoints.write(target, contents)
         if target.step is not None:
             return
-        self._note_best(progress)  # before a model is removed that the file names
+        self._note_best(progress)  # before the model that best.json names may be removed
         if self._cleanup is not None:
             clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
             self._note_best(progress)
 
     def finish(self) -> None:
-        """Collective. Wait for what is being written in the background. Raises: CheckpointError."""
+        """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
         if self._background is None:
             return
         writing, self._writing = self._writing, None
@@ -141,11 +141,11 @@ class Saver:
         """Collective. Continue from a checkpoint, on all ranks.
 
         Args:
-            fresh_optimizer: leave out the optimizer's state, and all that the ranks saved of their own: every rank continues from
-                the model's file, as on another number of ranks.
+            fresh_optimizer: leave out the optimizer's state and the ranks' files: every rank continues from the model's file, as
+                on a different number of ranks.
 
         Raises:
-            CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
+            CheckpointError: a rank cannot read it, or the number of ranks has to be the one that wrote it.
         """
         state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
         self.share()
@@ -154,22 +154,22 @@ class Saver:
                 self._load_rank(checkpoint, state)
         elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
             raise CheckpointError(
-                f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
-                f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
-                "the epoch (remove the file to repeat the epoch from its beginning)"
+                f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the middle of epoch "
+                f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset each rank has done a different "
+                "part of the epoch (remove the file to repeat the epoch from its beginning)"
             ).on_all_ranks()
         elif state.get("reducer"):
             self._restore(checkpoint, state["reducer"][0], same_ranks=False)
         return progress
 
     def _read(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> tuple[dict[str, Any], Progress]:
-        """Load this rank's model and optimizer; what else is in the files. Raises: CheckpointError."""
+        """Load this rank's model and optimizer; return the other entries and the progress. Raises: CheckpointError."""
         file = checkpoint.model_file
         state = self._state.load(file, None if fresh_optimizer else checkpoint.optimizer_file)
         progress = replace(read_progress(state, file), file=file)
         if missing := [name for name in ("epoch", "step") if state.get(name) is None]:
             raise DamagedCheckpoint(
-                f"{file}: expected where the training stands, got a file without {' and '.join(missing)} (to begin with its "
+                f"{file}: expected the position in the training, got a file without {' and '.join(missing)} (to start with its "
                 "weights only, give the key `model` another folder, and import_model_train_epoch1 this file)"
             )
         if state["epoch"] != checkpoint.epoch or (progress.current is None) != (checkpoint.step is None):
@@ -179,8 +179,8 @@ class Saver:
             )
         return state, progress
 
-    def is_whole(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
-        """Whether training could continue from a checkpoint, or from its model. It is loaded for that, on this rank only."""
+    def is_intact(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
+        """Whether training could continue from a checkpoint, or from its model. Finds out by loading it, on this rank only."""
         try:
             state, _ = self._read(checkpoint, fresh_optimizer=model_only)
         except CheckpointError:
@@ -193,7 +193,7 @@ class Saver:
         """Collective. Load a model without its optimizer.
 
         Args:
-            epoch: the last epoch that counts as done; None: the file's own, with its steps and scores.
+            epoch: the last epoch that counts as done; None: the epoch in the file, with its steps and scores.
 
         Raises:
             CheckpointError: a rank cannot read it.
@@ -209,7 +209,7 @@ class Saver:
         """Collective. Load parameters of other models, on every rank. Raises: CheckpointError."""
 
         def load_all() -> None:
-            take_over(preloads, self._state.preload)
+            load_preloads(preloads, self._state.preload)
             for one in preloads:
                 if one.filename is not None:
                     log.info(f"Loaded {one.filename} for preload_from_files.{one.name}.")
@@ -244,10 +244,10 @@ class Saver:
 
     def _note_best(self, progress: Progress) -> None:
         if self._best is not None:
-            self._best.note(progress.history)
+            self._best.update(progress.history)
 
     def _rank_local_parts(self) -> tuple[StatePart, ...]:
-        """What every rank has to save itself."""
+        """The parts of the state that every rank has to save."""
         if self._comm.size == 1:
             return ()
         parts = self._sync.rank_local_state()
@@ -256,11 +256,11 @@ class Saver:
 
 def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
     """Remove the models that a rule does not keep."""
-    epochs = checkpoints.finished()
-    kept = rule.kept(epochs, scores)
+    epochs = checkpoints.finished_epochs()
+    kept = rule.epochs_to_keep(epochs, scores)
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
-        log.info(f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
+        log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(kept)}.")
         reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
         log.info(f"Why they are kept: {'; '.join(reasons)}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
@@ -269,7 +269,7 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
 
 
-def _few(epochs: list[int]) -> str:
+def _shorten(epochs: list[int]) -> str:
     if len(epochs) <= 6:
         return str(epochs)
     return f"[{', '.join(map(str, epochs[:3]))}, ..., {', '.join(map(str, epochs[-3:]))}]"

@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
-from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten_files
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
@@ -56,7 +56,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if newest is None and (other := folder.other_model()) is not None:
         remark = (
             f"model: {folder.folder} has another model, too ({other.name}); scores.jsonl and best.json are about the latest "
-            "training only (give each `model` a folder of its own)"
+            "training only (give each `model` its own folder)"
         )
     if keys.import_model_train_epoch1 is not None:
         file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
@@ -89,7 +89,7 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         if keys.load_epoch is None:
             return _file(keys.load, folder)
         return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
-    epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished(), default=None)
+    epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished_epochs(), default=None)
     if epoch is None and keys.import_model_train_epoch1 is not None:
         return _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
     if epoch is None:
@@ -176,9 +176,9 @@ def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) ->
     """How to go on without a checkpoint."""
     away = f"move {damaged.start.name}.* to another folder"
     for older in checkpoints.older(damaged):
-        if older.optimizer_file.exists() and saver.is_whole(older):
+        if older.optimizer_file.exists() and saver.is_intact(older):
             return f"{older.model_file} is whole: {away}, and the same command goes on {older.describe()}"
-        if older.step is None and saver.is_whole(older, model_only=True):
+        if older.step is None and saver.is_intact(older, model_only=True):
             return (
                 f"{older.model_file} is whole, but has no optimizer: ++start_epoch {older.epoch + 1} ++load {older.model_file} "
                 f"goes on after epoch {older.epoch} with a new one"
@@ -239,7 +239,7 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
             has_changed = has_changed or bool(found and is_begun)
             if found:
                 log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
-            elif files := rewritten(before, parts):
+            elif files := rewritten_files(before, parts):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
         return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed
@@ -257,7 +257,7 @@ def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder
     """
     preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
     progress = Progress()
-    if not preloads or keys.load or checkpoints.finished():
+    if not preloads or keys.load or checkpoints.finished_epochs():
         file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
         progress = saver.load_model(file, None)
         log.info(f"Loaded {file}.")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the tensors, checked before it is used: a file may be damaged, or another program's."""
+"""Reads the progress from a checkpoint, and checks it: the file may be damaged, or written by another program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENTRIES: Mapping[str, Any] = {
     "save_id": str,
     "keys": dict[str, str] | None,
 }
-"""The types of the entries, each of which may be missing: RETURNN's checkpoints have an epoch and a step only."""
+"""The types of the entries, each of which may be missing: RETURNN's checkpoints have only an epoch and a step."""
 
 IDENTITY: Mapping[str, Any] = {
     "name": str,
@@ -46,16 +46,16 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
     """The progress in a checkpoint's file.
 
     Raises:
-        DamagedCheckpoint: an entry has another type than it was written with, or cannot be true.
+        DamagedCheckpoint: an entry has the wrong type, or an impossible value.
     """
-    type_problem = _first(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
+    type_problem = _first_problem(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
     if (problem := type_problem or _value_problem(state)) is not None:
         raise DamagedCheckpoint(f"{file}: expected {problem}")
     return Progress.from_state(state)
 
 
 def _value_problem(state: Mapping[str, Any]) -> str | None:
-    """What in a file of the right types cannot be; None: nothing."""
+    """The problem with an impossible value, once all types are right; None: there is none."""
     epoch, step, size = state.get("epoch") or 0, state.get("step") or 0, state.get("size", 1)
     for name, number, least in (("epoch", epoch, 0), ("step", step, 0), ("size", size, 1)):
         if number < least:
@@ -83,12 +83,12 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
 
 
 def _type_problem(value: Any, hint: Any, name: str) -> str | None:
-    """What is expected of a value, and what it is instead: 'within.epoch of type int, got 'x''; None: it is of that type."""
+    """The problem with a value's type, such as 'within.epoch of type int, got 'x''; None: the type is right."""
     origin, arguments = get_origin(hint), get_args(hint)
-    wrong = f"{name} of type {_text(hint)}, got {_short(value)}"
+    wrong = f"{name} of type {_type_text(hint)}, got {_shorten(value)}"
     if hint is Any:
         return None
-    if hint in (int, float):  # whole numbers of numpy, too
+    if hint in (int, float):  # also accepts numpy's integers
         number = Integral if hint is int else Real
         return None if isinstance(value, number) and not isinstance(value, bool) else wrong
     if origin in (Union, types.UnionType):
@@ -99,11 +99,11 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
     if origin is list:
         if not isinstance(value, (list, tuple)):
             return wrong
-        return _first(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
+        return _first_problem(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(one, arguments[0]) for one in value):
             return wrong
-        return _first(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
+        return _first_problem(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
     if hint is Scores:
         return _type_problem(value, dict[str, list[list[float]]], name) or _scores_problem(value, name)
     if is_dataclass(hint):
@@ -112,19 +112,19 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
 
 
 def _class_problem(value: Any, kind: Any, name: str) -> str | None:
-    """The same of a dict with the fields of a dataclass."""
+    """The same for a dict with the fields of a dataclass."""
     if not isinstance(value, dict):
-        return f"{name} of type dict, got {_short(value)}"
+        return f"{name} of type dict, got {_shorten(value)}"
     hints = _hints(kind)
     needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
     if missing := [entry for entry in needed if entry not in value]:
         return f"{name}.{missing[0]}, got none"
     if unknown := [entry for entry in value if entry not in hints]:
-        return f"{name} with the entries {', '.join(hints)}, got {_short(unknown[0])} (was it written by a later release?)"
-    return _first(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
+        return f"{name} with the entries {', '.join(hints)}, got {_shorten(unknown[0])} (was it written by a later release?)"
+    return _first_problem(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
 
 
-def _first(problems: Iterable[str | None]) -> str | None:
+def _first_problem(problems: Iterable[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
 
@@ -134,17 +134,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _scores_problem(scores: Mapping[str, list[list[float]]], name: str) -> str | None:
-    """What is wrong with the sums and counts of scores."""
+    """The problem with the sums and counts of scores; None: there is none."""
     for score, lists in scores.items():
         if len(lists) not in (2, 3) or (len(lists) == 3 and len(lists[2]) != 1):
-            return f"{name}.{score} with a list of sums and one of counts, got {_short(lists)}"
+            return f"{name}.{score} with a list of sums and one of counts, got {_shorten(lists)}"
     return None
 
 
-def _text(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

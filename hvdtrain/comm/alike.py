@@ -1,4 +1,4 @@
-"""Whether something is the same on all ranks: where it is not, they would compute something that no config says."""
+"""Checks that ranks agree on values, such as keys: otherwise they would compute something that no config asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError, Problem
 
 SHOWN = 5
-"""So many differences are in the message."""
+"""The most differences that a message shows."""
 
 
 def check_alike(comm: Communicator, values: Mapping[str, str], *, of: str = "", hint: str, name: str) -> None:
@@ -16,20 +16,20 @@ def check_alike(comm: Communicator, values: Mapping[str, str], *, of: str = "", 
 
     Args:
         values: by name, as text.
-        of: what precedes a name in the message.
-        hint: what the cause may be.
+        of: a prefix of the names in messages.
+        hint: the likely cause.
 
     Raises:
         ConfigError: on all ranks, with the names that differ and the first rank that differs.
     """
     first, *others = comm.gather(dict(values), name=name)
     for rank, theirs in enumerate(others, 1):
-        names = [each for each in dict.fromkeys([*first, *theirs]) if first.get(each) != theirs.get(each)]
+        names = [key for key in dict.fromkeys([*first, *theirs]) if first.get(key) != theirs.get(key)]
         if names:
             lines = [
-                f"{of}{each}: expected the same on all ranks, got {first.get(each, 'nothing')} on rank 0 and "
-                f"{theirs.get(each, 'nothing')} on rank {rank}"
-                for each in names[:SHOWN]
+                f"{of}{key}: expected the same on all ranks, got {first.get(key, 'nothing')} on rank 0 and "
+                f"{theirs.get(key, 'nothing')} on rank {rank}"
+                for key in names[:SHOWN]
             ]
             more = f", {len(names) - SHOWN} more differ" if len(names) > SHOWN else ""
             lines[-1] += f"{more} ({hint})"

@@ -1,8 +1,8 @@
-"""The communicator: which collectives a rank can call, a job of one rank, and what is built from these collectives.
+"""The communicator: the collectives that a rank can call, a job of one rank, and functions built from these collectives.
 
 `Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
-The functions below them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator. The last
-ones, `run_on_main` and `reduce_values`, are for a config: `hvdtrain.run_on_main(...)` and `hvdtrain.all_reduce(...)`.
+The functions after them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator. The last
+ones, `run_on_main` and `reduce_values`, are for configs: `hvdtrain.run_on_main(...)` and `hvdtrain.all_reduce(...)`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Tensor = Any
 Op = Literal["sum", "average"]
 
 Narrow = Literal["float16", "bfloat16"]
-"""A type of 16 bits in which float32 tensors can travel."""
+"""A 16-bit type to which float32 tensors can be converted to be sent."""
 
 SMALL_BUCKET, LARGE_BUCKET = 2 << 20, 25 << 20
-"""Bytes of a bucket of gradients: over a network between CPUs, whose latency is small against the time of 2 MB, and over NCCL,
-which needs larger messages for its bandwidth (and as many as PyTorch's DDP sends at once)."""
+"""Bytes of a bucket of gradients. Over a network between CPUs, 2 MB already take long compared with the latency. NCCL needs
+larger messages to reach its bandwidth: as large as the buckets of PyTorch's DDP."""
 
 
 class Communicator(Protocol):
@@ -70,8 +70,8 @@ class Communicator(Protocol):
         Args:
             owners: for each tensor the rank that needs the result. A transport with a reduce-scatter then sends half the bytes,
                 and what other ranks get for this tensor is undefined. None: all ranks need all results.
-            narrow: the type in which float32 tensors travel and are added up. Tensors of other types, such as counts (float64),
-                travel as they are.
+            narrow: the type to which float32 tensors are converted to be sent and added up. Tensors of other types, such as
+                counts (float64), are sent unchanged.
         """
         ...
 
@@ -80,7 +80,7 @@ class Communicator(Protocol):
         ...
 
     def bucket_bytes(self, on_gpu: bool) -> int:
-        """The number of bytes after which it is worth while to send gradients that are on a GPU, or in main memory."""
+        """The number of bytes of gradients, on a GPU or in main memory, that are worth sending at once."""
         ...
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Communicator(Protocol):
         """Collective. Concatenate every rank's tensors along the first axis, in rank order; its length may differ by rank.
 
         Args:
-            lengths: that length for every rank, if it is known and the same for all tensors; no rank then has to ask for it.
+            lengths: that length by rank, if it is known and the same for all tensors; the ranks then need not exchange it.
             narrow: as of `start`.
         """
         ...
@@ -181,8 +181,8 @@ def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: s
 def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on every rank; if it raises an HvdtrainError on any rank, raise one on all ranks.
 
-    All ranks raise the error of the lowest rank that failed, as one of all ranks. Any other exception is a bug, not a
-    user's mistake: it is not caught, and ends the job like any crash.
+    All ranks raise the error of the lowest rank that failed. Any other exception is a bug, not a user's mistake: it is not
+    caught, and ends the job like any crash.
     """
     return together_with_message(comm, lambda: (work(), None), name=name)[0]
 
@@ -229,7 +229,7 @@ def run_with_heartbeat(
 
     Args:
         work: called with a function `report(number)`, which it calls with a changing number as long as it makes progress.
-        heartbeat: called while any rank makes progress, with the number of every rank, such as to reset the watchdog.
+        heartbeat: called while any rank makes progress, with the numbers of all ranks, for example to reset the watchdog.
 
     Returns:
         The result of `work` on this rank, and the results of all ranks in rank order.
@@ -270,27 +270,27 @@ def run_with_heartbeat(
     return result, comm.gather(result, name=f"{name}.results")
 
 
-_connected: ContextVar[Communicator] = ContextVar("hvdtrain_communicator")
+_current: ContextVar[Communicator] = ContextVar("hvdtrain_communicator")
 
 
 @contextmanager
-def connected(comm: Communicator) -> Iterator[None]:
-    """Make `comm` the communicator of the functions below within the `with` block."""
-    token = _connected.set(comm)
+def use_communicator(comm: Communicator) -> Iterator[None]:
+    """Make `comm` the communicator of `run_on_main` and `reduce_values` within the `with` block."""
+    token = _current.set(comm)
     try:
         yield
     finally:
-        _connected.reset(token)
+        _current.reset(token)
 
 
 def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] = "job") -> T:
-    """Collective. Run a function in one process, such as to prepare data, while the others wait until it is done.
+    """Collective. Run a function in one process, for example to prepare data, while the others wait for it.
 
     Every rank has to call this, for example in `startup_callback` or `get_model`. If the function fails, all ranks end.
 
     Args:
         function: called without arguments; its return value has to be picklable.
-        once_per: "job": only rank 0 calls the function. "host": one rank per host calls it, such as to write to local disks.
+        once_per: "job": only rank 0 calls the function. "host": one rank per host calls it, for example to write to local disks.
 
     Returns:
         The function's return value, on every rank; with once_per="host", its return value on the rank's own host.
@@ -307,7 +307,7 @@ def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] =
 
 
 def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum", *, name: str = "all_reduce") -> T:
-    """Collective. Return the sum, average, minimum or maximum of a value over all ranks, such as for a custom metric.
+    """Collective. Return the sum, average, minimum or maximum of a value over all ranks, for example of a custom metric.
 
     Every rank has to call this equally often and in the same order. Do not call it in `train_step`: in the last steps of an
     epoch some ranks may have no batch. An error marked with `mark_as_loss(..., as_error=True)` is reduced without this call.
@@ -324,9 +324,9 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     if op not in ("sum", "average", "min", "max"):
         raise ConfigError.of("unknown-value", f"all_reduce: expected 'sum', 'average', 'min' or 'max', got {op!r}")
     if isinstance(value, numbers.Number):
-        return _of_numbers(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
+        return _reduce_numbers(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
     if type(value).__module__.partition(".")[0] == "numpy":
-        return _of_arrays(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
+        return _reduce_arrays(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
     if op == "sum" or op == "average":
         copied = value.detach().clone() if hasattr(value, "detach") else value
         return all_reduce(comm, [copied], op, name=name)[0]  # type: ignore[no-any-return]
@@ -335,14 +335,14 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     )
 
 
-def _of_numbers(values: list[Any], op: str) -> Any:
+def _reduce_numbers(values: list[Any], op: str) -> Any:
     if op in ("min", "max"):
         return min(values) if op == "min" else max(values)
     total = math.fsum(values) if any(isinstance(value, float) for value in values) else sum(values)
     return total if op == "sum" else total / len(values)
 
 
-def _of_arrays(values: list[Any], op: str) -> Any:
+def _reduce_arrays(values: list[Any], op: str) -> Any:
     import numpy  # not at the top, to keep `import hvdtrain` in a config fast
 
     stacked = numpy.stack(values)
@@ -350,7 +350,7 @@ def _of_arrays(values: list[Any], op: str) -> Any:
 
 
 def _communicator(caller: str) -> Communicator:
-    comm = _connected.get(None)
+    comm = _current.get(None)
     if comm is not None:
         return comm
     started = launch.launch()

@@ -1,4 +1,4 @@
-"""A process as a child of the one that started it: it ends with it, and leaves hvdtrain's launcher what no exit status says."""
+"""A child process of a launcher: it ends with its parent, and leaves hvdtrain's launcher what an exit status cannot express."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ PARENT = "HVDTRAIN_PARENT"
 """The environment variable with the process id of hvdtrain's launcher."""
 
 ENDED = "HVDTRAIN_ENDED"
-"""The environment variable with the beginning of the names of files by which processes tell hvdtrain's launcher that their work
-is done: an exit status of 0 alone, as of `os._exit(0)`, does not."""
+"""The environment variable with the common prefix of the files by which processes report to hvdtrain's launcher that their work
+is done. An exit status of 0 alone does not prove that: code of the config may call `os._exit(0)`."""
 
 PEER_FAILED = 76
-"""Exit status of a process of hvdtrain's launcher that ends only because another one has failed. The launcher returns 1."""
+"""Exit status of a process of hvdtrain's launcher that ends only because another one failed. The launcher returns 1."""
 
 HUNG = 77
-"""Exit status of a process of hvdtrain's launcher that its watchdog has ended, as it hung. The launcher returns 1."""
+"""Exit status of a process of hvdtrain's launcher that hung and was ended by its watchdog. The launcher returns 1."""
 
 TERMINATE_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
 STOP_TIMEOUT = 60.0
-"""Seconds that ranks without a launcher have to stop with a checkpoint; nobody else would end one that hangs."""
+"""Seconds that ranks whose launcher is gone have to stop with a checkpoint; afterwards they end themselves, even if they hang."""
 
 
 def end_with(parent: int | None) -> None:
-    """Watch the process that started this one, if there is one to watch, and stop when it is gone.
+    """Watch the parent process, if there is one to watch, and stop when it is gone.
 
-    A training, which handles SIGTERM, stops with a checkpoint, as its other ranks do; anything else ends within seconds.
+    A training, which handles SIGTERM, stops with a checkpoint, together with its other ranks; anything else ends within seconds.
     """
     if parent is None:
         return
@@ -45,7 +45,7 @@ def end_with(parent: int | None) -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            time.sleep(TERMINATE_TIMEOUT)  # it may be about to end, with the other ranks
+            time.sleep(TERMINATE_TIMEOUT)  # it may be about to end by itself, as the other ranks do
         else:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(STOP_TIMEOUT)
@@ -54,52 +54,52 @@ def end_with(parent: int | None) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def note_end(environ: Mapping[str, str], rank: int) -> None:
-    """Tell hvdtrain's launcher that the work of this process is done."""
-    _mark(environ[ENDED], rank).touch()
+def report_end(environ: Mapping[str, str], rank: int) -> None:
+    """Report to hvdtrain's launcher that the work of this process is done."""
+    _end_file(environ[ENDED], rank).touch()
 
 
 def has_ended(prefix: str, rank: int) -> bool:
-    """Whether a process has said that its work is done.
+    """Whether a process has reported that its work is done.
 
     Args:
         prefix: the value of ENDED.
     """
-    return _mark(prefix, rank).exists()
+    return _end_file(prefix, rank).exists()
 
 
 class Check(Protocol):
-    """Something that can be pickled, and that finds out what may have ended a process."""
+    """A picklable object that finds out what may have ended a process."""
 
     def check(self) -> None:
-        """Raises: HvdtrainError, which says it."""
+        """Raises: HvdtrainError, with the cause."""
         ...
 
 
 def leave_checks(environ: Mapping[str, str], rank: int, checks: Sequence[Check]) -> None:
-    """Leave hvdtrain's launcher what to check if a signal ends this process.
+    """Leave hvdtrain's launcher the checks to run if a signal ends this process.
 
-    The other ranks may be ended by the same signal at the same time, and could not say anything either.
+    The same signal may end the other ranks at the same time, so that none of them could report the cause.
     """
-    path = _checks(environ[ENDED], rank)
+    path = _checks_file(environ[ENDED], rank)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(list(checks)))
     unfinished.replace(path)
 
 
-def found_by_checks(prefix: str, rank: int) -> Iterator[str]:
-    """What the checks find that a process has left."""
-    path = _checks(prefix, rank)
-    for one in pickle.loads(path.read_bytes()) if path.exists() else ():
+def run_checks(prefix: str, rank: int) -> Iterator[str]:
+    """Run the checks that a process left; yield the messages of those that fail."""
+    path = _checks_file(prefix, rank)
+    for check in pickle.loads(path.read_bytes()) if path.exists() else ():
         try:
-            one.check()
+            check.check()
         except HvdtrainError as error:
             yield str(error)
 
 
-def _mark(prefix: str, rank: int) -> Path:
+def _end_file(prefix: str, rank: int) -> Path:
     return Path(f"{prefix}.{rank}")
 
 
-def _checks(prefix: str, rank: int) -> Path:
+def _checks_file(prefix: str, rank: int) -> Path:
     return Path(f"{prefix}.{rank}.checks")

@@ -53,11 +53,11 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
     Args:
         framework: "torch" or "tensorflow".
         timeline: path of Horovod's timeline, which rank 0 writes.
-        stays: the process may open it again. Horovod's shutdown ends MPI, which no process can begin twice, so it is left to the
-            end of the process.
+        stays: the process may open Horovod again. As its shutdown finalizes MPI, which a process can initialize only once, it is
+            left to the end of the process.
 
     Raises:
-        LaunchError: Horovod is not installed for the framework, or it connects other processes than the launcher started.
+        LaunchError: Horovod is not installed for the framework, or does not connect the processes that the launcher started.
     """
     started = launch.launch()
     launch.yield_when_idle(started.local_size, launch.cores())
@@ -68,7 +68,7 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
         binding = importlib.import_module(f"horovod.{framework}")
     except ImportError as error:
         raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
-    with _lost_in_start():
+    with _failures_while_connecting():
         binding.init()
     if binding.size() != started.size:
         raise LaunchError(
@@ -85,8 +85,8 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
 class HorovodCommunicator:
     """The ranks of a Horovod job.
 
-    The two bindings differ only in the asynchronous operations, which TensorFlow's lacks. The TensorFlow binding passes
-    names on only within graphs: operations outside of them (parameters, scores) appear in Horovod's reports under the name of
+    The two bindings differ only in the asynchronous operations, which TensorFlow's does not have. The TensorFlow binding passes
+    names on only within graphs: operations outside of them (parameters, scores) appear in Horovod's reports under the type of
     the operation, such as HorovodAllgather.
     """
 
@@ -101,7 +101,7 @@ class HorovodCommunicator:
         self.local_size: int = binding.local_size()
 
     def start_timeline(self, file: Path) -> None:
-        """Have rank 0 write Horovod's timeline from here on. HOROVOD_TIMELINE was DYNAMIC when Horovod was initialized."""
+        """Make rank 0 write Horovod's timeline from now on. Requires HOROVOD_TIMELINE=DYNAMIC when Horovod is initialized."""
         self._hvd.start_timeline(str(file))
 
     def stop_timeline(self) -> None:
@@ -125,7 +125,7 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 reduced = self._hvd.grouped_allreduce(sent, op=horovod_op, name=name)
-                return self._received(reduced, tensors, divisor)
+                return self._restore(reduced, tensors, divisor)
             return self._hvd.grouped_allreduce_async_(sent, op=horovod_op, name=name), list(tensors), divisor
 
     def finish(self, handle: Any) -> list[Tensor]:
@@ -134,7 +134,7 @@ class HorovodCommunicator:
         number, tensors, divisor = handle
         with peer_failures():
             reduced = self._hvd.synchronize(number)
-        return self._received(reduced, tensors, divisor)
+        return self._restore(reduced, tensors, divisor)
 
     def bucket_bytes(self, on_gpu: bool) -> int:
         return LARGE_BUCKET if on_gpu and self._hvd.nccl_built() else SMALL_BUCKET
@@ -143,8 +143,8 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
-            # Broadcast bytes, so that dtypes that Horovod does not support work, too.
-            flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
+            # Broadcast bytes (torch.uint8, without importing torch): Horovod does not support all dtypes.
+            flat = [tensor.contiguous().reshape(-1).view(tensor.new_empty(0).byte().dtype) for tensor in tensors]
             handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
             received = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(received, tensors, strict=True)]
@@ -165,21 +165,22 @@ class HorovodCommunicator:
         return self  # Horovod matches operations by name, so their order does not matter
 
     def close(self) -> None:
-        self.gather(None, name="close")  # a launcher ends all ranks when one exits with a status, also who is still in a callback
+        self.gather(None, name="close")  # wait: when a rank exits with a status, a launcher ends the others, even in a callback
         if not self._stays:
             self._hvd.shutdown()
 
     def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:
-        """A tensor as Horovod can send it: it supports neither bfloat16, which is sent as float32, nor, with PyTorch, tensors
-        that are not contiguous."""
+        """A tensor in a form that Horovod can send: it supports neither bfloat16, which is sent as float32, nor, with PyTorch,
+        tensors that are not contiguous.
+        """
         if narrow == "float16" and "float32" in str(tensor.dtype):
             tensor = self._hvd.Compression.fp16.compress(tensor)[0]
         if not self._asynchronous:
             return tensor
         return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
 
-    def _received(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
-        """Reduced tensors in the types of the given ones; with PyTorch, in their memory."""
+    def _restore(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
+        """Convert reduced tensors to the types of the given ones; with PyTorch, in their memory."""
         restored = []
         for new, old in zip(reduced, tensors, strict=True):
             in_place = self._asynchronous and new.dtype != old.dtype
@@ -197,8 +198,8 @@ class HorovodCommunicator:
 
 
 @contextmanager
-def _lost_in_start() -> Iterator[None]:
-    """Under Horovod's elastic driver, a rank may be lost while the ranks connect: the others connect anew."""
+def _failures_while_connecting() -> Iterator[None]:
+    """Under Horovod's elastic driver, a rank may be lost while the ranks connect: then the others reconnect."""
     try:
         yield
     except Exception as error:
@@ -218,14 +219,9 @@ def _writable(timeline: str, rank: int) -> str:
     return timeline
 
 
-def _byte_type(tensor: Tensor) -> Any:
-    """torch.uint8, without importing torch in this module."""
-    return tensor.new_empty(0).byte().dtype
-
-
 @contextmanager
 def peer_failures() -> Iterator[None]:
-    """Translate Horovod's error into PeerFailure. It does not say which rank failed or why: the failing rank reports that."""
+    """Translate Horovod's error into PeerFailure. The failing rank reports its cause itself."""
     try:
         yield
     except Exception as error:

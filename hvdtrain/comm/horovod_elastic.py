@@ -1,8 +1,8 @@
-"""Going on under Horovod's elastic driver after a rank was lost.
+"""Continuing under Horovod's elastic driver after a rank was lost.
 
-The driver (`horovodrun --min-np 2 --host-discovery-script hosts.sh ...`) keeps the processes of ranks that live, and expects
-them to connect anew. Here, such a process asks the driver for its new rank and then replaces itself by a new program (exec),
-which goes on from the newest checkpoint (`start_again`). So nothing of the former connection is left.
+The driver (`horovodrun --min-np 2 --host-discovery-script hosts.sh ...`) keeps the processes of the surviving ranks, and
+expects them to reconnect. Here, such a process asks the driver for its new rank and then replaces itself by a new program
+(exec), which goes on from the newest checkpoint (`start_again`). So no state of the old connection remains.
 Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
 """
 
@@ -17,28 +17,28 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 DRIVER_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""What the elastic driver answers, in this order."""
+"""The fields of the elastic driver's answer, in this order."""
 
 SCOPE = "hvdtrain"
-"""Of our own entries in the driver's store, which it clears whenever it arranges the ranks anew."""
+"""The scope of our own entries in the driver's store, which it clears whenever it reassigns the ranks."""
 
 ASK_TIMEOUT = 1200.0
-"""Seconds to wait for the new rank. The driver answers when all ranks have asked or ended, and gives up by itself."""
+"""Seconds to wait for the new rank. The driver answers once all ranks have asked or ended; it has a timeout, too."""
 
 STOP_SIGNAL = signal.SIGUSR1
-"""On which a training stops with a checkpoint."""
+"""The signal on which a training stops with a checkpoint."""
 
 
-def note_error(environ: Mapping[str, str]) -> None:
-    """Tell the other ranks that this one ends by an error, which would only repeat: the driver takes it for a lost host."""
+def report_error(environ: Mapping[str, str]) -> None:
+    """Report to the other ranks that this one ends with an error that would repeat: the driver takes it for a lost host."""
     _put(environ, "error", "1")
 
 
 def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
-    """Go on as a new program with the rank that the driver assigns. Returns only if there is none: why this process has to end.
+    """Continue as a new program with the rank that the driver assigns. Returns only if there is none: the reason to end.
 
     Args:
-        after_stop: the training was stopped with a checkpoint. Then it goes on only if this was for a change of the hosts.
+        after_stop: the training was stopped with a checkpoint. Then it continues only if the reason was a change of the hosts.
     """
     _end_connections()
     if _get(environ, f"/{SCOPE}/error") is not None:
@@ -52,18 +52,18 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
     sys.stderr.flush()
     sys.stdout.flush()
-    for number in _open_files():  # they may not be closed here, as Horovod's threads live until the new program begins
+    for number in _open_files():  # do not close them here: Horovod's threads use them until the new program begins
         with suppress(OSError):
             os.set_inheritable(number, False)
-    own = {f"HOROVOD_{name}": value for name, value in given.items()}
-    return os.execve(sys.executable, sys.orig_argv, {**environ, **own})
+    assigned = {f"HOROVOD_{name}": value for name, value in given.items()}
+    return os.execve(sys.executable, sys.orig_argv, {**environ, **assigned})
 
 
 def _end_connections() -> None:
-    """End the connections to other ranks, which would learn only after Gloo's timeout that a rank is lost they do not talk to."""
+    """Shut down the connections to other ranks: one without a connection to the lost rank would wait for Gloo's timeout."""
     for number in _open_files():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.getpeername()  # fails for what is no connection
+            connection.getpeername()  # fails unless it is a connection
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -73,10 +73,9 @@ def _open_files() -> list[int]:
 
 
 def watch_hosts(environ: Mapping[str, str]) -> None:
-    """From now on, stop the training with a checkpoint when the driver says that there are other hosts.
+    """From now on, stop the training with a checkpoint when the driver reports a change of the hosts.
 
-    Call it as early as possible: what the driver says before, it does not repeat. It tells rank 0, from which the others learn to
-    stop.
+    Call this as early as possible, as the driver does not repeat a report. It notifies rank 0, which makes the others stop, too.
     """
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
@@ -92,34 +91,34 @@ def watch_hosts(environ: Mapping[str, str]) -> None:
 
 
 def stop_for_other_hosts(environ: Mapping[str, str]) -> None:
-    """On rank 0: stop the training that begins, if there are other hosts already. Signals have to stop it by now."""
+    """On rank 0: stop the training that begins if the hosts have changed already. Its signal handlers have to be set by now."""
     if _get(environ, f"/{SCOPE}/hosts") is not None:
         os.kill(os.getpid(), STOP_SIGNAL)
 
 
 def _get(environ: Mapping[str, str], path: str, timeout: float = 10.0) -> bytes | None:
-    """An entry of the driver's store; None if it has none, or if the driver has ended."""
-    status, answer = _request(environ, "GET", path, None, timeout)
+    """An entry of the driver's store; None if there is no such entry, or the driver has ended."""
+    status, answer = _ask_driver(environ, "GET", path, None, timeout)
     return answer if status == 200 else None
 
 
 def _put(environ: Mapping[str, str], name: str, value: str) -> None:
-    _request(environ, "PUT", f"/{SCOPE}/{name}", value, 10.0)
+    _ask_driver(environ, "PUT", f"/{SCOPE}/{name}", value, 10.0)
 
 
-def _request(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
+def _ask_driver(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
     address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     for pause in (0.2, 1.0, 0.0):
-        found = answer(address, port, method, path, body, timeout)
-        if found is not None:
-            return found
+        answer = request(address, port, method, path, body, timeout)
+        if answer is not None:
+            return answer
         time.sleep(pause)
     return 0, b""
 
 
-def answer(address: str, port: int, method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes] | None:
-    """The status and the content that an HTTP server answers with; None if it does not answer."""
-    import http.client  # here: every start of the program imports this file, but only jobs over Gloo talk to a server
+def request(address: str, port: int, method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes] | None:
+    """Send a request to an HTTP server; return the status and the content of its answer, or None if it does not answer."""
+    import http.client  # imported here, as every start of the program imports this file, but few talk to a server
 
     connection = http.client.HTTPConnection(address, port, timeout=timeout)  # unlike urllib, it uses no proxy
     try:

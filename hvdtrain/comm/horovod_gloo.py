@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.comm.horovod_elastic import answer
+from hvdtrain.comm.horovod_elastic import request
 from hvdtrain.comm.launchers import Launch, detect
 from hvdtrain.comm.mpi import open_peers
 from hvdtrain.comm.slurm import host_names, tasks_per_node
@@ -53,12 +53,12 @@ class Job:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks are: they meet on the loopback address, which no other host reaches."""
+        """Whether all ranks are on one host. They then connect over the loopback address, which other hosts cannot reach."""
         return len(set(self.hosts)) == 1
 
     @property
     def ports(self) -> list[int]:
-        """The ports on which rank 0 may serve: the same on all ranks of a job, and most likely not those of another job."""
+        """The ports on which rank 0 may listen: the same on all ranks of a job, and most likely different from another job's."""
         first = zlib.crc32(self.name.encode()) * CHOICES % NUM_PORTS
         return [FIRST_PORT + first + choice for choice in range(CHOICES)]
 
@@ -157,7 +157,7 @@ def serve(job: Job) -> int:
             continue
         hosts = [HostInfo(host, tasks) for host, tasks in zip(job.hosts, job.tasks, strict=True)]
         server.init(get_host_assignments(hosts, sum(job.tasks)))
-        server.cache["hvdtrain"] = {"job": job.name.encode()}  # with which the other ranks check that it is their job's server
+        server.cache["hvdtrain"] = {"job": job.name.encode()}  # lets the other ranks check that it is their job's server
         threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
         return port
     raise LaunchError(
@@ -181,8 +181,8 @@ def find(job: Job, address: str, timeout: float = RENDEZVOUS_TIMEOUT) -> int:
 
 def _ask(address: str, port: int) -> bytes | None:
     """The name of the job whose rendezvous server listens on this port; None if there is no server."""
-    found = answer(address, port, "GET", "/hvdtrain/job", None, timeout=5)
-    return None if found is None else found[1]
+    answer = request(address, port, "GET", "/hvdtrain/job", None, timeout=5)
+    return None if answer is None else answer[1]
 
 
 def address_of(host: str) -> str:
@@ -204,13 +204,13 @@ def interface_towards(address: str) -> str:
     """The network interface that packets to this address leave through. Raises: LaunchError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
+        local = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            interface = array.array("B", struct.pack("256s", name.encode()[:15]))
             try:
-                fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR: the interface's IPv4 address, at byte 20
+                fcntl.ioctl(probe.fileno(), 0x8915, interface)  # SIOCGIFADDR: the interface's IPv4 address, at byte 20
             except OSError:  # the interface has no IPv4 address
                 continue
-            if request.tobytes()[20:24] == own:
+            if interface.tobytes()[20:24] == local:
                 return name
     raise LaunchError(f"Horovod over Gloo: expected a network interface towards {address}, got none (set HOROVOD_GLOO_IFACE)")

@@ -1,6 +1,6 @@
 """This process: its launcher, rank and size, cores and threads. Only this module reads the environment.
 
-The launcher comes first, then cores and threads, then access to the environment.
+In this order: the launcher, cores and threads, access to the environment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int, bo
 def yield_when_idle(local_size: int, cores: int) -> None:
     """Make Open MPI yield the core while it waits, if the ranks have fewer cores than threads.
 
-    Open MPI polls in a thread of its own, beside the thread that computes. If there are fewer than two cores per rank, a step
+    Open MPI polls in a separate thread that competes with the one that computes. With fewer than two cores per rank, a step
     takes up to four times as long without this. Call it before MPI is initialized; a value set by the user is kept.
     """
     if 2 * local_size > cores:
@@ -58,9 +58,9 @@ KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mc
 
 
 def misses_lost_hosts(environ: Mapping[str, str]) -> bool:
-    """Whether mpirun started this process without KEEPALIVE, so that it would wait for a lost host for hours.
+    """Whether mpirun started this process without KEEPALIVE, so that it would wait for hours for a lost host.
 
-    Slurm monitors its nodes itself.
+    Under Slurm that cannot happen, as it monitors its nodes.
 
     >>> misses_lost_hosts({"OMPI_MCA_orte_num_nodes": "2"})
     True
@@ -78,7 +78,7 @@ def environment() -> Mapping[str, str]:
 
 @contextmanager
 def preserved_environment() -> Iterator[None]:
-    """Around jobs in a program's process: what they `put` into the environment is gone afterwards, and the rest as before."""
+    """Restore the environment at the end of a job in a program's process."""
     before = dict(os.environ)
     try:
         yield

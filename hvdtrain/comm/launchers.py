@@ -1,4 +1,4 @@
-"""The ways of starting a process, and what follows with each of them when a rank fails or stops.
+"""The ways to start a process, and for each of them the actions when a rank fails or stops.
 
 A new launcher is a class here and a line in `LAUNCHERS`.
 """
@@ -18,13 +18,13 @@ from hvdtrain.comm.torchrun_failures import Failure
 from hvdtrain.errors import TO_BE_CONTINUED, Outcome, TrainingError
 
 SECONDS_FOR_THE_CAUSE = 1.0
-"""How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says
-of the cause comes first. Most launchers end this rank meanwhile."""
+"""How long a rank waits before it reports that another one failed, so that the cause, from that rank or the launcher, is printed
+first. Most launchers end this rank meanwhile."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process. Without a launcher: rank 0 of 1."""
+    """A process's place in its job, from the launcher. Without a launcher: rank 0 of 1."""
 
     launcher: str | None
     rank: int = 0
@@ -38,15 +38,15 @@ class Launcher:
 
     Args:
         environ: the environment of this process.
-        process: what it says about the process.
+        process: the process's place in its job.
 
     Attributes:
-        name: as messages have it.
+        name: its name in messages.
         variables: the environment variables with rank, size, local rank and local size; several: one of them.
-        max_restarts_hint: what to use in place of the key max_restarts.
+        max_restarts_hint: what to use instead of the key max_restarts.
         peer_status: the exit status of a rank that ends because of another one.
         hung_status: that of a rank that hangs.
-        outlives: seconds for which the other ranks outlive one that hangs, so that a report is about that one.
+        outlives: seconds for which the other ranks outlive one that hangs, so that the launcher reports that one.
     """
 
     name: ClassVar[str | None] = None
@@ -67,8 +67,8 @@ class Launcher:
         """The launcher, if it has started the process with this environment."""
         for rank, size, local_rank, local_size in cls.variables:
             if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-                own = (number_in(environ, local_rank, 0), cls._local_size(environ, local_size))
-                return cls(environ, Launch(cls.name, int(environ[rank]), int(environ[size]), *own))
+                local = (number_in(environ, local_rank, 0), cls._local_size(environ, local_size))
+                return cls(environ, Launch(cls.name, int(environ[rank]), int(environ[size]), *local))
         return None
 
     @classmethod
@@ -77,43 +77,43 @@ class Launcher:
 
     @property
     def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
-        """Which ranks it may start again; the others of lost ranks live on."""
+        """Which ranks it may restart. With "lost ranks", the others keep running."""
         return "never"
 
     @property
     def is_restart(self) -> bool:
-        """Whether it has started the ranks before."""
+        """Whether this is a restart of the ranks."""
         return False
 
     @property
     def parent(self) -> int | None:
-        """The process id of the launcher, if its ranks have to end themselves when it is gone; None: it has them ended."""
+        """The process id of the launcher, if its ranks have to end by themselves when it is gone; None: they are ended for it."""
         return None
 
     def on_start(self) -> int | None:
-        """When the program begins. Returns the exit status if the process must not train, and has said why."""
+        """Called when the program begins. Returns an exit status if the process must not train, after printing why."""
         return None
 
     def refuse_to_repeat(self) -> None:
-        """Raises: TrainingError: a former attempt on this host ended with an error that would only repeat."""
+        """Raises: TrainingError, if an earlier attempt on this host ended with an error that would only repeat."""
 
     def leave_checks(self, checks: Sequence[child.Check]) -> None:
-        """When the data is open: what to check if a signal ends this process."""
+        """Called when the data is open, with the checks to run if a signal ends this process."""
 
     def on_training(self) -> None:
-        """On rank 0, when a training begins: signals stop it from now on."""
+        """Called on rank 0 when a training begins, which signals can stop from now on."""
 
     def on_success(self) -> None:
-        """When the work is done."""
+        """Called when the work is done."""
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
-        """Before a failure is printed. Returns what to add to the message; may not return, but go on as a new program."""
+        """Called before a failure is printed. Returns text to add to the message, or continues as a new program instead."""
         if outcome.scope == "a peer":
             time.sleep(SECONDS_FOR_THE_CAUSE)
         return ""
 
     def on_stop(self, outcome: Outcome, message: str) -> None:
-        """Before it is printed that a training was stopped with a checkpoint; may not return, but go on as a new program."""
+        """Called before the message that a training was stopped with a checkpoint. May continue as a new program instead."""
         self.on_failure(outcome, message)
 
 
@@ -122,12 +122,12 @@ class SingleProcess(Launcher):
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher:
-        """This one, whatever the environment says."""
+        """This one, for any environment."""
         return cls(environ, Launch(cls.name))
 
 
 class Mpirun(Launcher):
-    """Open MPI's or MPICH's."""
+    """That of Open MPI or MPICH."""
 
     name = "mpirun"
     variables = (
@@ -152,7 +152,7 @@ class Srun(Launcher):
 
 
 class Torchrun(Launcher):
-    """torch.distributed's. It restarts ranks whatever ended them, so an error is remembered for the next attempt."""
+    """That of torch.distributed. It restarts ranks after any failure, so an error is recorded for the next attempt."""
 
     name = "torchrun"
     variables = (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
@@ -171,28 +171,28 @@ class Torchrun(Launcher):
         return os.getppid() if "TORCHELASTIC_RUN_ID" in self._environ else None
 
     def on_start(self) -> int | None:
-        """On several hosts, the others have to learn of the failure: `refuse_to_repeat` when the ranks are connected."""
-        failure = torchrun_failures.remembered(self._environ)
+        """On several hosts, the failure has to be shared first: `refuse_to_repeat` does so once the ranks are connected."""
+        failure = torchrun_failures.read(self._environ)
         if failure is None or self.process.size != self.process.local_size:
             return None
-        torchrun_failures.tell(self._environ, failure)
+        torchrun_failures.print_refusal(self._environ, failure)
         return failure.status
 
     def refuse_to_repeat(self) -> None:
-        failure = torchrun_failures.remembered(self._environ)
+        failure = torchrun_failures.read(self._environ)
         if failure is not None:
             raise TrainingError(failure.refusal)
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:
-            who = f"rank {self.process.rank} of {self.process.size}"
-            failure = Failure(outcome.status, f"{who}: {torchrun_failures.cause_in(message)}")
-            torchrun_failures.remember(self._environ, failure)
+            rank = f"rank {self.process.rank} of {self.process.size}"
+            failure = Failure(outcome.status, f"{rank}: {torchrun_failures.cause_in(message)}")
+            torchrun_failures.record(self._environ, failure)
         return super().on_failure(outcome, message)
 
 
 class Horovodrun(Launcher):
-    """Horovod's, without its elastic driver."""
+    """That of Horovod, without its elastic driver."""
 
     name = "horovodrun"
     variables = (("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),)
@@ -200,15 +200,15 @@ class Horovodrun(Launcher):
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
-        """This one, or the one with the driver."""
+        """This one, or the one with the elastic driver."""
         found = super().detect(environ)
         return ElasticHorovodrun(environ, found.process) if found and environ.get("HOROVOD_ELASTIC") == "1" else found
 
 
 class ElasticHorovodrun(Horovodrun):
-    """Horovod's with its elastic driver: the ranks that are left go on as new programs (comm/horovod_elastic.py)."""
+    """That of Horovod with its elastic driver: the surviving ranks continue as new programs (comm/horovod_elastic.py)."""
 
-    outlives = 120.0  # which the driver and Gloo have until a rank that waited for one that hung goes on without it
+    outlives = 120.0  # time for the driver and Gloo to let a rank that waits for a hanging one continue without it
 
     @property
     def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
@@ -225,11 +225,11 @@ class ElasticHorovodrun(Horovodrun):
         if outcome.scope == "a peer":
             return f" ({horovod_elastic.start_again(self._environ, after_stop=False)})"
         if outcome.repeatable:
-            horovod_elastic.note_error(self._environ)
+            horovod_elastic.report_error(self._environ)
         return ""
 
     def on_stop(self, outcome: Outcome, message: str) -> None:
-        """Unless it was for a change of hosts, all ranks end, or this one only."""
+        """After a stop for a change of hosts, the ranks continue as new programs."""
         if outcome.status == TO_BE_CONTINUED:
             horovod_elastic.start_again(self._environ, after_stop=True)
         else:
@@ -237,9 +237,9 @@ class ElasticHorovodrun(Horovodrun):
 
 
 class Ngpu(Launcher):
-    """hvdtrain's own, of the keys `ngpu` and `dist_rank` (comm/local.py), or of a program (comm/spawn.py).
+    """hvdtrain's own launcher, for the keys `ngpu` and `dist_rank` (comm/local.py) and for programs (comm/spawn.py).
 
-    Another launcher may have started it, which has to know of errors, too.
+    It may itself run under another launcher, to which errors are passed on.
     """
 
     name = "hvdtrain"
@@ -273,7 +273,7 @@ class Ngpu(Launcher):
 
     def on_success(self) -> None:
         if child.ENDED in self._environ:
-            child.note_end(self._environ, self.process.rank)
+            child.report_end(self._environ, self.process.rank)
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:
@@ -282,8 +282,8 @@ class Ngpu(Launcher):
 
 
 LAUNCHERS: tuple[type[Launcher], ...] = (Ngpu, Horovodrun, Torchrun, Mpirun, Srun, SingleProcess)
-"""The first one that has started this process counts: horovodrun may itself run mpirun, and torchrun may run under srun, so the
-innermost launcher stands first."""
+"""The first one that detects itself counts. Inner launchers come first: horovodrun may run mpirun, and torchrun may run under
+srun."""
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher:
@@ -293,7 +293,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """What the launcher's variables say about a process.
+    """A process's place in its job, from the launcher's variables.
 
     >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     Launch(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
@@ -311,6 +311,6 @@ def variables(process: Launch) -> dict[str, str]:
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int) -> int:
-    """The number in a variable; the default if the variable is not set or no number."""
+    """The number in a variable; the default if the variable is not set or not a number."""
     text = environ.get(name, "")
     return int(text) if text.isdigit() else default

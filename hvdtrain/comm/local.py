@@ -1,6 +1,6 @@
-"""The local launcher: processes that hvdtrain itself starts on this host (`++ngpu 4`), and watches.
+"""The local launcher: starts processes on this host (`++ngpu 4`) and watches them.
 
-The order: which processes to start, starting them, and watching them. Which ones start again after a failure: comm/restarts.py.
+In this order: which processes to start, starting them, and watching them. comm/restarts.py decides which ones to restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, found_by_checks, has_ended
+from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, has_ended, run_checks
 from hvdtrain.comm.launchers import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, LaunchError
@@ -30,20 +30,20 @@ LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 REPORTED = (1, 2, TO_BE_CONTINUED, PEER_FAILED, HUNG, BY_CTRL_C)
-"""The exit statuses of processes that say themselves how they end."""
+"""The exit statuses of processes that print themselves why they end."""
 
 POLL_INTERVAL = 0.05
-"""Seconds between two looks at the processes."""
+"""Seconds between two polls of the processes."""
 
 REPORT_TIMEOUT = 2.0
 """Seconds in which the other processes may report their errors after one has failed."""
 
 
 def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
-    """The processes that this one has to start; empty if this process itself trains.
+    """The processes that this one has to start; empty if this process itself is a rank.
 
     >>> from hvdtrain.comm.keys import LaunchKeys
-    >>> [one.rank for one in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
+    >>> [process.rank for process in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
     [2, 3]
 
     Raises:
@@ -56,17 +56,19 @@ def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
             f"dist_launcher: expected processes that {LAUNCHERS[keys.dist_launcher]} started for {keys.dist_launcher!r}, got "
             + ("a process without a launcher" if started.launcher is None else f"processes that {started.launcher} started")
         ).on_all_ranks()
-    own = keys.ngpu or 1
+    num_local = keys.ngpu or 1
     index, count = _index_and_count(keys, started)
-    if own > 1 and started.size > 1 and not keys.multiprocessing_distributed:
+    if num_local > 1 and started.size > 1 and not keys.multiprocessing_distributed:
         raise LaunchError(
-            f"ngpu: expected 1 for processes that {started.launcher} started, got {own} (to train with these "
-            f"{started.size} processes, leave ngpu out; to start {own} processes from each, ++multiprocessing_distributed true)"
+            f"ngpu: expected 1 for processes that {started.launcher} started, got {num_local} (to train with these "
+            f"{started.size} processes, leave ngpu out; to start {num_local} processes from each, "
+            "++multiprocessing_distributed true)"
         ).on_all_ranks()
-    if own == 1 and (started.launcher is not None or count == 1) and not keys.max_restarts:
+    if num_local == 1 and (started.launcher is not None or count == 1) and not keys.max_restarts:
         return []
-    first = started.local_rank * own
-    return [Launch("hvdtrain", index * own + local, count * own, first + local, started.local_size * own) for local in range(own)]
+    size, local_size = count * num_local, started.local_size * num_local
+    first, first_local = index * num_local, started.local_rank * num_local
+    return [Launch("hvdtrain", first + number, size, first_local + number, local_size) for number in range(num_local)]
 
 
 def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
@@ -88,24 +90,20 @@ def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
     return started.rank, started.size
 
 
-Again = Callable[[list[Launch], Mapping[int, int]], list[Launch]]
-"""Of processes that were started, of which some failed (by rank, the exit statuses): those to start next; none: that was all."""
-
-
-def never(wanted: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
-    """Start nothing again."""
-    return []
+RestartRule = Callable[[list[Launch], Mapping[int, int]], list[Launch]]
+"""Called with the processes that were started, and the exit statuses of those that failed, by rank; returns those to start
+next."""
 
 
 PROGRAM = ("-m", "hvdtrain")
-"""Of Python's arguments, those that start the command line."""
+"""Python's arguments that start the command line."""
 
 
 def run(
     wanted: list[Launch],
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    again: Again = never,
+    restarts: RestartRule = lambda started, failed: [],
     *,
     program: Sequence[str] = PROGRAM,
     signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
@@ -114,12 +112,12 @@ def run(
 ) -> int:
     """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
 
-    Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal came,
-    those start that `again` returns; if this process is killed, they end by themselves.
+    Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal was
+    received, the processes that `restarts` returns are started. If this process is killed, they end by themselves.
 
     Args:
-        report: gets lines about processes that did not say themselves how they ended.
-        while_waiting: called again and again until the processes have ended.
+        report: called with lines about processes that did not print themselves why they ended.
+        while_waiting: called repeatedly until the processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         ended = f"{folder}/ended"
@@ -136,10 +134,10 @@ def run(
         previous = {number: signal.signal(number, forward) for number in signals_to_forward}
         try:
             while True:
-                for mark in Path(folder).glob("ended.*"):  # of a former start
-                    mark.unlink()
+                for file in Path(folder).glob("ended.*"):  # of an earlier start
+                    file.unlink()
                 for started in wanted:
-                    # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
+                    # A new session, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
                     children.append(
                         subprocess.Popen(
                             [sys.executable, *program, *arguments],
@@ -147,10 +145,10 @@ def run(
                             start_new_session=True,
                         )
                     )
-                for number in signals:  # that came before all had been started
+                for number in signals:  # received before all were started
                     _signal(children, number)
                 failed = _wait(children, wanted, signals, ended, report, while_waiting)
-                wanted = again(wanted, failed) if failed and not signals else []
+                wanted = restarts(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
                 children.clear()
@@ -162,16 +160,16 @@ def run(
                 signal.signal(number, handler)
 
 
-def how_it_ended(status: int, out_of_memory: bool) -> str | None:
-    """How a process ended that has failed and had no chance to say it; None: it has said it itself.
+def describe_end(status: int, out_of_memory: bool) -> str | None:
+    """How a failed process ended; None: it has printed that itself.
 
     Args:
         status: as of `subprocess`: negative after a signal.
-        out_of_memory: whether the kernel has killed a process of this host for lack of memory meanwhile.
+        out_of_memory: whether the kernel has killed a process of this host meanwhile because it ran out of memory.
 
-    >>> how_it_ended(-9, True), how_it_ended(3, False), how_it_ended(1, False)
+    >>> describe_end(-9, True), describe_end(3, False), describe_end(1, False)
     ('ended by signal 9 (SIGKILL): the kernel ran out of memory', 'ended with exit status 3', None)
-    >>> how_it_ended(0, False)
+    >>> describe_end(0, False)
     'ended with exit status 0 before its work was done (by os._exit?)'
     """
     if status == 0:
@@ -183,8 +181,8 @@ def how_it_ended(status: int, out_of_memory: bool) -> str | None:
     return None if status in REPORTED else f"ended with exit status {status}"
 
 
-def out_of_memory() -> int:
-    """How many processes the kernel has killed for lack of memory since this host was started; 0 where it does not say."""
+def oom_kills() -> int:
+    """The number of processes that the kernel has killed since boot because it ran out of memory; 0 if that is unknown."""
     try:
         counts = Path("/proc/vmstat").read_text(encoding="ascii").split()
         return int(counts[counts.index("oom_kill") + 1])
@@ -193,7 +191,7 @@ def out_of_memory() -> int:
 
 
 def _exit_status(status: int) -> int:
-    """As shells do it, from that of `subprocess`."""
+    """The exit status as in shells, from that of `subprocess`."""
     return 128 - status if status < 0 else 1 if status in (0, PEER_FAILED, HUNG) else status
 
 
@@ -205,18 +203,17 @@ def _wait(
     report: Callable[[str], object],
     while_waiting: Callable[[], None],
 ) -> dict[int, int]:
-    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed.
+    """Wait until all processes have ended; if one fails, end the others. Return the exit statuses of those that failed, by rank.
 
     Args:
-        prefix: of the files in which ranks say that their work is done (an end with status 0 is a failure otherwise), and leave
-            checks.
+        prefix: of the files with which ranks report that their work is done (otherwise, status 0 is a failure) and leave checks.
         report, while_waiting: as of `run`.
     """
-    kills_before = out_of_memory()
+    kills_before = oom_kills()
 
     def statuses() -> dict[int, int]:
-        """Of those that have failed so far."""
-        ended = {one.rank: child.poll() for one, child in zip(wanted, children, strict=True)}
+        """Of the processes that have failed so far."""
+        ended = {process.rank: child.poll() for process, child in zip(wanted, children, strict=True)}
         return {rank: status for rank, status in ended.items() if status or (status == 0 and not has_ended(prefix, rank))}
 
     while not (failed := statuses()):
@@ -225,16 +222,16 @@ def _wait(
         while_waiting()
         time.sleep(POLL_INTERVAL)
     failed = {}
-    for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
+    for seconds in (0.0, REPORT_TIMEOUT):  # report the first ones at once, as the others fail because of them
         _wait_at_most(children, seconds)
         ended = statuses()
         for rank, status in sorted(ended.items() - failed.items()):
-            if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
+            if -status not in signals and (how := describe_end(status, oom_kills() > kills_before)) is not None:
                 report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
     cut_off = [rank for rank, status in sorted(failed.items()) if -status == signal.SIGBUS]
-    for found in dict.fromkeys(line for rank in cut_off for line in found_by_checks(prefix, rank)):
-        report(f"{found}\n")
+    for line in dict.fromkeys(line for rank in cut_off for line in run_checks(prefix, rank)):
+        report(f"{line}\n")
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)
     _signal(children, signal.SIGKILL)

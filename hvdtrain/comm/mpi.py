@@ -1,7 +1,7 @@
 """MPI without tensors, through mpi4py: for jobs that only divide work, and for the start-up of other transports.
 
-`open_peers` connects the processes that the launcher started; `agreed` runs work on all of them such that one failure ends the
-work everywhere. Training goes through Horovod.
+`open_peers` connects the processes that the launcher started; `run_on_all` runs work on all of them, and a failure of one ends
+the work on all. Training does not use this.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Peers(Protocol):
         """Collective. Return every rank's picklable value, in rank order, on every rank."""
         ...
 
-    def tell_failure(self) -> None:
-        """Notify the other ranks, without waiting for them, that this rank failed."""
+    def report_failure(self) -> None:
+        """Report to the other ranks, without waiting for them, that this rank failed."""
         ...
 
     def has_failed(self) -> bool:
@@ -43,7 +43,7 @@ class Peers(Protocol):
         ...
 
     def abort(self, status: int) -> None:
-        """End all ranks, whatever they are doing. In a single process this does nothing: it ends by itself."""
+        """End all ranks at once. In a single process this does nothing, as it ends by itself."""
         ...
 
 
@@ -56,7 +56,7 @@ class Alone:
     def gather(self, value: T) -> list[T]:
         return [value]
 
-    def tell_failure(self) -> None:
+    def report_failure(self) -> None:
         pass
 
     def has_failed(self) -> bool:
@@ -75,7 +75,7 @@ class MPIPeers:
         self.size: int = world.Get_size()
 
     def gather(self, value: T) -> list[T]:
-        # Poll, because a rank that waits inside of MPI occupies a core and does not react to Ctrl-C.
+        # Poll, because a rank that waits inside MPI occupies a core and does not react to Ctrl-C.
         barrier = self._world.Ibarrier()
         while not barrier.Test():
             time.sleep(POLL_INTERVAL)
@@ -83,7 +83,7 @@ class MPIPeers:
             self._world.recv(tag=FAILED)
         return list(self._world.allgather(value))
 
-    def tell_failure(self) -> None:
+    def report_failure(self) -> None:
         for other in range(self.size):
             if other != self.rank:
                 self._world.isend(None, other, tag=FAILED)
@@ -96,7 +96,7 @@ class MPIPeers:
 
 
 def open_peers() -> Peers:
-    """Connect the processes that the launcher started; a process without a launcher is alone.
+    """Connect the processes that the launcher started; a process without a launcher is a job of size 1.
 
     Raises:
         LaunchError: there are several processes, but MPI does not connect them.
@@ -128,13 +128,13 @@ def _world(started: Launch) -> Any:
 
 
 class Crashed(HvdtrainError):
-    """A bug on one of several ranks, such as an exception in a user's own Python code. The message is its traceback."""
+    """A bug on one of several ranks, such as an exception in the user's code. The message is its traceback."""
 
 
-def agreed(peers: Peers, work: Callable[[], T]) -> T:
+def run_on_all(peers: Peers, work: Callable[[], T]) -> T:
     """Collective. Run `work` on every rank; if it fails on any rank, all ranks raise the error of the lowest rank that failed.
 
-    `work` should check `peers.has_failed()` regularly and then raise PeerFailure, so that no rank continues in vain.
+    `work` should check `peers.has_failed()` regularly and then raise PeerFailure, so that no rank continues for nothing.
     """
     error: Exception | None = None
     result: Any = None
@@ -145,7 +145,7 @@ def agreed(peers: Peers, work: Callable[[], T]) -> T:
         if peers.size > 1 and not isinstance(failure, HvdtrainError):  # other exceptions might not be picklable
             error = Crashed("".join(traceback.format_exception(failure)).rstrip())
         if not isinstance(failure, PeerFailure):
-            peers.tell_failure()
+            peers.report_failure()
     failures = [(rank, failure) for rank, failure in enumerate(peers.gather(error)) if failure is not None]
     causes = [(rank, failure) for rank, failure in failures if not isinstance(failure, PeerFailure)]
     if failures:

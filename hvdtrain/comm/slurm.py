@@ -17,13 +17,13 @@ def host_names(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         heads = [""]
         for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            numbers = [number for piece in ranges.split(",") for number in _expanded(piece)] if ranges else [""]
+            numbers = [number for piece in ranges.split(",") for number in _expand(piece)] if ranges else [""]
             heads = [head + plain + number for head in heads for number in numbers]
         names += heads
     return names
 
 
-def _expanded(piece: str) -> list[str]:
+def _expand(piece: str) -> list[str]:
     """The numbers of a range: '08-10' is ['08', '09', '10'], and '7' is ['7']."""
     first, dash, last = piece.partition("-")
     if not dash:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 HALVES = (torch.float16, torch.bfloat16)
 
 MAX_START_TIMEOUT = 300.0
-"""Maximum seconds for which the processes wait for each other at the start; timeout_sec, if it is less."""
+"""The maximum seconds that processes wait for each other at the start; timeout_sec, if that is less."""
 
 PEER_GONE = (
     "Connection closed",
@@ -50,12 +50,12 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
         timeout: seconds after which a collective that waits for another rank fails.
 
     Raises:
-        LaunchError: the backend is not available here, or the processes do not find each other.
+        LaunchError: the backend is not available, or the processes cannot connect.
     """
     started = launch.launch()
     if started.size == 1:
         return SingleCommunicator()
-    chosen = _backend(backend)
+    backend = _choose_backend(backend)
     meeting_place = place(launch.environment(), started, init_method)
     if meeting_place is None and started.launcher != "mpirun":
         raise LaunchError(
@@ -66,7 +66,7 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
         on_one_host = started.local_size == started.size
         store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT), on_one_host)
         torch.distributed.init_process_group(
-            chosen,
+            backend,
             store=PrefixStore("group", store),
             rank=started.rank,
             world_size=started.size,
@@ -88,9 +88,9 @@ class TorchCommunicator:
         self.size: int = torch.distributed.get_world_size()
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
         if all(local_size == 1 for _, local_size in hosts):  # processes started by hand do not know their local rank
-            here = [rank for rank, (host, _) in enumerate(hosts) if host == hosts[self.rank][0]]
-            self.local_rank: int = here.index(self.rank)
-            self.local_size: int = len(here)
+            on_host = [rank for rank, (host, _) in enumerate(hosts) if host == hosts[self.rank][0]]
+            self.local_rank: int = on_host.index(self.rank)
+            self.local_size: int = len(on_host)
         else:
             self.local_rank, self.local_size = started.local_rank, started.local_size
 
@@ -103,24 +103,24 @@ class TorchCommunicator:
         owners: Sequence[int] | None = None,
         narrow: Narrow | None = None,
     ) -> Any:
-        """Start one operation per dtype and device, since many small ones are slower than a large one."""
+        """Start one operation per dtype and device, since many small ones are slower than one large one."""
         groups: dict[tuple[Any, Any], list[int]] = {}
         for index, tensor in enumerate(tensors):
             groups.setdefault((tensor.dtype, tensor.device), []).append(index)
         pending = []
         for indices in groups.values():
             shares: list[int] | None = None
-            own = indices
+            received = indices
             if owners is not None:
                 indices = sorted(indices, key=owners.__getitem__)
                 shares = [0] * self.size
                 for index in indices:
                     shares[owners[index]] += tensors[index].numel()
-                own = [index for index in indices if owners[index] == self.rank]
-            flat = self._flat([tensors[index] for index in indices], narrow)
+                received = [index for index in indices if owners[index] == self.rank]
+            flat = self._flatten([tensors[index] for index in indices], narrow)
             self.sent += flat.nbytes
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
-                pending.append((own, *self._exchange(flat, shares)))
+                pending.append((received, *self._exchange(flat, shares)))
         return list(tensors), op, pending
 
     def finish(self, handle: Any) -> list[Tensor]:
@@ -142,11 +142,11 @@ class TorchCommunicator:
         return LARGE_BUCKET if on_gpu and self._has_nccl else SMALL_BUCKET
 
     def _exchange(self, flat: Tensor, shares: list[int] | None) -> tuple[Tensor, Tensor, Any]:
-        """Start to add up a tensor over the ranks; return where the result comes, what has to live until then, and the work.
+        """Start to sum a tensor over the ranks; return the tensor for the result, one to keep alive until then, and the work.
 
         Args:
-            shares: the number of elements that each rank gets. None: all get all. Each rank then sends its parts to their owners,
-                who add them up: torch's reduce_scatter wants equal parts, and over Gloo it is an all-reduce inside.
+            shares: the number of elements that each rank gets; None: all get all. With shares, each rank sends every part to its
+                owner, which sums them: torch's reduce_scatter requires equal parts, and over Gloo it is an all-reduce internally.
         """
         if shares is None:
             return flat, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)
@@ -155,16 +155,16 @@ class TorchCommunicator:
         work = torch.distributed.all_to_all_single(received.view(-1), flat, out_sizes, shares, group=self._group, async_op=True)
         return received, flat, work
 
-    def _flat(self, tensors: list[Tensor], narrow: Narrow | None) -> Tensor:
-        """Concatenate the flattened tensors, in the type that they travel in; a single tensor is not copied.
+    def _flatten(self, tensors: list[Tensor], narrow: Narrow | None) -> Tensor:
+        """Concatenate the flattened tensors, in the type in which they are sent; a single tensor is not copied.
 
-        bfloat16 travels as it is over NCCL only; otherwise as float32, so that sums are the same as with Horovod, which does not
+        bfloat16 is sent as it is over NCCL only; otherwise as float32, so that sums are the same as with Horovod, which does not
         support bfloat16.
         """
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
         if flat.dtype == torch.bfloat16 and not (flat.is_cuda and self._has_nccl):
             return flat.float()
-        return _narrowed(flat, narrow)
+        return _narrow(flat, narrow)
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         # Broadcast bytes, so that every dtype works.
@@ -177,16 +177,16 @@ class TorchCommunicator:
     def gather_rows(
         self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
     ) -> list[Tensor]:
-        return [self._gathered_rows(tensor, lengths, narrow) for tensor in tensors]
+        return [self._gather_rows(tensor, lengths, narrow) for tensor in tensors]
 
-    def _gathered_rows(self, tensor: Tensor, lengths: Sequence[int] | None, narrow: Narrow | None) -> Tensor:
+    def _gather_rows(self, tensor: Tensor, lengths: Sequence[int] | None, narrow: Narrow | None) -> Tensor:
         if lengths is None:
             count = torch.tensor([len(tensor)], device=tensor.device)
             counts = [torch.empty_like(count) for _ in range(self.size)]
             with _peer_failures():
                 torch.distributed.all_gather(counts, count, group=self._group)
             lengths = [int(length) for length in counts]
-        sent = _narrowed(tensor, narrow)
+        sent = _narrow(tensor, narrow)
         if any(length != lengths[0] for length in lengths):
             sent = sent.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
             sent[: len(tensor)] = tensor
@@ -201,7 +201,7 @@ class TorchCommunicator:
             torch.distributed.all_gather_object(gathered, (name, value), group=self._group)
         names = [other for other, _ in gathered]
         if others := [rank for rank, other in enumerate(names) if other != names[0]]:
-            raise _different_calls(names[0], names[others[0]], others[0])
+            raise _mismatched_calls(names[0], names[others[0]], others[0])
         return [value for _, value in gathered]
 
     def channel(self, name: str) -> TorchCommunicator:
@@ -210,29 +210,29 @@ class TorchCommunicator:
         return self._channels[-1]
 
     def close(self) -> None:
-        self.gather(None, name="close")  # rank 0 serves the store, so it must not end before the others are done
+        self.gather(None, name="close")  # rank 0 serves the store, so it must not end before the others
         # Gloo's threads end with the last reference to their group. A thread that frees a tensor after the interpreter has shut
-        # down ends the process with SIGABRT.
+        # down would abort the process (SIGABRT).
         for comm in (self, *self._channels):
             comm._group = None
         torch.distributed.destroy_process_group()
 
 
-def _different_calls(first: str, other: str, rank: int) -> TrainingError:
-    """Unlike Horovod, torch.distributed matches calls by their order: a rank would go on with the answers to another question."""
+def _mismatched_calls(first: str, other: str, rank: int) -> TrainingError:
+    """Unlike Horovod, torch.distributed matches calls by order: without this check, a rank could get another call's result."""
     return TrainingError(
         f"collective calls: expected the same on all ranks, got {first!r} on rank 0 and {other!r} on rank {rank} "
         "(does code of the config call hvdtrain.all_reduce or the like on some of the ranks only, or do their configs differ?)"
     )
 
 
-def _narrowed(tensor: Tensor, narrow: Narrow | None) -> Tensor:
-    """A float32 tensor in the type that it travels in; others are not changed."""
+def _narrow(tensor: Tensor, narrow: Narrow | None) -> Tensor:
+    """Convert a float32 tensor to the type in which it is sent; others are not changed."""
     return tensor.to(getattr(torch, narrow)) if tensor.dtype == torch.float32 and narrow is not None else tensor
 
 
-def _backend(wanted: str | None) -> str:
-    """The backend for init_process_group. It always includes Gloo, which gathers picklable values."""
+def _choose_backend(wanted: str | None) -> str:
+    """The backend for init_process_group. It always includes Gloo, to gather picklable values."""
     if wanted is None:
         wanted = "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
     if "nccl" not in wanted:
@@ -245,7 +245,7 @@ def _backend(wanted: str | None) -> str:
 
 @contextmanager
 def _peer_failures() -> Iterator[None]:
-    """Translate errors of Gloo and NCCL, which name sockets instead of ranks: the failing rank itself reports the cause."""
+    """Translate errors of Gloo and NCCL, which name sockets instead of ranks. The failing rank reports its cause itself."""
     try:
         yield
     except RuntimeError as error:

@@ -4,8 +4,8 @@
 needs torch, which it imports when it is called.
 
 torch's own `init_method` file:// hangs or fails if the file is left over from an earlier run, and workers that torchrun
-restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store behind it returns the
-token that was posted with the address; otherwise the address is stale, and the rank reads it again.
+restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store at that address returns
+the token posted with it; otherwise the address is stale, and the rank reads it again.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """A port that is known in advance. Rank 0 listens on it; the others connect to the first of `hosts` that answers."""
+    """A port known in advance. Rank 0 listens on it; the others connect to the first of `hosts` that answers."""
 
     hosts: tuple[str, ...]
     port: int
 
     def __str__(self) -> str:
-        return f"tcp://{_bracketed(self.hosts[0])}:{self.port}"
+        return f"tcp://{_bracket(self.hosts[0])}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Agent:
-    """The store of torchrun's agent, which outlives its workers. Rank 0 posts there on which port it listens."""
+    """The store of torchrun's agent, which outlives its workers. Rank 0 posts there the port it listens on."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A file that all ranks can read. Rank 0 writes into it on which port it listens."""
+    """A file that all ranks can read. Rank 0 writes to it the port it listens on."""
 
     path: Path
 
@@ -73,7 +73,7 @@ FIRST_PORT, PORTS = 20000, 10000
 """Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
 
 LOOPBACK = "127.0.0.1"
-"""Where the processes of a job on one host meet: no other host reaches it."""
+"""Where the processes of a job on one host connect: other hosts cannot reach it."""
 
 HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
 """The variable with the rendezvous address of processes that hvdtrain itself started."""
@@ -82,10 +82,10 @@ POLL_INTERVAL = 0.05
 """Seconds between two attempts to read or connect."""
 
 BACKLOG = 1024
-"""How many connections of ranks that start at the same time may wait."""
+"""The number of simultaneous connections that may wait to be accepted."""
 
 REPORT_AFTER = 15.0
-"""Seconds after which rank 0 reports which ranks it waits for."""
+"""Seconds after which rank 0 reports the ranks that it is waiting for."""
 
 FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
 
@@ -140,8 +140,8 @@ def parse(init_method: str) -> Address | SharedFile:
 
 
 def _slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The first node of the step, where task 0 runs, and in case its name cannot be resolved, the address of the host on which
-    srun was called: in a batch job, this is the first node, too.
+    """The first node of the step, where task 0 runs, and as a fallback if its name cannot be resolved, the address of the host on
+    which srun was called: in a batch job, this is the first node, too.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     return (*host_names(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
@@ -165,7 +165,7 @@ def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
     return FIRST_PORT + zlib.crc32(".".join(known).encode()) % PORTS if known else None
 
 
-def _bracketed(host: str) -> str:
+def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
@@ -251,7 +251,7 @@ def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host:
     Args:
         place: the rendezvous; None: rank 0 broadcasts its address over MPI.
         timeout: seconds to wait for the other ranks.
-        on_one_host: all ranks are: they meet on the loopback address, which no other host reaches.
+        on_one_host: all ranks are on one host. They connect over the loopback address, which other hosts cannot reach.
 
     Raises:
         LaunchError: a rank is missing or present twice, or the ranks disagree on their number.
@@ -289,7 +289,7 @@ def _serve(port: int, on_one_host: bool) -> TCPStore:
     if not on_one_host:
         with _quiet_port(port):
             return TCPStore(LOOPBACK, port, None, True, patience, wait_for_workers=False)
-    # A TCPStore ignores the host that it is given and listens on all interfaces, unless it is given a socket that listens.
+    # A TCPStore ignores its host argument and listens on all interfaces, unless it gets a listening socket.
     with _quiet_port(port), socket.create_server((LOOPBACK, port), backlog=BACKLOG) as server:
         port = server.getsockname()[1]
         return TCPStore(LOOPBACK, port, None, True, patience, wait_for_workers=False, master_listen_fd=server.detach())
@@ -305,7 +305,7 @@ def _serve_and_post(board: Board, names: list[str], on_one_host: bool) -> TCPSto
 
 def _read_and_connect(board: Board, deadline: float) -> TCPStore | None:
     while time.monotonic() < deadline:
-        posted = _parsed(board.read())
+        posted = _parse_address(board.read())
         if posted is not None:
             hosts, port, token = posted
             store = _connect(hosts, port, min(deadline, time.monotonic() + POLL_INTERVAL))
@@ -315,8 +315,8 @@ def _read_and_connect(board: Board, deadline: float) -> TCPStore | None:
     return None
 
 
-def _parsed(text: str | None) -> tuple[tuple[str, ...], int, str] | None:
-    """Parse hosts, port and token; None if there is no text, or if it is something else."""
+def _parse_address(text: str | None) -> tuple[tuple[str, ...], int, str] | None:
+    """Parse hosts, port and token; None if there is no text, or it is not an address."""
     try:
         posted = json.loads(text or "")
         return tuple(posted["hosts"]), int(posted["port"]), str(posted["token"])

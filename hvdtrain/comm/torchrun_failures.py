@@ -1,4 +1,4 @@
-"""The error that ended an attempt of torchrun, left for the next one: torchrun restarts ranks whatever ended them."""
+"""The error that ended an attempt of torchrun, recorded for the next attempt: torchrun restarts ranks after any failure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a job, and would end it again.
+    """An error that ended a job, and would end it again.
 
     Attributes:
         status: the exit status of the rank.
-        text: the rank, and what it printed.
+        text: the rank and its message.
     """
 
     status: int
@@ -26,41 +26,41 @@ class Failure:
         return f"not started again after an error that would only repeat (see above): {self.text}"
 
 
-def remember(environ: Mapping[str, str], failure: Failure) -> None:
-    """Leave an error for the next attempt of torchrun, which restarts ranks whatever ended them. The first one counts."""
-    path = _record(environ)
+def record(environ: Mapping[str, str], failure: Failure) -> None:
+    """Record an error for the next attempt of torchrun. The first one counts."""
+    path = _path(environ)
     if path is not None:
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(f"{failure.status}\n{failure.text}")
         except OSError:
-            pass  # another rank was first; or the folder is gone, and torchrun restarts what it would have restarted anyway
+            pass  # another rank was first, or the folder is gone; then torchrun restarts the ranks as usual
 
 
-def remembered(environ: Mapping[str, str]) -> Failure | None:
-    """The error that a former attempt of the same torchrun ended with."""
-    path = _record(environ)
+def read(environ: Mapping[str, str]) -> Failure | None:
+    """The error that ended an earlier attempt of the same torchrun."""
+    path = _path(environ)
     if path is None or not path.exists():
         return None
     status, _, text = path.read_text(encoding="utf-8").partition("\n")
     return Failure(int(status) if status.isdigit() else 1, text)
 
 
-def tell(environ: Mapping[str, str], failure: Failure) -> None:
-    """Print why this attempt of torchrun ends at once, unless another rank of the host has: who ends first ends the others."""
+def print_refusal(environ: Mapping[str, str], failure: Failure) -> None:
+    """Print why this attempt of torchrun ends at once, unless another rank of the host has printed it."""
     attempt = _attempt(environ)
-    if attempt is None or (attempt / "hvdtrain-told").exists():
+    if attempt is None or (attempt / "hvdtrain-reported").exists():
         return
     sys.stderr.write(f"{failure.refusal}\n")
     sys.stderr.flush()
     try:
-        (attempt / "hvdtrain-told").touch()
+        (attempt / "hvdtrain-reported").touch()
     except OSError:
-        pass  # the others print it, too
+        pass  # then the other ranks print it, too
 
 
-def _record(environ: Mapping[str, str]) -> Path | None:
-    """The file of `remember`: beside the folders of attempts, of which every torchrun makes a new one on its host."""
+def _path(environ: Mapping[str, str]) -> Path | None:
+    """The file of `record`. It is next to the folders of the attempts; every torchrun creates these on its host."""
     attempt = _attempt(environ)
     return None if attempt is None else attempt.parent / "hvdtrain-error"
 

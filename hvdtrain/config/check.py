@@ -1,5 +1,5 @@
-"""Checks a config's values, and builds from them sections of keys and objects that they name. All problems are collected before
-any is reported."""
+"""Checks the values of a config, and builds the sections and the objects that they name. Collects all problems before reporting
+any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
-from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, spellings, words_of
+from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared_keys, spellings, words_of
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
 from hvdtrain.errors import ConfigError, Problem, problem
 
@@ -32,7 +32,7 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
     """
     problems = []
     filled: dict[str, Any] = {}
-    for key in declared(section):
+    for key in declared_keys(section):
         given = spellings(key, values)
         if not given:
             if key.default is REQUIRED:
@@ -57,8 +57,8 @@ def describe(key: Key) -> str:
     return f"{words}; required" if key.required else f"{words}; default {_short_repr(key.default)}"
 
 
-def unsupported(sections: Iterable[Any], backend: str) -> list[Problem]:
-    """Problems with keys that are set but do not work with the config's framework.
+def unsupported_keys(sections: Iterable[Any], backend: str) -> list[Problem]:
+    """Problems with keys that are set but that the config's framework does not support.
 
     Args:
         sections: the sections with their values.
@@ -66,7 +66,7 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[Problem]:
     """
     problems = []
     for section in sections:
-        for key in declared(type(section)):
+        for key in declared_keys(type(section)):
             if key.needs and backend not in key.needs and getattr(section, key.field) != key.default:
                 needs = " or ".join(map(repr, key.needs))
                 hint = f" ({key.instead})" if key.instead else ""
@@ -74,14 +74,14 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[Problem]:
     return problems
 
 
-def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
+def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
     """Problems with names that are not keys: misspelt keys and unused overrides.
 
     Every other name belongs to the config's author and is not checked.
 
     Args:
         known: the declared keys.
-        inside: where keys stand that are entries of dicts, such as 'train.seq_ordering'.
+        inside: full names of the keys that are entries of dicts, such as 'train.seq_ordering'.
     """
     problems = []
     keys = list(known)
@@ -98,7 +98,7 @@ def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NO
 
 
 def is_no_key(name: str, value: Any) -> bool:
-    """Whether a name cannot be meant as a key: it is private, or names a module or a class."""
+    """Whether a name is clearly not meant as a key: it is private, or names a module or a class."""
     return name.startswith("_") or isinstance(value, (ModuleType, type))
 
 
@@ -109,11 +109,10 @@ def unknown_options(
 
     Args:
         where: prefix of option names in messages, such as 'train.'.
-        kind: what has these options, for the message.
+        kind: what these options belong to, for the message.
         others: further names that are allowed.
     """
-    own = [key.name for key in declared(section)]
-    known = [*own, *others]
+    known = [*(key.name for key in declared_keys(section)), *others]
     problems = []
     for option in options:
         if option not in known:
@@ -122,7 +121,7 @@ def unknown_options(
 
 
 CLOSE = 0.85
-"""An unknown name at least this similar to a key (difflib's ratio) is taken for a misspelling of it."""
+"""An unknown name at least this similar to a key (difflib's ratio) counts as a misspelling of it."""
 
 
 def closest(name: str, keys: Iterable[str]) -> str | None:
@@ -159,7 +158,7 @@ class Factory:
     """An object that a key asks for.
 
     Attributes:
-        label: the name by which messages call it: that in the config, or its class's.
+        label: its name in messages: the one in the config, or its class's.
         kind: its class, or the object itself.
         make: returns the object.
     """
@@ -177,8 +176,8 @@ def build_objects(
     Args:
         value: None, an entry, or a list of entries: an object, a class, a class's name in `by_name` or as 'module:Class', or a
             dict with one of these as `class` and the arguments of the class.
-        methods: an object has to have at least one of them.
-        prefix: a method whose name begins with this and is none of `methods` is a mistake.
+        methods: an object must have at least one of them.
+        prefix: a method whose name begins with this and is not in `methods` is a mistake.
         by_name: 'module:Class' by name.
     """
     several = isinstance(value, (list, tuple))
@@ -187,7 +186,7 @@ def build_objects(
     for number, entry in enumerate(value if several else () if value is None else (value,)):
         where = f"{key}[{number}]" if several else key
         try:
-            made.append(_object(entry, methods, prefix, by_name))
+            made.append(_factory(entry, methods, prefix, by_name))
         except ConfigError as error:
             problems += [found.within(f"{where}: ") for found in error.problems]
         except ImportError as error:
@@ -195,7 +194,7 @@ def build_objects(
     return made, problems
 
 
-def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Factory:
+def _factory(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Factory:
     """One entry. Raises: ConfigError, with the problem; ImportError."""
     options = {}
     if isinstance(entry, dict):
@@ -212,15 +211,15 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
             hint = did_you_mean(entry, by_name)
             raise ConfigError.of("unknown-value", f"expected {names} or 'module:Class', got {entry!r}{hint}")
         kind = resolve(reference)
-    there = [name for name in dir(kind) if callable(getattr(kind, name, None))]
-    unknown = [name for name in there if name.startswith(prefix) and name not in methods]
-    if unknown or not set(there) & set(methods):
+    present = [name for name in dir(kind) if callable(getattr(kind, name, None))]
+    unknown = [name for name in present if name.startswith(prefix) and name not in methods]
+    if unknown or not set(present) & set(methods):
         got = f"{unknown[0]}{did_you_mean(unknown[0], methods)}" if unknown else f"none of them in {label}"
         raise ConfigError.of("wrong-type", f"expected methods among {', '.join(methods)}, got {got}")
     if not isinstance(kind, type):
         if options:
             names = ", ".join(options)
-            raise ConfigError.of("conflict", f"expected arguments beside a class, got {names} beside an object of {label}")
+            raise ConfigError.of("conflict", f"expected arguments with a class only, got {names} with an object of {label}")
         return Factory(label, kind, lambda: kind)
     try:
         inspect.signature(kind).bind(**options)
@@ -228,5 +227,5 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
         names = ", ".join(inspect.signature(kind).parameters) or "none"
         raise ConfigError.of("wrong-signature", f"expected the arguments of {label} ({names}), got: {error}") from None
     except ValueError:
-        pass  # a class in C tells nothing of its arguments
+        pass  # a class written in C has no signature to check against
     return Factory(label, kind, partial(kind, **options))

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from hvdtrain.config.keys import Key
 
 ASKED = "_ARGCOMPLETE"
-"""The variable by which a shell asks. Its value is the number of the word before the first argument."""
+"""The variable that a shell sets to ask for completions. Its value is the number of the word before the first argument."""
 
 
 def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
-    """The arguments up to the cursor; the last one is to be completed, and may be empty. None: no shell asks.
+    """The arguments up to the cursor; the last one is to be completed, and may be empty. None: this is not a shell's question.
 
     >>> words_to_complete({"_ARGCOMPLETE": "1", "COMP_LINE": "hvdtrain config.py ++max_se", "COMP_POINT": "27"})
     ['config.py', '++max_se']
@@ -32,7 +32,7 @@ def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def answer(parser: argparse.ArgumentParser, stream: TextIO | None = None) -> None:
-    """Tell the shell what a parser has to offer, and end the process.
+    """Send the completions that a parser offers to the shell, and end the process.
 
     Args:
         stream: for the answer; None: where the shell expects it.
@@ -63,12 +63,11 @@ def training_parser(
     parser = argparse.ArgumentParser(prefix_chars="+-", add_help=False, allow_abbrev=False)
     for option in options:
         parser.add_argument(option, action="store_true")
-    for each in keys:
-        parser.add_argument(f"++{each.name}", choices=values_of(each), help=each.doc.replace("%", "%%"))
+    names = {f"++{key.name}": key for key in keys}
     if "." in words[-1].partition("=")[0]:
-        names = {f"++{name}.{each.name}": each for name, section in entries.items() for each in section}
-        for name, each in names.items():
-            parser.add_argument(name, choices=values_of(each), help=each.doc.replace("%", "%%"))
+        names |= {f"++{name}.{key.name}": key for name, section in entries.items() for key in section}
+    for name, key in names.items():
+        parser.add_argument(name, choices=values_of(key), help=key.doc.replace("%", "%%"))
     files: Any = parser.add_argument("configs", nargs="*")
     if len(words) == 1:
         files.completer = lambda prefix, **_: [*commands, *_files(prefix)]

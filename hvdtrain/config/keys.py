@@ -9,8 +9,8 @@
             names=("horovod_param_sync_step", "torch_distributed.param_sync_step"),
         )
 
-`names` are the spellings in a config, if not the field's name: keys, or entries of dicts. The last one that is given holds. The
-field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
+`names` are the spellings in a config, if they differ from the field's name: keys, or entries of dicts. The last one given wins.
+The field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rule:
     """A condition on values of the right type, in words and as a function.
 
     Attributes:
-        is_choice: the words list all values, so that the type need not be named.
+        is_choice: the words list all values, so messages need not name the type.
     """
 
     words: str
@@ -47,7 +47,7 @@ class Rule:
     is_choice: bool = False
 
     def broken_by(self, value: Any) -> ProblemRule:
-        """What a value does wrong for which the rule does not hold."""
+        """The kind of problem of a value that breaks the rule."""
         if self.is_choice:
             return "unknown-value"
         return "wrong-format" if isinstance(value, str) else "out-of-range"
@@ -86,9 +86,9 @@ class Key:
     """A declared key, as `--help`, `docs/keys.md` and the checks need it.
 
     Attributes:
-        name: the first of its spellings in a config, by which the documentation sorts it.
+        name: the first of its spellings in a config; the documentation lists the key under it.
         field: its attribute in the section.
-        names: all spellings; that of an entry of a dict has a dot.
+        names: all spellings; an entry of a dict is spelled with a dot.
         needs: the frameworks (values of `backend`) that support the key; empty: all.
         instead: what to do with another framework.
         signature: the parameters of a function that is the key's value, as in its `def`.
@@ -125,10 +125,10 @@ def key(
 
     Args:
         names: its spellings in a config, the one that wins last; empty: the field's name.
-        needs: the framework or frameworks that support the key; with any other one, it has to keep its default.
+        needs: the framework or frameworks that support the key; with any other, it must keep its default.
         instead: what to do with another framework, for the error message.
-        signature: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. The
-            documentation has it in place of "{signature}".
+        signature: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. It
+            replaces "{signature}" in the documentation.
     """
     needed = (needs,) if isinstance(needs, str) else needs
     metadata = {
@@ -145,7 +145,7 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared(section: type) -> Iterator[Key]:
+def declared_keys(section: type) -> Iterator[Key]:
     """The keys that a section class declares, in the order of declaration."""
     hints = _types(section)
     for field in dataclasses.fields(section):
@@ -158,7 +158,7 @@ def declared(section: type) -> Iterator[Key]:
 
 
 def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a config gives a key, by spelling; the last one holds. None is no value of an entry of a dict."""
+    """The values that a config gives a key, by spelling; the last one wins. None as an entry of a dict counts as not given."""
     found: dict[str, Any] = {}
     for name in declared_key.names:
         outer, dot, entry = name.partition(".")
@@ -172,7 +172,7 @@ def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _types(section: type) -> dict[str, Any]:
-    """The types of a section's fields, which take long to find out."""
+    """The types of a section's fields; cached, as evaluating annotations is slow."""
     return get_type_hints(section)
 
 
@@ -180,7 +180,7 @@ class Sections:
     """The valid sections of a config, by class.
 
     Args:
-        values: the config's, which tell how keys are spelled in it.
+        values: of the config, from which the spelling of its keys is taken.
     """
 
     def __init__(self, built: Mapping[type, Any], values: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -193,8 +193,8 @@ class Sections:
         return section
 
     def spelling(self, kind: type, field: str) -> str:
-        """The name under which the config sets a section's key, for messages; of a key that it does not set, the first one."""
-        [wanted] = [declared_key for declared_key in declared(kind) if declared_key.field == field]
+        """The name under which the config sets a section's key, for messages; the first spelling if it does not set the key."""
+        [wanted] = [declared_key for declared_key in declared_keys(kind) if declared_key.field == field]
         return [wanted.name, *spellings(wanted, self._values)][-1]
 
 
@@ -205,7 +205,7 @@ class Section:
     """Base class of a group of keys."""
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        """Conflicts between the keys of this section, or between them and other sections; each ends up in a ConfigError."""
+        """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""
         return []
 
 
@@ -213,8 +213,8 @@ class Mismatch(Exception):
     """A value does not have the key's type, or violates its rule. The message says what was expected.
 
     Attributes:
-        rule: what it violates, as in a `Problem`.
-        got: what came, and where; empty: the value itself says it best.
+        rule: the rule that it violates, as in a `Problem`.
+        got: the value and its place, for the message; empty: the value as it is.
     """
 
     def __init__(self, expected: str, rule: ProblemRule = "wrong-type", got: str = "") -> None:
@@ -226,7 +226,7 @@ class Mismatch(Exception):
 def convert(value: Any, declared_key: Key) -> Any:
     """Convert `value` to the key's type. Raises: Mismatch."""
     try:
-        result = _converted(value, declared_key.type)
+        result = _convert_to(value, declared_key.type)
     except Mismatch as mismatch:
         if declared_key.rule is None or not declared_key.rule.is_choice:
             raise
@@ -263,7 +263,7 @@ def signature_error(function: Callable[..., Any], signature: str) -> str:
 
 
 def text_value(text: str, expected: Any = Any) -> Any:
-    """Parse a value from the command line: a Python literal, `true`, `false`, `none`, or text. A str key takes the text as it is.
+    """Parse a value from the command line: a Python literal, `true`, `false`, `none`, or text. For a str key, the text itself.
 
     >>> text_value("0.5"), text_value("true"), text_value("2G"), text_value("3", str)
     (0.5, True, '2G', '3')
@@ -325,7 +325,7 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 FUNCTION = get_origin(Callable[..., Any])
 
 
-def _converted(value: Any, expected: Any) -> Any:
+def _convert_to(value: Any, expected: Any) -> Any:
     """A value of the type. Raises: Mismatch."""
     origin = get_origin(expected) or expected
     if expected is Any:
@@ -333,7 +333,7 @@ def _converted(value: Any, expected: Any) -> Any:
     if origin is Literal:
         return _choice(value, expected)
     if origin in (Union, types.UnionType):
-        return _of_a_member(value, expected)
+        return _union_member(value, expected)
     if getattr(getattr(value, "dtype", None), "kind", "") == "b" and value.ndim == 0:  # numpy's bool
         value = bool(value)
     if origin in (bool, int, float):
@@ -357,21 +357,21 @@ def _choice(value: Any, expected: Any) -> Any:
     raise Mismatch(words_of(expected), "unknown-value")
 
 
-def _of_a_member(value: Any, expected: Any) -> Any:
-    """A value of one of a union's types: its own if it is there ("3" stays a string if strings are allowed), else the first."""
+def _union_member(value: Any, expected: Any) -> Any:
+    """A value of one of a union's types: unchanged if its type is among them ("3" stays a string), else the first that fits."""
     members = get_args(expected)
     if any(type(value) is member for member in members):
         return value
     for member in members:
         try:
-            return _converted(value, member)
+            return _convert_to(value, member)
         except Mismatch:
             continue
     raise Mismatch(words_of(expected))
 
 
 def _number(value: Any, kind: type) -> bool | int | float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # including numpy's numbers
     if kind is bool and (isinstance(value, bool) or (is_number and value in (0, 1))):
         return bool(value)
     if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
@@ -388,10 +388,10 @@ def _container(value: Any, expected: Any, kind: type) -> Any:
         value = value.tolist()
     if kind is list and isinstance(value, (list, tuple)):
         member = (*get_args(expected), Any)[0]
-        return [_converted(one, member) for one in value]
+        return [_convert_to(item, member) for item in value]
     if kind is dict and isinstance(value, dict):
         if not get_args(expected):
             return value
         name, member = get_args(expected)
-        return {_converted(key, name): _converted(one, member) for key, one in value.items()}
+        return {_convert_to(key, name): _convert_to(item, member) for key, item in value.items()}
     raise Mismatch(words_of(expected))

@@ -1,4 +1,4 @@
-"""The message about code that a config imports and that cannot be imported: which module, by whom, and where Python looked."""
+"""The message about a failed import of a config: which module, imported by which file, and where Python looked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MACHINERY = ("<frozen importlib", "<")
-"""How file names in tracebacks begin that belong to Python's import system."""
+"""How the file names of Python's import system begin in tracebacks."""
 
 MOST = 12
-"""Folders that a message lists."""
+"""The most folders that a message lists."""
 
 
 class MissingPackage(ModuleNotFoundError):
@@ -19,10 +19,10 @@ class MissingPackage(ModuleNotFoundError):
 
 
 def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
-    """What failed, in which file and line it is imported, and the folders in which it was looked for.
+    """What failed, the file and line of the import, and the folders that were searched.
 
     Args:
-        skipped: how the names of files begin that are no part of the user's code.
+        skipped: how the names of files begin that are not the user's code.
     """
     is_explained = isinstance(error, MissingPackage)
     text = str(error) if is_explained else f"{type(error).__name__}: {error}"
@@ -37,18 +37,18 @@ def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
     package = sys.modules.get(parent) if parent else None
     folders = list(getattr(package, "__path__", None) or sys.path) if package is not None else sys.path
     whose = f"the package {parent}" if package is not None else "sys.path"
-    return f"{text}; looked in {whose}: {_listed(folders)} (add its folder to PYTHONPATH or, in the config, to sys.path)"
+    return f"{text}; looked in {whose}: {_folder_list(folders)} (add its folder to PYTHONPATH or, in the config, to sys.path)"
 
 
 def _importer(error: ImportError, skipped: tuple[str, ...]) -> str:
-    """'file.py, line 3', where the statement is that failed; '' if it is not known."""
+    """'file.py, line 3' of the statement that failed; '' if it is not known."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
-def _listed(folders: Iterable[str]) -> str:
-    """The folders, those that do not exist marked."""
-    there = list(dict.fromkeys(str(Path(folder).absolute()) for folder in folders))
-    shown = [folder if Path(folder).exists() else f"{folder} (does not exist)" for folder in there[:MOST]]
-    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
+def _folder_list(folders: Iterable[str]) -> str:
+    """The folders as text; those that do not exist are marked."""
+    absolute = list(dict.fromkeys(str(Path(folder).absolute()) for folder in folders))
+    shown = [folder if Path(folder).exists() else f"{folder} (does not exist)" for folder in absolute[:MOST]]
+    more = f" and {len(absolute) - MOST} more" if len(absolute) > MOST else ""
     return ", ".join(shown) + more

@@ -1,6 +1,6 @@
-"""Reading a config: the Python or JSON files and the overrides that the command line names. Overrides take precedence.
+"""Reads a config: Python or JSON files, and the overrides of the command line, which take precedence.
 
-At the end, the Python objects that a config names in a string: `package.module:name` or `folder/file.py:name`.
+The end of the file resolves Python objects that a config names in a string: `package.module:name` or `folder/file.py:name`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hvdtrain.errors import ConfigError, Problem, problem
 COMMAND_LINE = "the command line"
 CALL = "the call"
 OVERRIDING = (COMMAND_LINE, CALL)
-"""Origins of overrides: of the command line as text, and of a program that calls hvdtrain as Python's values."""
+"""Origins of overrides: text from the command line, Python objects from a program that calls hvdtrain."""
 MODULE_NAME = "__hvdtrain_config__"
 OUR_FILES = (str(Path(__file__).parent.parent),)
-"""How the names of this package's files begin."""
+"""How the names of this package's own files begin."""
 
 
 OPTIONS = ("-h", "--help", "--dry-run", "--summary", "--overfit-batches", "--print-config", "--version")
-"""Of the program itself, besides keys."""
+"""Options of the program itself, besides keys."""
 
 
 def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
@@ -85,7 +85,7 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
 
 
 def _is_assignment(word: str) -> bool:
-    """Whether a word is meant as KEY=VALUE, and not as a file."""
+    """Whether a word is meant as KEY=VALUE, not as a file."""
     return "=" in word and not Path(word).exists()
 
 
@@ -107,15 +107,15 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_key(word: str) -> bool:
-    """Whether a word begins the next pair, and is no value."""
+    """Whether a word begins the next pair instead of being a value."""
     return word.startswith("++") and not word.startswith("+++")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that knows how keys of a config are written."""
+    """A parser whose errors explain how to write keys of a config."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, with the right spelling of what looks like a key, and end the program."""
+        """Print the error, with the right spelling of an argument that looks like a key, and end the program."""
         _, _, unknown = message.partition("unrecognized arguments: ")
         word, *more = unknown.split()[:2] or [""]
         name, assigned, value = word.lstrip("-+").partition("=")
@@ -131,10 +131,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
-    """A parser for the options of the command `hvdtrain NAME`. The texts are printed with their own line breaks.
+    """A parser for the options of the command `hvdtrain NAME`. Line breaks in the texts are kept.
 
     Args:
-        usage: None: made from the options.
+        usage: None: generated from the options.
     """
     return CommandParser(
         prog=f"hvdtrain {name}",
@@ -165,19 +165,19 @@ class Source:
     values: dict[str, Any]
     origins: dict[str, str]
     unused: tuple[str, ...]
-    """Overrides whose name does not occur in the config's text."""
+    """Overrides whose name does not occur in the text of the config."""
     problems: tuple[Problem, ...] = ()
-    """With overrides of entries of values that are not dicts."""
+    """Problems with overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """The text of each config file, by its path."""
     is_foreign: bool = False
-    """Whether it was written for another program, which has its own rules for `extern_data`."""
+    """Whether the config was written for another program, whose rules for `extern_data` differ."""
     foreign_names: frozenset[str] = frozenset()
-    """Names that are no keys here and no mistakes either, as another program reads or ignores them."""
+    """Names that are neither keys nor mistakes: another program reads or ignores them."""
     warnings: tuple[str, ...] = ()
-    """For the log: what is not taken as it stands, and what looks like a mistake."""
+    """For the log: values that are changed or ignored, and names that look like mistakes."""
     notes: tuple[str, ...] = ()
-    """For the log: what has no effect here."""
+    """For the log: keys that have no effect here."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]
@@ -202,14 +202,14 @@ def load(
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
-        types: types of the declared keys, which determine how the texts are parsed.
-        builtins: None for Python's own.
-        origin: of the overrides, which are texts only if they come from the command line.
+        types: types of the declared keys, which determine how text is parsed.
+        builtins: None: Python's.
+        origin: of the overrides, which are text only if they come from the command line.
 
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
     """
-    parse = text_value if origin == COMMAND_LINE else _as_it_is
+    parse: Callable[[Any, Any], Any] = text_value if origin == COMMAND_LINE else lambda value, expected: value
     top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -237,38 +237,34 @@ def load(
     return Source(values, origins, unused, tuple(problems), texts)
 
 
-def _as_it_is(value: Any, expected: Any = Any) -> Any:
-    return value
-
-
 LARGE = frozenset(("torch", "torch._dynamo", "tensorflow", "keras"))
-"""Packages of which an import makes hundreds of thousands of objects."""
+"""Packages whose import creates hundreds of thousands of objects."""
 
 SELDOM = (100_000, 10, 10)
-"""Thresholds with which Python's garbage collector takes next to no time while a package is imported."""
+"""Thresholds with which Python's garbage collector hardly runs while a package is imported."""
 
 
 class LargeImports(MetaPathFinder):
-    """Keeps the garbage collector from the objects of large packages, which stay until the process ends.
+    """Hides the objects of large packages, which live until the process ends, from the garbage collector.
 
-    It would look at all of them again and again: while they are made, in each of its full collections (which one rank makes
-    while the others wait for it), and when the process ends. Without that, importing and leaving PyTorch takes 1.3 s of a core
-    instead of 1.9, TensorFlow 2.7 s instead of 4.5. The packages themselves, and when they are imported, are as ever.
+    It would traverse all of them again and again: while they are created, in each full collection (during which the other ranks
+    wait for this one), and when the process ends. Without that, importing PyTorch and exiting takes 1.3 s of a core instead of
+    1.9, TensorFlow 2.7 s instead of 4.5. Nothing else about the packages and their imports changes.
     """
 
     @classmethod
     def install(cls) -> None:
-        """For the rest of the process, which should be one of hvdtrain's own: what is garbage at such an import stays, too."""
+        """For the rest of the process, which should belong to hvdtrain: garbage that exists at such an import stays."""
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
             sys.meta_path.insert(0, cls())
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What Python itself finds, with a loader that tells the garbage collector."""
+        """The spec that Python finds, with a loader that tunes the garbage collector during the import."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname in LARGE else None
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
-        loader.exec_module = partial(self._execute, loader)  # of this one loader, which loads nothing else
+        loader.exec_module = partial(self._execute, loader)  # an attribute of this loader only, which loads nothing else
         return spec
 
     @staticmethod
@@ -281,7 +277,7 @@ class LargeImports(MetaPathFinder):
         finally:
             gc.set_threshold(*usual)
         users: list[Any] = [module for module in sys.modules.values() if not _is_installed(module)]
-        users.append(users)  # Python clears modules that are there at its end, so that their files are written and closed
+        users.append(users)  # not frozen: at exit, Python clears these modules, so that their files are written and closed
         gc.freeze()
 
 
@@ -295,8 +291,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        there = [each.name for each in path.parent.glob("*")] if isinstance(error, FileNotFoundError) else []
-        close = get_close_matches(path.name, there, n=1, cutoff=0.8)
+        present = [file.name for file in path.parent.glob("*")] if isinstance(error, FileNotFoundError) else []
+        close = get_close_matches(path.name, present, n=1, cutoff=0.8)
         hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
         key = f" (python -m hvdtrain CONFIG trains, --help lists the commands; for the key {path.name}, write ++{path.name})"
         hint = hint or ("" if path.suffix else key)
@@ -355,7 +351,7 @@ def _run_python(
 
 
 def _constants(tree: ast.Module) -> set[str]:
-    """The names that a Python file assigns nothing but constants. What it computes may well come from an override.
+    """The names to which a Python file assigns only constants; a computed value may depend on an override.
 
     >>> sorted(_constants(ast.parse("hidden = 64; files = ['a']; path = str(files); hidden_2 = config.int('hidden_2', 3)")))
     ['files', 'hidden']
@@ -375,7 +371,7 @@ def _constants(tree: ast.Module) -> set[str]:
 
 
 def _line_in(path: Path, error: Exception) -> str:
-    """', line 12' of the config that the error was raised in or passed through; '' if there is none."""
+    """', line 12' of the config that raised the error or that it passed through; '' if no line of the config did."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f", line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -385,13 +381,13 @@ def _line_in(path: Path, error: Exception) -> str:
 def _set_nested(
     values: dict[str, Any], origins: dict[str, str], name: str, value: Any, parse: Callable[[Any, Any], Any], origin: str
 ) -> list[Problem]:
-    """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if there is one."""
+    """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if any."""
     first, *path = name.split(".")
     start = "++" if origin == COMMAND_LINE else ""
     inside: Any = values.get(first)
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
-        close = get_close_matches(first, [each for each, value in values.items() if isinstance(value, dict)], n=1)
+        close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)
@@ -447,7 +443,7 @@ class ConfigAccess:
         return found if found is None else builtins.bool(found)
 
     def is_true(self, name: str, default: builtins.bool = False) -> builtins.bool:
-        """Like `bool`, but False if there is no value."""
+        """Like `bool`, but False if the name has no value."""
         return builtins.bool(self.bool(name, default))
 
     def int(self, name: str, default: Any = None) -> Any:

@@ -1,14 +1,14 @@
 """Copies of data files on a local disk, for files on a network: `cache_dir`.
 
-All processes and jobs of a host may use a folder at the same time. They coordinate by locks (flock) on files in the folder,
-which the system releases when a process ends in any way:
+All processes and jobs of a host may share a folder. They coordinate by locks (flock) on files in it, which the system releases
+when a process ends in any way:
 
     .lock                     locked for moments by a process that lists or changes the folder
-    DIGEST-NAME               a complete copy; its access time says when it was last used
+    DIGEST-NAME               a complete copy; its access time is that of its last use
     partial-DIGEST-NAME       a copy in progress, already of the final size; locked by the process that writes it
-    process-NAME              lists the copies that a process uses; locked as long as the process lives
+    process-NAME              lists the copies that a process uses; locked while the process lives
 
-The digest is of the path, size and modification time of the original, so a file that was changed is copied again.
+The digest covers the path, size and modification time of the original, so a changed file is copied again.
 A file that is neither a complete copy nor locked was left by a process that was killed, and is removed.
 """
 
@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.keys import Rule, Section, key, parsed_by
-from hvdtrain.data.files import Progress, is_unlocked, look_at, open_to_lock, parse_size, size_text, transfer, try_lock
+from hvdtrain.data.files import Progress, is_unlocked, open_to_lock, parse_size, size_and_time, size_text, transfer, try_lock
 
 PAUSE = 0.05
 """Seconds between two attempts to get a lock that another process holds."""
 
 LEAST_FREE = 10 << 30
-"""Bytes of the disk that are left free, or a twentieth of the disk if that is less."""
+"""Bytes of the disk that stay free, or a twentieth of the disk if that is less."""
 
 PARTIAL = "partial-"
 
@@ -72,7 +72,7 @@ class Copy:
 
 
 class CopyFolder:
-    """A folder of copies, as used by one process. The copies that it uses are not removed until it closes the folder or ends.
+    """A folder of copies, as used by one process. Copies in use are not removed until the process closes the folder or ends.
 
     Args:
         budget: limit in bytes of all copies in the folder; None: the size of the disk.
@@ -82,41 +82,45 @@ class CopyFolder:
         self._folder = folder
         self._budget = budget
         self._lock: int | None = None
-        self._own: int | None = None
-        self._own_name = f"process-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+        self._process_file: int | None = None
+        self._process_name = f"process-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
     def open(self) -> None:
-        """Create the folder, if there is none, and register this process in it. Raises: NotCopied."""
-        with self._usable():
+        """Create the folder if necessary, and register this process in it. Raises: NotCopied."""
+        with self._folder_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = open_to_lock(self._folder / ".lock", os.O_CREAT)
-            with self._locked():
-                self._own = os.open(self._folder / self._own_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-                fcntl.flock(self._own, fcntl.LOCK_EX)
+            with self._hold_lock():
+                self._process_file = os.open(
+                    self._folder / self._process_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666
+                )
+                fcntl.flock(self._process_file, fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Unregister, so that other processes may remove the copies that only this process used."""
-        if self._own is not None:
+        if self._process_file is not None:
             with suppress(OSError):
-                (self._folder / self._own_name).unlink()
-            os.close(self._own)
+                (self._folder / self._process_name).unlink()
+            os.close(self._process_file)
         if self._lock is not None:
             os.close(self._lock)
-        self._lock = self._own = None
+        self._lock = self._process_file = None
 
     def copy(self, original: Path, progress: Progress) -> Copy:
-        """The copy of a file. It is made if there is none; if another process is making it, wait for that.
+        """The copy of a file; makes it if necessary, and waits if another process is making it.
 
         Raises:
             DataError: the file cannot be read, or changed while it was copied.
             NotCopied: there is no room, or the folder cannot be used.
         """
-        size, changed = look_at(original)
+        size, changed = size_and_time(original)
         name = copy_name(original, size, changed)
-        with self._usable():
-            os.write(_opened(self._own), os.fsencode(f"{name}\0"))  # before anything else: from now on no process removes it
+        with self._folder_errors():
+            os.write(
+                _require_open(self._process_file), os.fsencode(f"{name}\0")
+            )  # first of all: from now on no process removes it
             while True:
-                with self._locked():
+                with self._hold_lock():
                     if (self._folder / name).exists():
                         with suppress(PermissionError):  # it may be another user's
                             os.utime(self._folder / name, ns=(time.time_ns(), changed))
@@ -124,11 +128,11 @@ class CopyFolder:
                     partial = self._begin(name, size)
                 if partial is not None:
                     break
-                progress(self._written(name))
+                progress(self._bytes_written(name))
                 time.sleep(PAUSE)
             try:
                 transfer(original, partial, size, changed, progress)
-                with self._locked():
+                with self._hold_lock():
                     (self._folder / f"{PARTIAL}{name}").rename(self._folder / name)
             except BaseException:
                 with suppress(OSError):
@@ -139,16 +143,16 @@ class CopyFolder:
         return Copy(self._folder / name, size, made=True)
 
     def _begin(self, name: str, size: int) -> int | None:
-        """Under the folder's lock: an open and locked file to copy to; None: another process has it. Raises: NotCopied."""
+        """Under the folder's lock: an open, locked file to copy to; None: another process has it. Raises: NotCopied."""
         path = self._folder / f"{PARTIAL}{name}"
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if not try_lock(file):
                 os.close(file)
                 return None
-            os.ftruncate(file, 0)  # what a killed process left
+            os.ftruncate(file, 0)  # drop what a killed process left
             self._make_room(size)
-            os.ftruncate(file, size)  # without contents yet, but other processes see how much room it will need
+            os.ftruncate(file, size)  # reserves no blocks, but shows other processes how much room it will need
         except BaseException:
             path.unlink()
             os.close(file)
@@ -167,7 +171,7 @@ class CopyFolder:
                 if is_unlocked(path):
                     path.unlink()
                     continue
-                promised += max(0, about.st_size - about.st_blocks * 512)
+                promised += max(0, about.st_size - about.st_blocks * 512)  # a sparse file: the rest is still to be written
             elif path.name not in used:
                 spare.append((about.st_atime_ns, about.st_size, path))
             total += about.st_size
@@ -197,26 +201,26 @@ class CopyFolder:
                 used.update(os.fsdecode(path.read_bytes()).split("\0"))
         return used
 
-    def _written(self, name: str) -> int:
-        """The number of bytes that another process has written of a copy."""
+    def _bytes_written(self, name: str) -> int:
+        """The number of bytes of a copy that another process has written so far."""
         try:
             return (self._folder / f"{PARTIAL}{name}").stat().st_blocks * 512
         except FileNotFoundError:
             return 0
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock."""
-        while not try_lock(_opened(self._lock)):
+        while not try_lock(_require_open(self._lock)):
             time.sleep(PAUSE / 10)
         try:
             yield
         finally:
-            fcntl.flock(_opened(self._lock), fcntl.LOCK_UN)
+            fcntl.flock(_require_open(self._lock), fcntl.LOCK_UN)
 
     @contextmanager
-    def _usable(self) -> Iterator[None]:
-        """Turn an error of writing to the folder into NotCopied."""
+    def _folder_errors(self) -> Iterator[None]:
+        """Turn an OSError of the folder into NotCopied."""
         try:
             yield
         except OSError as error:
@@ -232,7 +236,7 @@ class Copies:
         made: the number of copies that this process made.
         made_size: their size in bytes.
         size: the size of all copies in bytes.
-        seconds: how long it took, including waiting for other processes.
+        seconds: the time it took, including waits for other processes.
         not_copied: by path of a file (or 'all files'), why it is read from its original path.
     """
 
@@ -246,7 +250,7 @@ class Copies:
 
 
 def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress) -> Copies:
-    """Copy files, one after the other. Raises: DataError, if one cannot be read."""
+    """Copy files one after the other. Raises: DataError, if one cannot be read."""
     copies = Copies()
     started = time.monotonic()
     base = 0
@@ -271,7 +275,7 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress) -> 
 
 
 def copy_name(original: Path, size: int, changed: int) -> str:
-    """The name of a file's copy. It ends with the name of the file, which messages about the copy show.
+    """The name of a file's copy. It ends with the name of the file, so that messages about the copy show it.
 
     >>> copy_name(Path("/data/train.hdf"), 1000, 1)
     'c2086792c8a752da-train.hdf'
@@ -280,8 +284,8 @@ def copy_name(original: Path, size: int, changed: int) -> str:
     return f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:16]}-{original.name[-200:]}"
 
 
-def _opened(file: int | None) -> int:
-    """An open file. Raises: OSError, after `close`: the program may end while a thread still copies."""
+def _require_open(file: int | None) -> int:
+    """The descriptor. Raises: OSError, after `close`: the program may end while a thread is still copying."""
     if file is None:
         raise OSError(errno.EBADF, "the folder was closed")
     return file

@@ -1,8 +1,7 @@
 """The contracts of data: a dataset, a source that is converted to one, and the keys of a kind of dataset.
 
-The package's own classes derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A
-class of a user's that does not is adapted once, when it is opened (`as_dataset`, `as_source`); nothing else asks an object what
-it has.
+Classes of the package derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A user's
+class that does not is adapted once, when it is opened (`as_dataset`, `as_source`); no other code checks for members.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from hvdtrain.data.types import Array, Batch, Padded, Stream
 from hvdtrain.errors import DataError
 
 EARLIER_NAMES = {"mapped": "memory_mapped", "varies": "is_stochastic", "own_order": "has_fixed_order", "drawn": "selected"}
-"""Members that a class of the user's may have under their names of hvdtrain 1.0.0, and today's names."""
+"""Names in hvdtrain 1.0.0 of members that a user's class may define, and their names today."""
 
 
 class Dataset(ABC):
-    """A number of sequences, each a dict of arrays by data key. It knows no order, no batches and no ranks.
+    """A number of sequences, each a dict of arrays by data key. It is independent of order, batches and ranks.
 
-    A subclass sets `streams` and `lengths` and implements `num_sequences`, `sequence` and `tags`. It overrides any of the other
-    members where it can answer better than the default does.
+    A subclass sets `streams` and `lengths` and implements `num_sequences`, `sequence` and `tags`. It overrides other
+    members if it can do better than the default.
 
     Attributes:
         streams: by data key, what a sequence's array holds.
         lengths: by data key, the number of frames of every sequence; int32 of shape (num_sequences,).
         memory_mapped: the data keys that are memory-mapped, so that caching them gains nothing.
-        is_stochastic: whether `at_epoch` or `selected` depend on the epoch, so that sequences must not be cached.
-        has_fixed_order: whether the sequences of `at_epoch` are those of an epoch already, in the order in which to read them.
-        window: the number of neighbouring sequences that may come in another order, where they are read from beginning to end;
-            None: see `has_fixed_order`.
+        is_stochastic: whether `at_epoch` or `selected` depend on the epoch, so that sequences cannot be cached.
+        has_fixed_order: whether the sequences of `at_epoch` already are those of an epoch, in the order to read them.
+        window: the number of neighbouring sequences that may be reordered, if they are read from beginning to end; None: see
+            `has_fixed_order`.
     """
 
     streams: Mapping[str, Stream]
@@ -50,7 +49,7 @@ class Dataset(ABC):
     window: int | None = None
 
     def __init_subclass__(cls) -> None:
-        # Classes written for 1.0.0 keep their meaning: unnoticed, a sequence that changes with the epoch would be cached.
+        # Classes written for 1.0.0 keep their meaning; else a sequence that changes with the epoch would be cached unnoticed.
         for earlier, name in EARLIER_NAMES.items():
             if earlier in cls.__dict__:
                 setattr(cls, name, cls.__dict__[earlier])
@@ -69,10 +68,10 @@ class Dataset(ABC):
         """The names of some sequences. Raises: DataError."""
 
     def close(self) -> None:  # noqa: B027
-        """Close files and end processes. The default has none."""
+        """Close files and end processes. The default does nothing."""
 
     def release(self) -> None:  # noqa: B027
-        """Close what is opened again when it is needed. The default has nothing."""
+        """Close files that are reopened when needed. The default does nothing."""
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Several sequences. Override it where that is faster than one by one. Raises: DataError."""
@@ -82,12 +81,12 @@ class Dataset(ABC):
         """Several sequences, padded to the longest. Override it where that is faster than one by one. Raises: DataError."""
         sequences = self.sequences(indices.tolist())
 
-        def named(name: str, row: int) -> str:
+        def describe(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
 
-        from hvdtrain.data.padding import pad  # here, as numpy below: `--help` imports kinds of datasets and takes no numpy
+        from hvdtrain.data.padding import pad  # here, as numpy below: `--help` imports the kinds of datasets without numpy
 
-        return {name: pad([sequence[name] for sequence in sequences], partial(named, name)) for name in self.streams}
+        return {name: pad([sequence[name] for sequence in sequences], partial(describe, name)) for name in self.streams}
 
     def batch(self, indices: Array) -> Batch:
         """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError."""
@@ -108,12 +107,12 @@ class Dataset(ABC):
     def at_epoch(self, epoch: int) -> Dataset:
         """The dataset with the random numbers of an epoch (counted from 1).
 
-        What is returned shares files and processes with this dataset; only this one is closed.
+        It shares files and processes with this dataset; close only this one.
         """
         return self
 
     def selected(self, full_epoch: int) -> Array | None:
-        """The indices of the sequences that a full epoch (counted from 1) consists of; None: all."""
+        """The indices of the sequences of a full epoch (counted from 1); None: all."""
         return None
 
     def how_read(self) -> str:
@@ -121,33 +120,33 @@ class Dataset(ABC):
         return ""
 
     def warnings(self) -> list[str]:
-        """What a user has to know of the data before the training starts."""
+        """Messages about the data for the log, before the training starts."""
         return []
 
 
-def _unseen(what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+def _no_progress(what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
     return nullcontext(lambda number: None)
 
 
 @dataclass(frozen=True)
 class Scanning:
-    """What the job provides for finding the lengths of sequences by reading them.
+    """What the job provides to find the lengths of sequences by reading them.
 
     Attributes:
         folder: where the lengths are kept; None: nowhere.
         rank, size: of this process, and the number of ranks.
-        progress: given what is read and how many sequences that are, if it is known: a context manager that returns a function to
-            call with every number of sequences that were read.
+        progress: called with the name of the data and the number of sequences, if known; a context manager that returns a
+            function to call with the number of sequences after every read.
         waiting: called now and then while another process reads.
         note: called with a line for the log.
-        processes: how many processes this rank may start for reading while the others do the same.
-        processes_alone: how many it may start while the others wait for it.
+        processes: how many processes this rank may start to read while the other ranks do the same.
+        processes_alone: how many it may start while the other ranks wait for it.
     """
 
     folder: Path | None = None
     rank: int = 0
     size: int = 1
-    progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _unseen
+    progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _no_progress
     waiting: Callable[[], None] = lambda: None
     note: Callable[[str], None] = lambda line: None
     processes: int = 1
@@ -155,7 +154,7 @@ class Scanning:
 
 
 class SequenceSource(ABC):
-    """Sequences in an order of their own, whose lengths are only known once they are read: to be converted to an HDF file.
+    """Sequences in a given order, whose lengths are only known once they are read: to be converted to an HDF file.
 
     Attributes:
         labels: by data key, the names of the classes. Known once an epoch has begun, like `dims`.
@@ -172,14 +171,14 @@ class SequenceSource(ABC):
 
     @abstractmethod
     def begin_epoch(self, epoch: int) -> int | None:
-        """Begin an epoch (counted from 1); the number of its sequences, or None if that is not known. Raises: DataError."""
+        """Begin an epoch (counted from 1). Returns the number of its sequences, or None if unknown. Raises: DataError."""
 
     @abstractmethod
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
         """The epoch's sequences from `start` up to `stop` (exclusive; None: to the last). Raises: DataError."""
 
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset | None:
-        """The source as a dataset with known lengths, if it can be one.
+        """The source as a dataset with known lengths; None if it cannot be one.
 
         Args:
             where: the config key, for messages.
@@ -194,22 +193,22 @@ Item = tuple[str, Mapping[str, Any]]
 """A sequence of a source: its tag, and its arrays by data key."""
 
 
-def iterator_ended(where: str, error: StopIteration) -> DataError:
-    """The error for a StopIteration that leaves code of the user's: Python would take it for the end of the data.
+def ended_iterator_error(where: str, error: StopIteration) -> DataError:
+    """The error for a StopIteration that escapes from the user's code: Python would take it for the end of the data.
 
     Args:
-        where: what was called, for which sequences.
+        where: the call, and its sequences.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return DataError(
-        f"{where}: expected data, got a StopIteration{place}: an iterator that it asks for more with next() has ended (begin it "
-        "again there, or use itertools.cycle)"
+        f"{where}: expected data, got a StopIteration{place}: an iterator on which it calls next() has ended (create it anew "
+        "there, or use itertools.cycle)"
     )
 
 
 def as_dataset(opened: Any) -> Dataset | None:
-    """What a config's class or function returned, as a dataset; None if it does not know the lengths of its sequences."""
+    """What a config's class or function returned, as a dataset; None if it does not provide the lengths of its sequences."""
     if isinstance(opened, Dataset):
         return opened
     required = ("streams", "lengths", "num_sequences", "sequence", "tags")
@@ -217,47 +216,47 @@ def as_dataset(opened: Any) -> Dataset | None:
 
 
 def is_map_style(value: Any) -> bool:
-    """Whether a value is a map-style dataset: it has a length and gives item i. A dict and a text are not."""
+    """Whether a value is a map-style dataset: it has a length and returns item i. Dicts and strings are not."""
     streaming = sys.modules.get("torch.utils.data")
     if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
         return False
-    return not _lacking(value)
+    return not _missing_methods(value)
 
 
 def describe(value: Any) -> str:
-    """A value that is no dataset, for messages.
+    """A value that is not a dataset, for messages.
 
     >>> describe(5), describe({1, 2})
     ('int', 'set without __getitem__')
     """
-    lacking = _lacking(value)
-    return f"{type(value).__name__} without {lacking[0]}" if len(lacking) == 1 else type(value).__name__
+    missing = _missing_methods(value)
+    return f"{type(value).__name__} without {missing[0]}" if len(missing) == 1 else type(value).__name__
 
 
-def _lacking(value: Any) -> list[str]:
-    """What a value does not have of a map-style dataset."""
+def _missing_methods(value: Any) -> list[str]:
+    """The methods of a map-style dataset that a value does not have."""
     return [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
 
 
-def as_source(where: str, opened: Any, converted: Callable[[int, Any], Item]) -> SequenceSource:
+def as_source(where: str, opened: Any, convert: Callable[[int, Any], Item]) -> SequenceSource:
     """What a config's class or function returned, as a source to convert. Raises: DataError, if it cannot be iterated over.
 
     Args:
         where: the config key, for messages.
-        converted: makes a sequence of an item that is no (tag, {data key: array}), given its number. Raises: DataError.
+        convert: makes a sequence of an item that is not (tag, {data key: array}), given its number. Raises: DataError.
     """
     if isinstance(opened, SequenceSource):
         return opened
     if not hasattr(opened, "__iter__"):
         raise DataError(f"{where}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
-    return ForeignSource(opened, converted)
+    return ForeignSource(opened, convert)
 
 
 class ForeignDataset(Dataset):
     """An object with the members of a `Dataset` whose class does not derive from it.
 
-    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. Of the other members, which it may have, tags in bulk
-    are asked for as `all_tags(start, stop)` and the bounds of files as the attribute `group_bounds`.
+    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. The other members are optional; two have names of
+    earlier releases: `all_tags(start, stop)` for `tag_bytes`, and the attribute `group_bounds` for `file_bounds`.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -278,43 +277,43 @@ class ForeignDataset(Dataset):
         return self._inner.tags(indices)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        self._ask("close", super().close)()
+        self._method("close", super().close)()
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._ask("sequences", lambda indices: [self._inner.sequence(index) for index in indices])(indices)  # type: ignore[no-any-return]
+        return self._method("sequences", lambda indices: [self._inner.sequence(index) for index in indices])(indices)  # type: ignore[no-any-return]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        return self._ask("padded", super().padded)(indices)  # type: ignore[no-any-return]
+        return self._method("padded", super().padded)(indices)  # type: ignore[no-any-return]
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._ask("all_tags", super().tag_bytes)(start, stop)  # type: ignore[no-any-return]
+        return self._method("all_tags", super().tag_bytes)(start, stop)  # type: ignore[no-any-return]
 
     def file_bounds(self) -> Array:
         return getattr(self._inner, "group_bounds", super().file_bounds())
 
     def at_epoch(self, epoch: int) -> Dataset:
-        changed = self._ask("at_epoch", lambda epoch: self)(epoch)
+        changed = self._method("at_epoch", lambda epoch: self)(epoch)
         return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
 
     def selected(self, full_epoch: int) -> Array | None:
-        return self._ask("selected", self._ask("drawn", super().selected))(full_epoch)  # type: ignore[no-any-return]
+        return self._method("selected", self._method("drawn", super().selected))(full_epoch)  # type: ignore[no-any-return]
 
     def how_read(self) -> str:
-        return str(self._ask("how_read", super().how_read)())
+        return str(self._method("how_read", super().how_read)())
 
-    def _ask(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the object, or the default where it has none."""
+    def _method(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the object, or the default if it does not have it."""
         return getattr(self._inner, name, default)
 
 
 class ForeignSource(SequenceSource):
-    """Anything that can be iterated over and yields (tag, {data key: array}), where arrays may be text, or other items that can
-    be converted; it may have `labels`, `dims` and `__len__`.
+    """Any iterable of (tag, {data key: array}), where arrays may be text, or of other items that can be converted; it may have
+    `labels`, `dims` and `__len__`.
     """
 
-    def __init__(self, inner: Iterable[Any], converted: Callable[[int, Any], Item]) -> None:
+    def __init__(self, inner: Iterable[Any], convert: Callable[[int, Any], Item]) -> None:
         self._inner = inner
-        self._converted = converted
+        self._convert = convert
         self.labels = {name: list(labels) for name, labels in dict(getattr(inner, "labels", {})).items()}
         self.dims = dict(getattr(inner, "dims", {}))
 
@@ -324,7 +323,7 @@ class ForeignSource(SequenceSource):
 
     def begin_epoch(self, epoch: int) -> int | None:
         if epoch != 1:
-            raise DataError(f"--epoch: expected 1 for {self.name}, which knows no epochs, got {epoch}")
+            raise DataError(f"--epoch: expected 1 for {self.name}, which has no epochs, got {epoch}")
         return len(self._inner) if isinstance(self._inner, Sized) else None
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
@@ -336,4 +335,4 @@ class ForeignSource(SequenceSource):
             items = islice(inner, start, stop)
         for number, item in enumerate(items, start=start):
             is_sequence = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)
-            yield item if is_sequence else self._converted(number, item)
+            yield item if is_sequence else self._convert(number, item)

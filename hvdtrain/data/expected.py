@@ -1,7 +1,7 @@
-"""What batches have to be like: as the dataset says, as the plan was made for, and as `extern_data` of the config says.
+"""What batches must look like according to the dataset, the plan, and `extern_data` of the config.
 
-Every batch is compared with that before the model sees it, in the thread that reads ahead. A model would fail with a traceback
-that names no file, or go on with data that was cut, repeated, or of another kind.
+The thread that reads ahead checks every batch before the model sees it. Otherwise a model would fail with a traceback that names
+no file, or carry on with data that was cut, repeated, or of another kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdtrain.data.types import Array, Batch, Stream
 from hvdtrain.errors import DataError, Problem, problem
 
 IGNORED_CLASSES = (-1, -100)
-"""Numbers that are no class, but mark frames without one: the usual values of `ignore_index`."""
+"""Numbers that mark frames without a class: the usual values of `ignore_index`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Expected:
     Attributes:
         shape: of a frame; () for class indices.
         dim: the number of classes of sparse data.
-        exact: whether floating-point numbers have to have this very type, or just any type of them.
+        exact: whether floating-point numbers must have exactly this type; otherwise any floating-point type will do.
     """
 
     sparse: bool
@@ -38,7 +38,7 @@ class Expected:
     exact: bool = True
 
     def misfit(self, stream: Stream) -> str | None:
-        """What does not fit, as 'expected ..., got ...'; None: all fits."""
+        """What does not match, as 'expected ..., got ...'; None: everything matches."""
         kind = stream.dtype.kind
         if self.sparse and kind not in "iu":
             return f"expected class indices, got {stream.dtype}"
@@ -61,12 +61,12 @@ def _text(shape: Sequence[int | None]) -> str:
 
 
 def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expected], list[Problem]]:
-    """What `extern_data` says of each data key, and the problems with it.
+    """The entries of `extern_data` by data key, and the problems with it.
 
-    All forms of an entry are understood as far as they tell the shape of a frame; what they leave open is not checked.
+    All forms of an entry are accepted; what an entry leaves open is not checked.
 
     Args:
-        exact: as of `Expected`.
+        exact: as in `Expected`.
 
     >>> expected_of({"data": {"dim": 9}})[0]["data"].shape, expected_of({"classes": {"dim": 5, "sparse": True}})[0]["classes"].dim
     ((9,), 5)
@@ -82,18 +82,18 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
         if name == "seq_tag":
             continue
         if not isinstance(entry, Mapping):
-            if getattr(entry, "dims", None) is None:  # a Tensor, whose dims say it
+            if getattr(entry, "dims", None) is None:  # not a Tensor either, whose dims describe it
                 problems += problem("wrong-type", f"extern_data.{name}: expected a dict such as {{'dim': 9}}, got {entry!r}")
                 continue
             entry = {name: getattr(entry, name, None) for name in ("dims", "dtype", "sparse_dim")}
         try:
-            made[name] = _expected(entry, exact)
+            made[name] = _parse_entry(entry, exact)
         except (TypeError, ValueError) as error:
             problems += problem("wrong-type", f"extern_data.{name}: {error}")
     return made, problems
 
 
-def _expected(entry: Mapping[str, Any], exact: bool) -> Expected:
+def _parse_entry(entry: Mapping[str, Any], exact: bool) -> Expected:
     """Raises: TypeError, ValueError."""
     sparse_dim = _size(entry.get("sparse_dim"))
     sparse = bool(entry.get("sparse", entry.get("sparse_dim") is not None))
@@ -111,16 +111,16 @@ def _expected(entry: Mapping[str, Any], exact: bool) -> Expected:
 
 
 def _frame_shape(entry: Mapping[str, Any], sparse: bool, dim: int | None) -> tuple[int | None, ...] | None:
-    """The shape of a frame; None: the entry has no time axis behind that of the batch, or does not say."""
+    """The shape of a frame; None: the entry has no time axis after the batch axis, or leaves it open."""
     dims = entry.get("dims", entry.get("dim_tags"))
     shape = entry.get("shape")
     if dims is not None:
-        sizes = [_size(one) for one in dims]
+        sizes = [_size(dim) for dim in dims]
         return tuple(sizes[2:]) if len(sizes) > 1 and sizes[1] is None else None
     if entry.get("time_dim_axis", 1) != 1 or entry.get("batch_dim_axis", 0) != 0:
         return None
     if shape is not None:
-        sizes = [_size(one) for one in shape]
+        sizes = [_size(size) for size in shape]
         return tuple(sizes[1:]) if sizes and sizes[0] is None else None
     if sparse:
         return ()
@@ -130,7 +130,7 @@ def _frame_shape(entry: Mapping[str, Any], sparse: bool, dim: int | None) -> tup
 
 
 def _size(value: Any) -> int | None:
-    """A number; that of a Dim, if it has one. Raises: ValueError."""
+    """A number, or the size of a Dim; None: it is variable. Raises: ValueError."""
     value = getattr(value, "dimension", value)
     if value is None or (isinstance(value, (int, numpy.integer)) and not isinstance(value, bool) and value >= 0):
         return None if value is None else int(value)
@@ -138,18 +138,18 @@ def _size(value: Any) -> int | None:
 
 
 def check_streams(name: str, streams: Mapping[str, Stream], files: Sequence[str], expected: Mapping[str, Expected]) -> None:
-    """Compare what a dataset says of its data with `extern_data`. Raises: DataError."""
+    """Compare the streams of a dataset with `extern_data`. Raises: DataError."""
     for key, wanted in expected.items():
         if key in streams and (misfit := wanted.misfit(streams[key])) is not None:
-            raise DataError(f"{source_of(name, files)}: {misfit} in {key!r} (extern_data.{key} says so)")
+            raise DataError(f"{source_of(name, files)}: {misfit} in {key!r} (according to extern_data.{key})")
 
 
 def check_lengths(name: str, dataset: Dataset) -> None:
-    """Whether the lengths are such that batches can be planned. Raises: DataError."""
+    """Check that batches can be planned with the lengths. Raises: DataError."""
     number = dataset.num_sequences
     if set(dataset.lengths) != set(dataset.streams):
         raise DataError(
-            f"{name}: expected lengths of {_keys(dataset.streams)}, as of streams, got those of {_keys(dataset.lengths)}"
+            f"{name}: expected lengths of {_keys_text(dataset.streams)}, as of streams, got {_keys_text(dataset.lengths)}"
         )
     for key, column in dataset.lengths.items():
         if not isinstance(column, numpy.ndarray) or column.dtype.kind not in "iu" or column.shape != (number,):
@@ -161,7 +161,7 @@ def check_lengths(name: str, dataset: Dataset) -> None:
             )
 
 
-def _keys(names: Mapping[str, Any]) -> str:
+def _keys_text(names: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
@@ -173,15 +173,15 @@ def source_of(name: str, files: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """Compares every batch with what it has to be like.
+    """Checks every batch.
 
     Attributes:
         name: of the dataset, for messages.
-        dataset: that makes the batches.
-        lengths: with which the batches were planned.
+        dataset: the source of the batches.
+        lengths: the lengths that the batches were planned with.
         parts: the datasets inside it, for messages.
-        expected: by data key, what the config says.
-        has_classes_of_files: whether all of it comes from files as it is, so that their numbers of classes hold.
+        expected: the entries of `extern_data`, by data key.
+        has_classes_of_files: whether all data comes unchanged from files, so that their numbers of classes apply.
     """
 
     name: str
@@ -195,14 +195,14 @@ class BatchCheck:
         """The batch, if it is as expected.
 
         Args:
-            indices: of the sequences (or chunks) that were asked for.
+            indices: of the sequences (or chunks) that were requested.
 
         Raises:
-            DataError: it is not.
+            DataError: it is not as expected.
         """
         for key, stream in self.dataset.streams.items():
             if key not in batch.data:
-                raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys(batch.data)}")
+                raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys_text(batch.data)}")
             values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
             planned = self.lengths[key][indices]
             if len(values) != len(indices) or len(seq_lens) != len(indices):
@@ -226,26 +226,26 @@ class BatchCheck:
         return batch
 
     def _check_classes(self, batch: Batch, indices: Array, key: str) -> None:
-        """Whether all are classes that there are. Raises: DataError."""
+        """Check that all class indices are in range. Raises: DataError."""
         values, seq_lens = batch.data[key].values, numpy.asarray(batch.data[key].seq_lens)
-        dim, says = self.dataset.streams[key].dim, "the file"
+        dim, source = self.dataset.streams[key].dim, "the file"
         is_known = dim > 1 and self.has_classes_of_files
         if (wanted := self.expected.get(key)) is not None and wanted.dim is not None:
-            dim, says, is_known = wanted.dim, f"extern_data.{key}", True
+            dim, source, is_known = wanted.dim, f"extern_data.{key}", True
         if not is_known or not values.size or (int(values.max()) < dim and int(values.min()) >= 0):
             return
         wrong = (values >= dim) | ((values < 0) & ~numpy.isin(values, IGNORED_CLASSES))
         wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
         if wrong.any():
             row, frame = (int(place) for place in numpy.argwhere(wrong)[0])
-            what = f"expected classes from 0 to {dim - 1}, as {says} says, got {values[row, frame]} in frame {frame}"
+            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[row, frame]} in frame {frame}"
             raise self._error(batch, indices, row, key, what)
 
     def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
-        """An error that names file, data key and sequence."""
+        """An error with the file, the data key and the sequence."""
         try:
             [tag] = self.dataset.tags([int(indices[row])])
-        except Exception:  # what names the sequences may be what is broken
+        except Exception:  # the part that is broken may be the one that reads tags
             tag = f"number {int(indices[row])}"
         files = list(dict.fromkeys(path for part in self.parts for path in part.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:

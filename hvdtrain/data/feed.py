@@ -1,6 +1,6 @@
-"""The batches of a dataset for one rank, epoch by epoch: read ahead in the background, and described.
+"""The batches of a dataset for one rank, epoch by epoch, read ahead in the background.
 
-Descriptions are lines of the log about datasets and batches before training starts, and the batch in which an error occurs.
+Also descriptions of datasets and batches: for the log before training starts, and for the batch in which an error occurs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
-from hvdtrain.data.dataset import Dataset, iterator_ended
+from hvdtrain.data.dataset import Dataset, ended_iterator_error
 from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged, size_text
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import BLOCK, too_long
+from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
@@ -39,7 +39,7 @@ SEED_STEP = 16127
 """The distance between the seeds of two neighbouring ranks under 'random_seed_offset'; RETURNN's number."""
 
 Line = tuple[int, str]
-"""The `log_verbosity` from which on a line is shown, and the line."""
+"""The lowest `log_verbosity` at which a line is shown, and the line."""
 
 
 class ReadAhead(Generic[T]):
@@ -48,8 +48,8 @@ class ReadAhead(Generic[T]):
     An exception of the iterator is raised in place of the value. Leaving the context stops the thread.
 
     Args:
-        begin: called with every value by the thread that takes them, one value ahead: for the next one before the present one is
-            returned, if it has been read by then. It returns the value to use instead. None: values are returned as they are.
+        begin: called with every value by the consuming thread, one value ahead: for the next value before the current one is
+            returned, if it has been read by then. Returns the value to use instead. None: values are returned unchanged.
     """
 
     def __init__(self, values: Iterable[T], depth: int = 8, begin: Callable[[T], T] | None = None) -> None:
@@ -65,7 +65,7 @@ class ReadAhead(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        while self._thread.is_alive():  # the thread may be waiting for room
+        while self._thread.is_alive():  # drain the queue: the thread may be waiting for room
             try:
                 self._ready.get_nowait()
             except queue.Empty:
@@ -82,9 +82,9 @@ class ReadAhead(Generic[T]):
             self._ready.put(("error", error))
 
     def _take(self) -> Iterator[T]:
-        ahead: tuple[str, T | BaseException | None] | None = None  # the next value, begun
+        ahead: tuple[str, T | BaseException | None] | None = None  # the next value, after `begin`
         while True:
-            kind, value = self._begun(self._ready.get()) if ahead is None else ahead
+            kind, value = self._begin_value(self._ready.get()) if ahead is None else ahead
             if kind == "error":
                 raise value  # type: ignore[misc]  # it is a BaseException
             if kind == "end":
@@ -92,10 +92,10 @@ class ReadAhead(Generic[T]):
             ahead = None
             if self._begin is not None:
                 with suppress(queue.Empty):
-                    ahead = self._begun(self._ready.get_nowait())
+                    ahead = self._begin_value(self._ready.get_nowait())
             yield value  # type: ignore[misc]  # it is a T
 
-    def _begun(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
+    def _begin_value(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
         kind, value = entry
         if kind == "value" and self._begin is not None:
             return kind, self._begin(value)  # type: ignore[arg-type]  # it is a T
@@ -103,7 +103,7 @@ class ReadAhead(Generic[T]):
 
 
 class Staging(Protocol):
-    """What a learner does to batches on their way from the reading thread to a step."""
+    """How a learner prepares batches on their way from the reading thread to a step."""
 
     def pin(self, batch: Batch) -> Batch:
         """The batch in memory that a device can copy from by itself. Called by the reading thread."""
@@ -120,14 +120,14 @@ class Feed:
 
     Attributes:
         distribution: 'shard': batch i of an epoch goes to rank i % size. 'random_seed_offset': every rank goes through all
-            sequences, in an order of its own.
+            sequences, in a different order.
         subset: the indices of the sequences to use, ascending; None: all of them.
         chunks: the chunks of all sequences, if they are cut: batches then consist of chunks.
-        files: the files that the dataset reads, which must not change meanwhile.
+        files: the files that the dataset reads, which must not change during training.
         budget: the memory in which the dataset caches sequences.
-        only: what to do instead of an epoch's plan; None: all of it.
+        only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
-        expected: by data key, what the config says of the data, with which every batch is compared.
+        expected: the entries of `extern_data` by data key, which every batch is compared with.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Feed:
 
     @property
     def source(self) -> str:
-        """Its name, with the files if it has any."""
+        """The name, with the files if there are any."""
         return source_of(self.name, list(dict.fromkeys(path for part in self.parts for path in part.files)))
 
     def check_files(self) -> None:
@@ -161,7 +161,7 @@ class Feed:
         return self.lengths_in(1)
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
-        """`lengths` in an epoch; they depend on it where `map_lengths` takes the epoch."""
+        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch."""
         return self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
@@ -169,13 +169,13 @@ class Feed:
         return self.inputs(epoch).plan() if self.only is None else self.only
 
     def plan_inputs(self, epoch: int) -> dict[str, str]:
-        """By name, what the batches of an epoch depend on, as text. Raises: DataError, if a file changed since the start."""
+        """By name, as text, the inputs of the batches of an epoch. Raises: DataError, if a file changed since the start."""
         if self.only is not None:
             return {}
-        return {"ranks": str(self.size), "horovod_dataset_distribution": self.distribution, **self.inputs(epoch).named()}
+        return {"ranks": str(self.size), "horovod_dataset_distribution": self.distribution, **self.inputs(epoch).as_text()}
 
     def inputs(self, epoch: int) -> PlanInputs:
-        """What the plan of an epoch is made from. Raises: DataError, if a file changed since the start."""
+        """The inputs of the plan of an epoch. Raises: DataError, if a file changed since the start."""
         self.check_files()
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
@@ -201,7 +201,7 @@ class Feed:
         return self.sequences_among(plan.order)
 
     def sequences_among(self, indices: Array) -> int:
-        """The number of sequences among indices of a plan; if sequences are cut, that of their first chunks."""
+        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks."""
         if self.chunks is None:
             return len(indices)
         parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
@@ -211,8 +211,8 @@ class Feed:
         """This rank's batches of a plan, as indices of sequences (or of chunks).
 
         Args:
-            position: the number of batches of the plan to leave out at the beginning: those that all ranks together have done, or
-                this rank alone under 'random_seed_offset'.
+            position: the number of batches to skip at the beginning of the plan: those that all ranks together have done, or this
+                rank alone under 'random_seed_offset'.
         """
         return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
@@ -222,23 +222,22 @@ class Feed:
         Args:
             staging: the learner's; None: batches are not copied to a device ahead.
 
-        A batch that is not what was planned, or not what the dataset or the config says, is raised as a DataError.
+        A batch that does not match the plan, the dataset or the config is raised as a DataError.
         """
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
-        of_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
-        checked = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, of_files)
+        from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
+        check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
 
-        def batches() -> Iterator[
-            Batch
-        ]:  # a generator: a StopIteration of the user's code ends it with an error, and map would stop
+        # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
+        def batches() -> Iterator[Batch]:
             for indices in share:
                 some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    batch = checked(dataset.batch(indices), indices)
+                    batch = check(dataset.batch(indices), indices)
                 except StopIteration as error:
-                    raise iterator_ended(f"{self.name}, sequences {some}", error) from error
+                    raise ended_iterator_error(f"{self.name}, sequences {some}", error) from error
                 except UnlikeError as error:
                     raise DataError(f"{self.name}: {error}") from None
                 except HvdtrainError:
@@ -265,14 +264,14 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     """
     how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
-    named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
+    order_name = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
     if feed.dataset.window is not None:
-        named += f" in windows of {feed.dataset.window}"
+        order_name += f" in windows of {feed.dataset.window}"
     elif feed.dataset.has_fixed_order:
-        named = "in its own order"
+        order_name = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
-    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
+    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
         *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
@@ -298,14 +297,14 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
             (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
         )
     elements = kept if feed.chunks is None else feed.chunks.of(kept)
-    alone = too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    alone = count_too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     if alone:
-        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
+        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
 
 
 def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
-    """Files that a dataset reads more than once, such as where patterns of names overlap: their sequences count as often."""
+    """Files that a dataset reads more than once, for instance because patterns overlap, and how often."""
     return [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
 
 
@@ -314,7 +313,7 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
     if feed.budget is None or feed.budget.size == 0:
         return []
     if not feed.budget.caches:
-        return [(4, f"{feed.name}: no cache: all data is memory-mapped, and cached by the system for all ranks of the host")]
+        return [(4, f"{feed.name}: no cache: all data is memory-mapped; the system caches it for all ranks of the host")]
     whole = sum(cache.size() for cache in feed.budget.caches)
     size = whole if feed.budget.size is None else min(whole, feed.budget.size)
     return [
@@ -344,7 +343,7 @@ def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Li
         if ranks[0].places:
             lines.append((4, f"{host}: {copied}{now}"))
         not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
-        lines += [(2, f"{host}: not copied, but read from its original path: {path}: {why}") for path, why in not_copied.items()]
+        lines += [(2, f"{host}: not copied, read from its original path: {path}: {why}") for path, why in not_copied.items()]
     return lines
 
 
@@ -369,10 +368,10 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
 
 
 FEW_TAGS = 5
-"""How many sequences of a batch are named."""
+"""How many tags of a batch a message lists."""
 
 WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
-"""What PyTorch says of class indices that are not int64."""
+"""PyTorch's messages about class indices that are not int64."""
 
 MAKES_BATCHES = "hvdtrain makes the batches; give it items that are single sequences"
 
@@ -381,10 +380,10 @@ TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,)
 
 @contextmanager
 def naming(batch: Batch | None, source: str = "") -> Iterator[None]:
-    """Around what the config's functions compute: an exception's traceback ends with a description of the batch, and advice.
+    """Wraps calls of the config's functions: the traceback of an exception ends with a description of the batch, and advice.
 
     Args:
-        source: the dataset and its files, as `Feed.source` has it: what the batch lacks may be missing in a file.
+        source: the dataset and its files, as in `Feed.source`: a data key that is not in the batch may be missing in a file.
     """
     try:
         yield
@@ -400,8 +399,8 @@ def naming(batch: Batch | None, source: str = "") -> Iterator[None]:
 
 
 def _advice(error: Exception, batch: Batch) -> str | None:
-    """What is probably meant where a data key, or the tensor of one, is asked for in a way that is not there."""
-    if WANTS_LONG.search(str(error)) and any(each.values.dtype.kind in "iu" for each in batch.data.values()):
+    """The probable fix for an error in accessing a data key or its tensor."""
+    if WANTS_LONG.search(str(error)) and any(padded.values.dtype.kind in "iu" for padded in batch.data.values()):
         return "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in batch.data:
         hint = did_you_mean(error.args[0], batch.data)
@@ -410,10 +409,10 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return f"extern_data is a dict: extern_data[{error.name!r}]"
     if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
         return TENSORS
-    sizes = [set(each.seq_lens.tolist()) for each in batch.data.values()]
-    if any(each.values.ndim > 3 for each in batch.data.values()) and all(len(size) == 1 and size != {1} for size in sizes):
+    sizes = [set(padded.seq_lens.tolist()) for padded in batch.data.values()]
+    if any(padded.values.ndim > 3 for padded in batch.data.values()) and all(len(size) == 1 and size != {1} for size in sizes):
         return f"if items have {max(sizes[0])} frames because they are batches: {MAKES_BATCHES}"
-    single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
+    single = [key for key, padded in batch.data.items() if padded.values.ndim == 2 and padded.values.shape[1] == 1]
     if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):
         return f"{single[0]} is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
     return None
@@ -422,12 +421,12 @@ def _advice(error: Exception, batch: Batch) -> str | None:
 def batch_text(batch: Batch) -> str:
     """Type, shape and lengths of every data key, and some of the tags."""
     parts = [
-        f"{key} {each.values.dtype} {each.values.shape}, seq_lens {each.seq_lens.min()} to {each.seq_lens.max()}"
-        for key, each in batch.data.items()
+        f"{key} {padded.values.dtype} {padded.values.shape}, seq_lens {padded.seq_lens.min()} to {padded.seq_lens.max()}"
+        for key, padded in batch.data.items()
     ]
     try:
         tags = [] if batch.seq_tags is None else batch.seq_tags()
-    except HvdtrainError:  # the file has changed: whoever handles the exception says so
+    except HvdtrainError:  # a changed file, which the exception that is being handled reports
         tags = []
     more = [f"{len(tags) - FEW_TAGS} more"] if len(tags) > FEW_TAGS else []
     sequences = f"; sequences: {', '.join([*tags[:FEW_TAGS], *more])}" if tags else ""

@@ -18,10 +18,10 @@ SYNC = 32
 """The number of blocks after which data is flushed to the disk, so that the last flush does not take minutes without progress."""
 
 Progress = Callable[[int], None]
-"""Called with a number of bytes that changes while copying makes progress, in this process or in the one that it waits for."""
+"""Called with the number of bytes copied so far, by this process or by the one that it waits for."""
 
 
-def look_at(original: Path) -> tuple[int, int]:
+def size_and_time(original: Path) -> tuple[int, int]:
     """Size in bytes, and modification time in nanoseconds. Raises: DataError."""
     try:
         about = original.stat()
@@ -41,7 +41,7 @@ def transfer(original: Path, copy: int, size: int, changed: int, progress: Progr
         changed: modification time of the original in nanoseconds.
 
     Raises:
-        DataError: the original cannot be read, or was changed meanwhile.
+        DataError: the original cannot be read, or changed during the copy.
         OSError: the copy cannot be written.
     """
     block = memoryview(bytearray(min(BLOCK, max(1, size))))
@@ -66,14 +66,14 @@ def transfer(original: Path, copy: int, size: int, changed: int, progress: Progr
             if number % SYNC == 0:
                 os.fdatasync(copy)
             progress(done)
-    if done != size or look_at(original) != (size, changed):
+    if done != size or size_and_time(original) != (size, changed):
         raise DataError(f"{original}: expected a file that does not change while it is copied, got one that was changed")
     os.fsync(copy)
     os.utime(copy, ns=(time.time_ns(), changed))
 
 
 def open_to_lock(path: Path, flags: int = 0) -> int:
-    """Open a file, possibly of another user, to lock it. Some network file systems need it to be writable for that."""
+    """Open a file, possibly another user's, to lock it. Writable if possible, as some network file systems require it."""
     try:
         return os.open(path, os.O_RDWR | flags, 0o666)
     except PermissionError:
@@ -81,7 +81,7 @@ def open_to_lock(path: Path, flags: int = 0) -> int:
 
 
 def try_lock(file: int) -> bool:
-    """Take the lock of a file, unless another process holds it; whether that succeeded."""
+    """Take the lock of a file; False if another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,9 +134,9 @@ def size_text(size: int) -> str:
     >>> size_text(5 << 30), size_text(3_456_789), size_text(10_000)
     ('5.0 GB', '3.3 MB', '9.8 KB')
     """
-    for unit, one in reversed(UNITS.items()):
-        if size >= one:
-            return f"{size / one:.1f} {unit}B"
+    for unit, factor in reversed(UNITS.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}B"
     return f"{size} bytes"
 
 
@@ -166,25 +166,25 @@ def check_same(path: Path, before: Identity, now: Identity) -> None:
 
 
 class Unchanged:
-    """Remembers the identity of files, to detect later that one has changed.
+    """Remembers the identity of files, to detect later changes.
 
-    A memory-mapped file that was replaced (by renaming) can still be read; one that is written to gives the new data, and one
-    that is truncated ends the process when the missing part is read (SIGBUS).
+    A memory-mapped file that was replaced (by renaming) can still be read; one that was written to yields the new data, and one
+    that was truncated ends the process when the missing part is read (SIGBUS).
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._before = {path: found for path in dict.fromkeys(paths) if (found := _found(path)) is not None}
+        self._before = {path: known for path in dict.fromkeys(paths) if (known := _identity_of(path)) is not None}
 
     def check(self) -> None:
         """Raises: DataError, if one of the files was replaced or changed."""
         for path, before in self._before.items():
-            now = _found(path)
+            now = _identity_of(path)
             if now is None:
                 raise DataError(f"{path}: expected the file that was opened at the start, got: no such file")
             check_same(Path(path), before, now)
 
 
-def _found(path: str) -> Identity | None:
+def _identity_of(path: str) -> Identity | None:
     try:
         return identity(os.stat(path))
     except OSError:  # opening it gives a better message

@@ -1,8 +1,8 @@
-"""What identifies the data of a training, so that it is noticed if the training continues with other data.
+"""Identifies the data of a training, to notice if the training continues with other data.
 
-A checkpoint has, for each dataset that has no other inside it, checksums of all lengths, of some tags and of some values. These
-count: the same sequences in another folder, in another number of files or compressed are the same data. The sizes and times of
-the files only explain a difference.
+For each dataset without others inside it, a checkpoint has checksums of all lengths, some tags and some values. Only these
+decide: the same sequences in another folder, in another number of files or compressed are the same data. Sizes and times of
+files only explain a difference.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Identity = dict[str, Any]
 """
 
 TAGS, BLOCKS = 512, 16
-"""Tags are read in blocks of this many, and this many blocks of all datasets together; or as many as values, where they are read
-from the sequences."""
+"""The tags per block, and the number of blocks of all datasets together. Tags that are read from the sequences are sampled like
+values instead."""
 
 SEQUENCES = 64
-"""The values of this many sequences are read, of all datasets together."""
+"""The number of sequences whose values are read, of all datasets together."""
 
 ENDS = 32 << 10
 """The bytes at the beginning and at the end of a sequence that are compared."""
 
 LENGTHS = 1 << 22
-"""The lengths that are converted at once."""
+"""The number of lengths that are converted at once."""
 
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """A dataset that has no other inside it, and the files that it reads.
+    """A dataset without others inside it, and the files that it reads.
 
     Attributes:
         name: the key of its dict in the config.
@@ -61,17 +61,17 @@ class DatasetPart:
 
     @property
     def bounds(self) -> list[int]:
-        """As of `Dataset.file_bounds`."""
+        """As in `Dataset.file_bounds`."""
         return [int(bound) for bound in self.dataset.file_bounds()]
 
     def file_of(self, index: int) -> str | None:
-        """The file that has a sequence; None: it is not known."""
+        """The file that contains a sequence; None if unknown."""
         bounds = self.bounds
         return self.files[bisect_right(bounds, index) - 1] if len(bounds) == len(self.files) + 1 else None
 
 
 def identify(parts: Sequence[DatasetPart]) -> list[Identity]:
-    """What identifies a dataset that consists of these. Raises: DataError, if they cannot be read."""
+    """The identities of the parts of a dataset. Raises: DataError, if they cannot be read."""
     found = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
     for part in parts:
         part.dataset.release()
@@ -86,15 +86,17 @@ def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
     return {
         "name": part.name,
         "bounds": part.bounds,
-        "files": [[path, *_look_at(path)] for path in part.files],
-        "lengths": {key: [_of_lengths(column[a:b]) for a, b in pairwise(part.bounds)] for key, column in dataset.lengths.items()},
-        "tags": [[a, b, _of_tags(dataset, a, b)] for a, b in zip(starts, ends, strict=True)],
-        "values": [[index, _of_values(dataset, index, dataset.lengths)] for index in _sampled(part, sequences)],
+        "files": [[path, *_size_and_time(path)] for path in part.files],
+        "lengths": {
+            key: [_lengths_checksum(column[a:b]) for a, b in pairwise(part.bounds)] for key, column in dataset.lengths.items()
+        },
+        "tags": [[a, b, _tags_checksum(dataset, a, b)] for a, b in zip(starts, ends, strict=True)],
+        "values": [[index, _values_checksum(dataset, index, dataset.lengths)] for index in _sample(part, sequences)],
     }
 
 
-def _sampled(part: DatasetPart, wanted: int) -> list[int]:
-    """Sequences whose values are compared. None of a dataset without files: a user's own may have others every time."""
+def _sample(part: DatasetPart, wanted: int) -> list[int]:
+    """Sequences whose values are compared; none of a dataset without files, as a user's dataset may change every time."""
     if not part.files:
         return []
     found = set(_spread(part.dataset.num_sequences, wanted))
@@ -104,7 +106,7 @@ def _sampled(part: DatasetPart, wanted: int) -> list[int]:
 
 
 def changes(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> Iterator[str]:
-    """What changed, the first thing in each part: 'other values in sequence 'a' of train.hdf'.
+    """The first change in each part, such as 'other values in sequence 'a' of train.hdf'.
 
     Raises:
         DataError: a part cannot be read.
@@ -119,14 +121,14 @@ def changes(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> Iterato
             yield change
 
 
-def rewritten(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> list[str]:
-    """The files under whose path there is one of another size or time."""
+def rewritten_files(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> list[str]:
+    """The files whose size or modification time has changed."""
     old = {path: about for identity in before for path, *about in identity["files"]}
-    return [path for part in parts for path in part.files if path in old and old[path] != _look_at(path)]
+    return [path for part in parts for path in part.files if path in old and old[path] != _size_and_time(path)]
 
 
 def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
-    """What is different in one part."""
+    """The changes in one part."""
     dataset, bounds = part.dataset, part.bounds
     if bounds[-1] != before["bounds"][-1]:
         now = numpy.diff(bounds).tolist()
@@ -141,22 +143,22 @@ def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
             yield f"no data key {key!r} in {_place(before, part, 0)}"
             return
         for (start, end), checksum in zip(pairwise(before["bounds"]), checksums, strict=True):
-            if _of_lengths(dataset.lengths[key][start:end]) != checksum:
+            if _lengths_checksum(dataset.lengths[key][start:end]) != checksum:
                 yield f"other lengths of {key!r} in {_place(before, part, start)}"
     for start, end, checksum in before["tags"]:
-        if _of_tags(dataset, start, end) != checksum:
+        if _tags_checksum(dataset, start, end) != checksum:
             yield f"other tags in {_place(before, part, start)}"
     for index, checksum in before["values"]:
-        if part.files and _of_values(dataset, index, before["lengths"]) != checksum:
+        if part.files and _values_checksum(dataset, index, before["lengths"]) != checksum:
             yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
 
 
 def _place(before: Identity, part: DatasetPart, index: int) -> str:
-    """The file that has a sequence, and what else is known to have changed about it."""
+    """The file that contains a sequence, and changes of its size and time."""
     path = part.file_of(index)
     if path is None:
         return ", ".join(part.files[:3]) or part.name
-    now, about = _look_at(path), [path]
+    now, about = _size_and_time(path), [path]
     old = next(([size, modified] for known, size, modified in before["files"] if known == path), now)
     if now[0] != old[0]:
         about.append(f"{now[0]} bytes instead of {old[0]}")
@@ -166,7 +168,7 @@ def _place(before: Identity, part: DatasetPart, index: int) -> str:
 
 
 def _spread(number: int, wanted: int) -> list[int]:
-    """At least two of the numbers below `number`, with the first and the last; all, if that is as many as wanted.
+    """Evenly spaced numbers below `number`, with the first and the last: at least two, and all if enough are wanted.
 
     >>> _spread(5, 8), _spread(101, 3), _spread(10, 0), _spread(1, 2)
     ([0, 1, 2, 3, 4], [0, 50, 100], [0, 9], [0])
@@ -175,8 +177,8 @@ def _spread(number: int, wanted: int) -> list[int]:
     return sorted({place * (number - 1) // max(1, count - 1) for place in range(count)})
 
 
-def _look_at(path: str) -> list[int]:
-    """Size, and time of modification in nanoseconds; zeros for what is no file any more."""
+def _size_and_time(path: str) -> list[int]:
+    """Size, and modification time in nanoseconds; zeros if the file is gone."""
     try:
         about = os.stat(path)
     except OSError:
@@ -184,19 +186,19 @@ def _look_at(path: str) -> list[int]:
     return [about.st_size, about.st_mtime_ns]
 
 
-def _of_lengths(column: Array) -> int:
+def _lengths_checksum(column: Array) -> int:
     checksum = 0
     for start in range(0, len(column), LENGTHS):
         checksum = zlib.crc32(numpy.ascontiguousarray(column[start : start + LENGTHS], dtype="<i4").data, checksum)
     return checksum
 
 
-def _of_tags(dataset: Dataset, start: int, end: int) -> int:
+def _tags_checksum(dataset: Dataset, start: int, end: int) -> int:
     return zlib.crc32(b"\0".join(dataset.tag_bytes(start, end).tolist()))
 
 
-def _of_values(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
-    """The checksum of both ends of a sequence, in the byte order of this machine or another."""
+def _values_checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
+    """The checksum of both ends of a sequence, the same on machines of either byte order."""
     checksum = 0
     arrays = dataset.sequence(index)
     for key in sorted(keys):

@@ -1,6 +1,6 @@
-"""What a config says about data: the keys at its top level, the base of those in a dataset's dict, and a checked dict.
+"""The keys of a config about data: those at its top level, the base of those in a dataset's dict, and a checked dict.
 
-Declarations only: `data/sources.py` checks datasets and opens them, which takes numpy.
+Declarations only: `data/sources.py` checks and opens datasets, which needs numpy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hvdtrain.errors import Problem, problem
 
 @dataclass(frozen=True, kw_only=True)
 class DataKeys(Section):
-    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
+    """The data to train and evaluate on: dicts with a class, HDF files, or functions that return one of these."""
 
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
     batching: str | Callable[..., str] | None = key(
         None,
-        "seq_ordering of train where its dict says none",
+        "seq_ordering of train if its dict does not set it",
         Rule("an order as in seq_ordering", is_order),
         signature="*, epoch, **_",
     )
@@ -31,20 +31,19 @@ class DataKeys(Section):
     eval: Any = key(None, "evaluated after every epoch, like dev")
     cache_size: int | str | list[int | str] = key(
         0,
-        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
-        "K, M or G, -1 everything; memory-mapped files need none",
+        "memory in which a rank keeps sequences of train, dev, eval that it has read (one size or up to three): 0 none, '2G' a "
+        "budget with K, M or G, -1 everything; memory-mapped files need none",
         Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
     )
     lengths_dir: str | None = key(
         "~/.cache/hvdtrain/lengths",
-        "folder for the lengths of sequences that only reading the data tells (iterables, items that take long to read, datasets "
-        "that RETURNN reads); jobs may share it; "
-        "None: they are found in every run",
+        "folder for lengths of sequences that are only known from reading the data (iterables, items that take long to read, "
+        "datasets that RETURNN reads); jobs may share it; None: they are found in every run",
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
     extern_data: Any = key(
         None,
-        "what the data has to be like: by data key a dict with dim, and sparse, dtype (numpy's name) and shape (None is the time "
+        "what the data must look like: by data key a dict with dim, and sparse, dtype (numpy's name) and shape (None is the time "
         "axis) where they apply; every batch is compared with it before the model sees it, except for keys that it leaves out",
     )
     forward_data: Any = key(None, "task forward: the data; None: eval")
@@ -52,7 +51,7 @@ class DataKeys(Section):
 
 
 class DatasetKeys:
-    """The base of every kind's keys: what the code that opens a dataset asks them.
+    """The base of the keys of every kind of dataset: the members that opening a dataset relies on.
 
     The keys `dataset` and `datasets` hold the datasets inside it.
     """
@@ -63,11 +62,11 @@ class DatasetKeys:
 
     @property
     def ordered_by(self) -> str | None:
-        """The name of the dataset inside it whose order keys apply to the whole; None: there is none."""
+        """The name of the inner dataset whose order keys apply to the whole; None: no inner dataset's do."""
         return None
 
     def problems(self) -> list[Problem]:
-        """What is wrong between the keys."""
+        """Conflicts among the keys."""
         return []
 
     def data_files(self) -> tuple[str, ...]:
@@ -78,12 +77,12 @@ class DatasetKeys:
         """Those of `data_files` that may be read from a copy in `cache_dir`."""
         return self.data_files()
 
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
-        """The keys with the files replaced that have a copy, by name of the file."""
+    def with_copies(self, copies: Mapping[str, str]) -> Self:
+        """The keys with files replaced by their copies, given by name of the file."""
         return self
 
     def num_readers(self) -> int:
-        """The number of processes that read the datasets inside, each with a cache of its own."""
+        """The number of processes that read the datasets inside, each with a separate cache."""
         return 1
 
 
@@ -99,7 +98,7 @@ class FileDatasetKeys(DatasetKeys):
     def data_files(self) -> tuple[str, ...]:
         return (self.files,) if isinstance(self.files, str) else tuple(self.files)
 
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
+    def with_copies(self, copies: Mapping[str, str]) -> Self:
         return replace(self, files=[copies.get(path, path) for path in self.data_files()])
 
 
@@ -111,11 +110,11 @@ class DatasetSpec:
         name: the config key ('train', 'dev', ..., 'train.datasets.text' inside another dataset).
         open: opens the dataset or source, with an OpeningContext as optional argument. Raises: DataError.
         files: the data files that it reads itself.
-        copied: those of the files that may be read from a copy.
+        copied: the files among them that may be read from a copy.
         datasets: the datasets inside it.
-        maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
-        cache_byte_size: the bytes that a rank may cache of it, if its dict says so, instead of `cache_size`.
-        is_known: False: a function of the config returns it, or a dataset inside it, and has not been called yet.
+        maker: returns the config's class or function, bound to the other entries of the dict; None: it is not such a dict.
+        cache_byte_size: the bytes of it that a rank may cache instead of `cache_size`, if its dict sets that.
+        is_known: whether all functions of the config that return it, or a dataset inside it, have been called.
     """
 
     name: str
@@ -135,5 +134,5 @@ class DatasetSpec:
             yield from dataset.all()
 
     def repeatable(self, opened: Any) -> Any:
-        """What `open` returned; in place of an iterator, which has one epoch only, the function of the config that made it."""
+        """The object that `open` returned; for an iterator, which has one epoch only, the config's function that made it."""
         return self.maker() if self.maker is not None and isinstance(opened, Iterator) else opened

@@ -46,7 +46,7 @@ class HDFDatasetKeys(FileDatasetKeys):
     )
 
     def files_to_copy(self) -> tuple[str, ...]:
-        # A path to another file is relative to the file that contains it, so a copy would not find the other file.
+        # Paths to other files are relative to the file that contains them, so a copy would not find them.
         return () if self.allow_external else self.data_files()
 
 
@@ -70,10 +70,10 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "Task12AXDataset": Task12AXDatasetKeys,
     "DummyDataset": DummyDatasetKeys,
 }
-"""The keys of each class of datasets, which say what opens it, by the name that a dataset dict has as 'class'."""
+"""The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
 ONE_BY_ONE = ("MapDataset", "FilesDataset")
-"""Those of them that RETURNN does not have: what is inside a MapDataset may be read in an order of its own."""
+"""The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"
 
@@ -95,8 +95,8 @@ RETURNN_ENTRIES: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "_num_shards": ((1,), "the ranks share the batches of every dataset"),
     "_shard_index": ((0,), "the ranks share the batches of every dataset"),
 }
-"""Entries that the dict of every dataset of RETURNN may have: the values that ask for nothing here (None: all of them), and what
-to do instead of setting another one."""
+"""Entries that every dataset dict of RETURNN may have: the values that can be ignored here (None: all of them), and what to do
+instead of setting another one."""
 
 
 def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Checking and opening what a config gives as a dataset: a dict, file names, or a class of the user's."""
+"""Checks and opens the datasets of a config: dicts, file names, or a user's classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from os.path import basename
 from typing import Any, NoReturn
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset, describe, is_map_style
@@ -53,7 +53,7 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[Problem]]
     return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
 
 
-def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Problem]]:
+def forward_dataset(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Problem]]:
     """The dataset of the tasks forward and search, and the problems with it."""
     search_data = keys.search_data if task == "search" else None
     for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
@@ -64,13 +64,13 @@ def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Probl
 
 @dataclass(frozen=True)
 class OpeningContext:
-    """What the job provides for reading its datasets.
+    """What the job provides to read its datasets.
 
     Attributes:
         budget: the memory for cached sequences.
         copies: by name of a data file, that of its copy on a local disk.
         scanning: for datasets whose lengths are found by reading them.
-        parts: gets every dataset that was opened and has no other inside it.
+        parts: collects every opened dataset without others inside it.
     """
 
     budget: Budget = field(default_factory=lambda: Budget(0))
@@ -81,12 +81,12 @@ class OpeningContext:
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check a dataset of a config as `check_dataset` does, after calling the functions in it that return a dataset."""
-    value, problems = with_functions_called(name, value)
+    value, problems = call_functions(name, value)
     return (None, problems) if problems else check_dataset(name, value, defaults)
 
 
-def with_functions_called(name: str, value: Any) -> tuple[Any, list[Problem]]:
-    """A dataset of a config in which each function is replaced by the dataset that it returned; the problems with functions."""
+def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
+    """A dataset of a config with each function replaced by the dataset that it returned; the problems with functions."""
     if is_function(value):
         try:
             made = value()
@@ -98,42 +98,44 @@ def with_functions_called(name: str, value: Any) -> tuple[Any, list[Problem]]:
         if isinstance(made, Iterator):
             return {"class": value}, []
         value = {"class": made} if is_function(made) else made
-    if not isinstance(value, dict) or _is_returnns(value) or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset"):
+    if (
+        not isinstance(value, dict)
+        or _is_for_returnn(value)
+        or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset")
+    ):
         return value, []
     problems: list[Problem] = []
 
-    def called(path: str, child: Any) -> Any:
-        found, more = with_functions_called(f"{name}.{path}", child)
+    def call(path: str, child: Any) -> Any:
+        found, more = call_functions(f"{name}.{path}", child)
         problems.extend(more)
-        # RETURNN reads what this function returned, and not all of the outer dataset.
-        return {"class": "ReturnnDataset", "dataset": found} if found is not child and _is_returnns(found) else found
+        # RETURNN reads the dataset that this function returned, not all of the outer dataset.
+        return {"class": "ReturnnDataset", "dataset": found} if found is not child and _is_for_returnn(found) else found
 
     value = dict(value)
     if "dataset" in value:
-        value["dataset"] = called("dataset", value["dataset"])
+        value["dataset"] = call("dataset", value["dataset"])
     several = value.get("datasets")
     if isinstance(several, dict):
-        value["datasets"] = {child: called(f"datasets.{child}", each) for child, each in several.items()}
+        value["datasets"] = {child: call(f"datasets.{child}", inner) for child, inner in several.items()}
     elif isinstance(several, (list, tuple)):
-        value["datasets"] = [called(f"datasets.{number}", each) for number, each in enumerate(several)]
+        value["datasets"] = [call(f"datasets.{number}", inner) for number, inner in enumerate(several)]
     return value, problems
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value of a config is a function that returns a dataset, and not a dataset or a function that yields an epoch."""
-    return callable(value) and not isinstance(value, type) and not is_made(value) and not needs_epoch(partial(value))
+    """Whether a value of a config is a function that returns a dataset, not a dataset or a function that yields an epoch."""
+    return callable(value) and not isinstance(value, type) and not is_dataset(value) and not needs_epoch(partial(value))
 
 
-def data_with_functions_called(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[Problem]]:
-    """The keys with the datasets that functions return in place of these functions; the problems with functions.
+def call_data_functions(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[Problem]]:
+    """The keys with functions replaced by the datasets that they return; the problems with functions.
 
     Args:
         names: of the keys besides `eval_datasets`.
     """
-    called = {name: with_functions_called(name, getattr(keys, name)) for name in names}
-    others = {
-        name: called[name] if name in called else with_functions_called(name, value) for name, value in keys.eval_datasets.items()
-    }
+    called = {name: call_functions(name, getattr(keys, name)) for name in names}
+    others = {name: called[name] if name in called else call_functions(name, value) for name, value in keys.eval_datasets.items()}
     problems = [problem for _, found in {**others, **called}.values() for problem in found]
     values = {name: value for name, (value, _) in called.items()}
     return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
@@ -144,42 +146,42 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
 
     Args:
         name: the config key, for messages.
-        value: a dict with 'class', HDF file names (a list, or a string with commas), a dataset that the config has made, or a
-            function that returns one of these.
+        value: a dict with 'class', HDF file names (a list, or a string with commas), a dataset object, or a function that returns
+            one of these.
         defaults: order keys that the dict may override.
 
     Returns:
-        The dataset, or None and the problems. That of a function is known when the function was called.
+        The dataset, or None and the problems. The dataset of a function is only known after a call of the function.
     """
     if is_function(value):
         order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
-        return (None if order is None else DatasetSpec(name, _not_called, order, is_known=False)), problems
+        return (None if order is None else DatasetSpec(name, _open_too_early, order, is_known=False)), problems
     if not isinstance(value, dict):
         value, problems = _as_dict(name, value)
         if problems:
             return None, problems
     if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
         return check_dataset(name, _inner_of_multi_proc(value), defaults)
-    if _is_returnns(value):
-        # Of the defaults, only those of train are keys that a config gave.
+    if _is_for_returnn(value):
+        # The defaults of train are keys of the config; RETURNN must not get the others.
         value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in KINDS:
-        return _parse_kind(name, kind, options, defaults)
+        return _check_kind(name, kind, options, defaults)
     return _check_class(name, kind, options, defaults)
 
 
 def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
-    """The dict that stands for a dataset given in another form; the problems."""
+    """The dict equivalent to a dataset given in another form; the problems."""
     if isinstance(value, Iterator):
         return {}, problem(
             "wrong-type",
             f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
             f'returns it: {name} = function, or {{"class": function, ...}})',
         )
-    if is_made(value):
+    if is_dataset(value):
         return {"class": lambda: value}, []
     if isinstance(value, PathLike):
         value = [value]
@@ -206,7 +208,7 @@ def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
 def _check_class(
     name: str, kind: Any, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
-    """Check the dict of a class or function of the config's, or of one in `OWN`."""
+    """Check the dict of a class or function of the config, or of one in `OWN`."""
     order_values = _pop_order(options, [])
     has_fixed_order = kind == OWN["ReturnnDataset"]
     order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
@@ -230,12 +232,12 @@ def _check_class(
         problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
-    maker = partial(_maker, name, kind, options)
+    maker = partial(_bind, name, kind, options)
     return DatasetSpec(name, lambda context=None: _call(name, kind, maker()), order, maker=maker), []
 
 
-def _not_called(context: Any = None) -> NoReturn:
-    raise RuntimeError("a dataset was opened before the config's function was called that returns it (with_datasets)")
+def _open_too_early(context: Any = None) -> NoReturn:
+    raise RuntimeError("a dataset was opened before the config's function that returns it was called (with_datasets)")
 
 
 def _place(error: Exception) -> str:
@@ -244,9 +246,9 @@ def _place(error: Exception) -> str:
     return f" ({basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
-def is_made(value: Any) -> bool:
-    """Whether a value of a config is a dataset itself, and not a description of one such as a dict or a list of files."""
-    if isinstance(value, (list, tuple)) and all(isinstance(each, (str, PathLike)) for each in value):
+def is_dataset(value: Any) -> bool:
+    """Whether a value of a config is a dataset itself, not a description of one such as a dict or a list of files."""
+    if isinstance(value, (list, tuple)) and all(isinstance(member, (str, PathLike)) for member in value):
         return False
     return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
@@ -255,7 +257,7 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
     Raises:
-        DataError: a file is bad, or the source does not know the lengths of its sequences in advance.
+        DataError: a file is bad, or the lengths of the source's sequences cannot be known in advance.
     """
     context = context or OpeningContext()
     opened = spec.open(context)
@@ -268,7 +270,7 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
         dataset = IterableDataset(spec.repeatable(opened)).to_train_on(spec.name, context.scanning)
     if dataset is None:
         raise DataError(
-            f"{spec.name}: expected a dataset that knows the lengths of its sequences, has __len__ and __getitem__, or can be "
+            f"{spec.name}: expected a dataset that has the lengths of its sequences, has __len__ and __getitem__, or can be "
             f"iterated over, got {type(opened).__name__} (convert it once with hvdtrain dump and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
@@ -280,35 +282,35 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     return with_cache(dataset, context.budget)
 
 
-def _is_returnns(value: Any) -> bool:
-    """Whether a dataset, or one inside it, is of a class that only RETURNN has: RETURNN then reads all of it."""
+def _is_for_returnn(value: Any) -> bool:
+    """Whether a dataset, or one inside it, has a class that only RETURNN has: RETURNN then reads all of it."""
     if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
         return False
     kind = value.get("class")
     if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
         return True
-    return kind not in ONE_BY_ONE and any(_is_returnns(child) for _, child in _inside(value).values())
+    return kind not in ONE_BY_ONE and any(_is_for_returnn(child) for _, child in _inner_datasets(value).values())
 
 
 def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The dataset inside RETURNN's MultiProcDataset. Its processes are ours: those that read, or those of a MapDataset."""
+    """The dataset inside RETURNN's MultiProcDataset, with its processes replaced by ours: for reading, or of a MapDataset."""
     inner = inner_of_multi_proc(options)
-    if _is_returnns(inner) and options.get("num_workers", 1) != 1:
+    if _is_for_returnn(inner) and options.get("num_workers", 1) != 1:
         return {"class": "ReturnnDataset", "dataset": inner, "num_workers": options["num_workers"]}
     if inner.get("class") == "MapDataset":
         inner.setdefault("num_workers", options.get("num_workers", 0))
     return inner
 
 
-def _parse_kind(
+def _check_kind(
     name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class in `KINDS`."""
     section = KINDS[kind_name]
-    own = [declared_key.name for declared_key in declared(section)]
+    own = [declared_key.name for declared_key in declared_keys(section)]
     order_values = _pop_order(options, own)
     cache_byte_size = options.pop("cache_byte_size", None)
-    of_returnn = take_returnn_entries(f"{name}.", options, own)
+    returnn_problems = take_returnn_entries(f"{name}.", options, own)
     if isinstance(options.get("files"), PathLike):
         options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
@@ -316,12 +318,12 @@ def _parse_kind(
         options["files"] = [fspath(name) if isinstance(name, PathLike) else name for name in names]
     keys: DatasetKeys | None
     keys, problems = build(section, options, f"{name}.", {})
-    problems += of_returnn + _cache_problems(name, cache_byte_size)
+    problems += returnn_problems + _cache_problems(name, cache_byte_size)
     problems += unknown_options(f"{name}.", options, section, kind_name, _ORDER_NAMES)
     if keys is not None:
         problems += [found.within(f"{name}.") for found in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
-    for child, (path, value) in _inside(options).items():
+    for child, (path, value) in _inner_datasets(options).items():
         spec, more = check_dataset(f"{name}.{path}", value, {})
         problems += more
         if spec is not None:
@@ -357,8 +359,8 @@ def _cache_problems(name: str, size: Any) -> list[Problem]:
     return []
 
 
-def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The datasets inside a dataset dict: by name, the path of their config key and their value."""
+def _inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The datasets inside a dataset dict: by name, the path of the config key, and the value."""
     result: dict[str, tuple[str, Any]] = {}
     if "dataset" in options:
         result["dataset"] = ("dataset", options["dataset"])
@@ -378,7 +380,7 @@ _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     """Remove the order keys from the options and return them; a class's own keys of the same name stay.
 
-    In configs, None stands for the default of some keys whose default is a number here.
+    In RETURNN configs, None stands for the default of some keys whose default is a number here.
     """
     found = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
     return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}
@@ -404,9 +406,9 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
 
 
 def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
-    """Open the datasets inside, then the dataset itself; if something fails, those that are open are closed."""
+    """Open the datasets inside, then the dataset itself; closes open ones if something fails."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
-    keys = keys.reading_from(copies) if copies else keys
+    keys = keys.with_copies(copies) if copies else keys
     inner = replace(context, budget=context.budget.part(keys.num_readers()))
     with ExitStack() as on_failure:
         datasets = {}
@@ -415,8 +417,8 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
             on_failure.callback(datasets[child].close)
             if datasets[child].has_fixed_order and not isinstance(keys, KINDS["MapDataset"]):
                 raise DataError(
-                    f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one that "
-                    "is read from beginning to end (what RETURNN reads: give the outer dict to RETURNN: "
+                    f"{spec.name}: expected a dataset that can be read in any order inside {name}, got one that "
+                    "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
@@ -446,8 +448,8 @@ def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list
     return problems
 
 
-def _maker(name: str, kind: Any, options: dict[str, Any]) -> partial[Any]:
-    """The user's class or function with the other entries of the dict as arguments. Raises: DataError."""
+def _bind(name: str, kind: Any, options: dict[str, Any]) -> partial[Any]:
+    """The user's class or function, bound to the other entries of the dict as arguments. Raises: DataError."""
     try:
         return partial(resolve(kind) if isinstance(kind, str) else kind, **options)
     except ImportError as error:

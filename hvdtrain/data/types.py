@@ -1,4 +1,4 @@
-"""The values that datasets give: streams, padded arrays and batches, and how sequences are padded."""
+"""The values that datasets return: streams, padded arrays and batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy
 
     Array = numpy.ndarray[Any, Any]
-else:  # `--help` imports the keys of every dataset, and takes no numpy
+else:  # `--help` imports the keys of every dataset without numpy
     Array = Any
 
 External = Literal["refuse", "follow"]
@@ -67,4 +67,4 @@ class Batch:
 
 
 class UnlikeError(DataError):
-    """Sequences do not fit into a batch. The message names the sequence, but not the dataset, which is not known here."""
+    """Sequences do not fit into a batch. The message names the sequence, but not the dataset, which is unknown here."""

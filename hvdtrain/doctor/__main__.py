@@ -37,8 +37,8 @@ from hvdtrain.doctor.ranks import (
     gather_reports,
     measure_share,
     measure_speed,
-    own_rank,
     run_check,
+    this_rank,
 )
 from hvdtrain.doctor.scaling import predict_speed
 from hvdtrain.errors import HvdtrainError
@@ -54,14 +54,14 @@ DESCRIPTION = """\
 Check what training on several ranks and hosts needs. Each check prints a line: ok, warning or problem, with the fix. With a
 config, its keys, its data and the disk for its checkpoints are checked, too. Under a launcher (mpirun, srun, horovodrun,
 torchrun) the hosts of all ranks are checked and compared, and the all-reduce between the ranks is measured; with a config
-also the time of some training steps, on a model that is thrown away. --predict tells from these what speed other numbers of
-ranks would reach."""
+also the time of some training steps, on a model that is thrown away. From these, --predict estimates the speed on other
+numbers of ranks."""
 
 EPILOG = """\
 exit status, for job scripts
   0  no problems; there may be warnings
   1  with --strict: no problems, but warnings
-  2  a problem: training would not start, or not do what is intended
+  2  a problem: training would not start, or not work as intended
 """
 
 
@@ -93,18 +93,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
-    made.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
-    made.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
-    made.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
-    made.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
-    made.add_argument("--seconds", type=float, default=SECONDS, help="how long each measurement takes, about (default 1)")
-    made.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    made.add_argument(
+    parser = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
+    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
+    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each measurement takes, about (default 1)")
+    parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
+    parser.add_argument(
         "--predict", metavar="RANKS", help="predict the speed on other numbers of ranks, such as 2,8,64 (needs a config)"
     )
-    made.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
-    return made
+    parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
+    return parser
 
 
 def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
@@ -126,26 +126,30 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
 def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     started = launch.launch()
-    report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
+    report, settings = None, None
+    if started.local_rank == 0:
+        report, settings = examine(job)
+    elif job.configs:
+        settings, _ = read_config(job.configs, job.overrides)
     framework = framework_of(settings)
-    own = [report] if report is not None else []
+    reports = [report] if report is not None else []
 
-    def apart(why: str, fix: str = "") -> int:
-        """Report what this rank knows of its own host, as the ranks do not find each other."""
-        return _finish(options, own, [problem("ranks", why, fix)], quiet=started.rank > 0)
+    def report_failure(why: str, fix: str = "") -> int:
+        """Report only this rank's host, as the ranks cannot connect."""
+        return _finish(options, reports, [problem("ranks", why, fix)], quiet=started.rank > 0)
 
     cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
     late = f"expected {started.size} ranks to find each other within {options.patience:.0f} s, got no answer"
     if job.configs and settings is None:
-        return _finish(options, own, [], quiet=started.rank > 0)  # the config's problems: the same on all ranks
+        return _finish(options, reports, [], quiet=started.rank > 0)  # the config has problems, which are the same on all ranks
     with ExitStack() as stack:
         try:
             # Only rank 0 watches the time: when it ends, the launcher ends the others.
-            with Deadline(options.patience, lambda: apart(late, cure)) if started.rank == 0 else nullcontext():
+            with Deadline(options.patience, lambda: report_failure(late, cure)) if started.rank == 0 else nullcontext():
                 comm = stack.enter_context(connect(settings, framework))
-                reports, together = gather_reports(comm, own_rank(launch.environment(), started.local_size, report))
+                reports, together = gather_reports(comm, this_rank(launch.environment(), started.local_size, report))
         except HvdtrainError as error:
-            return apart(str(error))
+            return report_failure(str(error))
         if not options.no_measure:
             together += run_check(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework, options.seconds))])
             if settings is not None:
@@ -160,10 +164,6 @@ def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
         return []
     placements = parse_placements(settings.run.predict_ranks)
     return run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
-
-
-def _settings(job: Job) -> Settings | None:
-    return read_config(job.configs, job.overrides)[0] if job.configs else None
 
 
 def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together: Sequence[Finding], quiet: bool = False) -> int:

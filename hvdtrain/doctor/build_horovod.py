@@ -22,7 +22,7 @@ from hvdtrain.doctor.horovod_recipe import HOROVOD_VERSION, CannotBuild, CudaCho
 from hvdtrain.doctor.horovod_wheel import built_for, label, matching_wheel, misfits
 from hvdtrain.doctor.packages import is_older
 
-# The newest versions that a build was tried with (docs/installing.md has the table). Newer ones are tried, and a line says so.
+# The newest versions that were tested (docs/installing.md has the table). A build with newer ones is tried, after a note.
 TRIED = {"torch": "2.15.0", "tensorflow": "2.21.0", "python": "3.13", "compiler": "14.2", "mpi": "5.0.7"}
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -32,7 +32,7 @@ ERROR = re.compile(r"\b(fatal )?error: (?!subprocess-exited|metadata-generation)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build Horovod, or take the wheel of an earlier build, install it and try it out; return the exit status."""
+    """Build Horovod, or take the wheel of an earlier build, install it and test it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain build-horovod",
         description=f"Build Horovod {HOROVOD_VERSION} for the torch and tensorflow of this Python, with MPI and Gloo "
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--install",
         type=Path,
         metavar="WHEEL",
-        help="install this wheel, or the one in this folder that fits; build nothing. If none fits, tell why",
+        help="install this wheel, or the one in this folder that fits; build nothing. If none fits, explain why",
     )
     parser.add_argument(
         "--force", action="store_true", help="build again even if the installed Horovod works, or a wheel is kept"
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def newer_than_tried(versions: dict[str, str]) -> list[str]:
-    """Lines about the versions that are newer than any that a build was tried with.
+    """Lines about versions that are newer than the newest that was tested.
 
     >>> newer_than_tried({"torch": "torch 2.15.0+cu132", "compiler": "g++ (Debian 15.1.0-3) 15.1.0", "mpi": "Open MPI 5.0.7"})
     ['g++ 15.1.0 is newer than 14.2, the newest that this was tried with: trying']
@@ -103,28 +103,28 @@ def newer_than_tried(versions: dict[str, str]) -> list[str]:
 
 
 def error_lines(log: str, limit: int = 12) -> list[str]:
-    """The lines of a build's log that tell what went wrong: the compiler's, linker's, CMake's and pip's own errors, each once,
-    with what belongs to them. In a parallel build they are far from the log's end. Without any, the log's last 20 lines.
+    """The errors of the compiler, linker, CMake and pip in a build's log, each once and with its details; the last 20 lines if
+    there are none. In a parallel build, the errors are far from the end of the log.
     """
     lines = log.splitlines()
     found: dict[str, list[str]] = {}
     for number, line in enumerate(lines):
         text = line.lstrip()
         if text.startswith("CMake Error"):
-            more = [each.strip() for each in lines[number + 1 : number + 12] if each.strip()]
+            details = [line.strip() for line in lines[number + 1 : number + 12] if line.strip()]
             ends = ("--", "CMake", "Call Stack", "See also")
-            end = next((index for index, each in enumerate(more) if each.startswith(ends)), len(more))
-            found.setdefault(text, [f"  {each}" for each in more[: min(end, 6)]])
+            end = next((index for index, detail in enumerate(details) if detail.startswith(ends)), len(details))
+            found.setdefault(text, [f"  {detail}" for detail in details[: min(end, 6)]])
         elif ERROR.search(line) or (line.startswith("ERROR: ") and "Failed" not in line):
             found.setdefault(text, [])
     if not found:
         return lines[-20:]
-    shown = [each for line, more in list(found.items())[:limit] for each in (line, *more)]
+    shown = [text for line, details in list(found.items())[:limit] for text in (line, *details)]
     return [*shown, *([f"... and {len(found) - limit} more"] if len(found) > limit else [])]
 
 
 def _install_only(place: Path, frameworks: list[str], log: Path) -> int:
-    """Install the wheel, or the wheel of a folder, that fits this machine; tell why if none does."""
+    """Install the wheel, or the wheel in a folder, that fits this machine; print why if none does."""
     wheels = sorted(place.glob("horovod-*.whl")) if place.is_dir() else [place]
     if not wheels or not wheels[0].exists():
         print(f"--install: expected a wheel that build-horovod made, or a folder with one, got {place}", file=sys.stderr)
@@ -157,7 +157,7 @@ def _install_only(place: Path, frameworks: list[str], log: Path) -> int:
 def _build_and_install(
     frameworks: list[str], cuda: CudaChoice, versions: dict[str, str], wheel_dir: Path | None, log: Path
 ) -> int:
-    """Build Horovod, install it and try it out; keep the wheel where a folder is given. Return the exit status."""
+    """Build Horovod, install it and test it; keep the wheel if a folder is given. Return the exit status."""
     try:
         standard, why = cxx_standard(frameworks)
     except CannotBuild as error:
@@ -204,7 +204,7 @@ def _default_wheel_dir() -> Path:
 
 
 def _unwritable(wheel_dir: Path) -> str | None:
-    """Why no wheel can be kept there, or None: then the folder exists."""
+    """Create the folder if needed; return why no wheel can be written to it, or None."""
     try:
         wheel_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -213,7 +213,7 @@ def _unwritable(wheel_dir: Path) -> str | None:
 
 
 def _copy_wheel(wheel: Path, wheel_dir: Path) -> bool:
-    """Whether the wheel is in the folder, too, now."""
+    """Copy the wheel into the folder; return whether that succeeded."""
     problem = _unwritable(wheel_dir)
     try:
         if problem is None:
@@ -226,7 +226,7 @@ def _copy_wheel(wheel: Path, wheel_dir: Path) -> bool:
 
 
 def _missing(frameworks: list[str]) -> list[str]:
-    """What has to be installed before Horovod can be built, one line each."""
+    """The packages and programs to install before Horovod can be built, one line each."""
     lines = []
     if not frameworks:
         lines.append(
@@ -243,7 +243,7 @@ def _missing(frameworks: list[str]) -> list[str]:
 
 
 def _problem(frameworks: list[str]) -> str | None:
-    """Why the installed Horovod cannot be used with these frameworks, or None if it can. Each is tried in its own process."""
+    """Why the installed Horovod does not work with these frameworks, or None if it does. Each is tested in its own process."""
     importlib.invalidate_caches()
     if not find_spec("horovod"):
         return "Horovod is not installed"
@@ -256,7 +256,7 @@ def _problem(frameworks: list[str]) -> str | None:
 
 
 def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, folder: Path) -> Path | None:
-    """Let pip build the wheel in the folder with the settings Horovod needs, showing how far the compiler has come."""
+    """Let pip build the wheel in the folder with the settings Horovod needs, and show the compiler's progress."""
     with_cuda = cuda.version != "none"
     environment = dict(
         os.environ,
@@ -270,7 +270,7 @@ def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, fo
         environment[f"HOROVOD_WITH{'' if framework in frameworks else 'OUT'}_{name}"] = "1"
     if cuda.nccl:
         environment.update(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_NCCL_HOME=str(cuda.nccl))
-    # pip keeps built wheels itself, but by version only, so that it would hand out one that was built for other frameworks.
+    # pip caches wheels by version only, so its cache might return one that was built for other frameworks.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-binary", "horovod", "--no-cache-dir"]
     command += ["--no-deps", "--wheel-dir", str(folder), f"horovod=={HOROVOD_VERSION}"]
     libraries = f"MPI, Gloo{', CUDA' if with_cuda else ''}{', NCCL' if cuda.nccl else ''}"
@@ -287,7 +287,7 @@ def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, fo
 
 
 def _install(wheel: Path, log: Path) -> bool:
-    """Install the wheel and the packages it asks for, in place of any Horovod that is there."""
+    """Install the wheel and the packages it requires, in place of any installed Horovod."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         for options in (["--force-reinstall", "--no-deps"], []):
@@ -298,7 +298,7 @@ def _install(wheel: Path, log: Path) -> bool:
 
 
 def _show(what: str, log: Path, seconds: float) -> None:
-    """On a terminal: one line that is written over, with make's own percentage."""
+    """On a terminal, show make's percentage in a line that is overwritten."""
     if sys.stdout.isatty():
         done = re.findall(r"\[ *(\d+)%\]", log.read_text(errors="replace"))
         print(f"\r{what} ... {done[-1] if done else 0} % after {seconds:.0f} s ", end="", flush=True)

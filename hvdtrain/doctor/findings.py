@@ -1,4 +1,4 @@
-"""The findings of checks, the report that is made of them, and the comparison of hosts."""
+"""The findings of checks, their report, and the comparison of hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finding:
 
     Attributes:
         about: what was checked, such as 'shared memory'.
-        text: what was found.
+        text: the result.
         fix: what to do about it; empty if nothing is wrong.
     """
 
@@ -40,16 +40,16 @@ def warning(about: str, text: str, fix: str) -> Finding:
 
 
 def problem(about: str, text: str, fix: str) -> Finding:
-    """Training will not start, or not do what is intended."""
+    """Training will not start, or not work as intended."""
     return Finding("problem", about, text, fix)
 
 
 @dataclass
 class HostReport:
-    """What was found on one host.
+    """The findings of one host.
 
     Attributes:
-        facts: by name, what should be the same on all hosts, such as versions and files.
+        facts: values by name that should be the same on all hosts, such as versions and files.
         address: of the interface that NCCL and Gloo should use, 'eth0 10.0.0.5/24'; empty if there is none.
         clock: the host's time in seconds, read on all hosts at the same moment; None: not read.
     """
@@ -71,7 +71,7 @@ def merge_findings(reports: Sequence[HostReport]) -> list[tuple[Finding, list[st
 
 
 INDENT = 9 * " "
-"""Of further lines of a finding: the width of the column of levels."""
+"""The indentation of further lines of a finding: the width of the column of levels."""
 
 
 def lines(reports: Sequence[HostReport]) -> list[str]:
@@ -118,17 +118,17 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 HARMFUL = ("hvdtrain", *FRAMEWORKS, "horovod", "MPI of Horovod", "MPI of mpirun")
-"""Facts that have to be the same on all hosts, beside files. A difference in others is only a warning."""
+"""Facts that, like files, have to be the same on all hosts. A difference in other facts is only a warning."""
 
 
 def of_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that should be the same on all hosts: mpirun exports only those that it is told to."""
-    of_one_rank = ("HOROVOD_RANK", "HOROVOD_LOCAL", "HOROVOD_CROSS", "HOROVOD_HOSTNAME", "HOROVOD_SIZE", "HOROVOD_SECRET")
+    """The variables that should be the same on all hosts: mpirun exports only those named with -x."""
+    rank_prefixes = ("HOROVOD_RANK", "HOROVOD_LOCAL", "HOROVOD_CROSS", "HOROVOD_HOSTNAME", "HOROVOD_SIZE", "HOROVOD_SECRET")
     return {
         name: value
         for name, value in environ.items()
         if name in ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PYTHONPATH")
-        or (name.startswith(("NCCL_", "HOROVOD_", "GLOO_")) and not name.startswith(of_one_rank))
+        or (name.startswith(("NCCL_", "HOROVOD_", "GLOO_")) and not name.startswith(rank_prefixes))
     }
 
 
@@ -136,7 +136,7 @@ def differences(reports: Sequence[HostReport]) -> list[Finding]:
     """A finding for each fact that differs between hosts.
 
     >>> h1, h2 = HostReport("h1", facts={"torch": "2.13.0"}), HostReport("h2", facts={"torch": "2.9.0"})
-    >>> [(each.level, each.text) for each in differences([h1, h2])]
+    >>> [(finding.level, finding.text) for finding in differences([h1, h2])]
     [('problem', 'torch: 2.13.0 on h1; 2.9.0 on h2')]
     """
     findings = []
@@ -172,13 +172,13 @@ CLOCK_WARNING, CLOCK_PROBLEM = 1.0, 240.0
 def check_clocks(reports: Sequence[HostReport]) -> list[Finding]:
     """How much the hosts' clocks differ.
 
-    >>> [each.level for each in check_clocks([HostReport("h1", clock=100.0), HostReport("h2", clock=103.5)])]
+    >>> [finding.level for finding in check_clocks([HostReport("h1", clock=100.0), HostReport("h2", clock=103.5)])]
     ['warning']
     """
-    known = [(report.clock, report.host) for report in reports if report.clock is not None]
-    if len(known) < 2:
+    clocks = [(report.clock, report.host) for report in reports if report.clock is not None]
+    if len(clocks) < 2:
         return []
-    (first, behind), (last, ahead) = min(known), max(known)
+    (first, behind), (last, ahead) = min(clocks), max(clocks)
     apart = last - first
     if apart < CLOCK_WARNING:
         return [ok("clocks", f"within {max(apart, 0.001):.3f} s of each other")]
@@ -203,5 +203,5 @@ def check_networks(reports: Sequence[HostReport]) -> list[Finding]:
     networks = {str(ipaddress.ip_interface(address).network) for _, _, address in addresses}
     if len(addresses) < 2 or len(networks) == 1:
         return []
-    text = "the hosts' interfaces are in different networks: " + ", ".join(f"{each[0]} {each[1]} {each[2]}" for each in addresses)
+    text = "the hosts' interfaces are in different networks: " + ", ".join(map(" ".join, addresses))
     return [warning("interfaces", text, "set NCCL_SOCKET_IFNAME to a name or prefix that selects the same network on every host")]

@@ -1,11 +1,11 @@
-"""Wheels of Horovod that say what they fit: kept for the next environment, or copied to another machine.
+"""Wheels of Horovod that record which environments they fit: kept for the next one, or copied to another machine.
 
 A wheel's name has the versions of the frameworks and of MPI, as pip shows them afterwards:
 
     horovod-0.28.1+torch2.13.0.cpu.tensorflow.cpu2.21.0.openmpi4-0a1b2c3d4-cp311-cp311-linux_x86_64.whl
 
 Its metadata requires exactly these frameworks, so that `pip check` reports another one, and `built-for.json` in its dist-info
-has everything else. The build number (0a1b2c3d4) tells apart wheels that differ in that alone.
+has everything else. The build number (0a1b2c3d4) distinguishes wheels that differ only in that.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def matching_wheel(wheel_dir: Path, versions: Mapping[str, str]) -> Path | None:
 def misfits(wheel: Path, here: Mapping[str, str]) -> list[str]:
     """Why a wheel that was built elsewhere does not fit here, one reason each; empty if it does.
 
-    What matters is what the wheel's libraries are linked with or were compiled against: not the compiler, nor the patch level
-    of Python, nor where MPI is installed.
+    Only the libraries that the wheel is linked with or was compiled against matter: not the compiler, the patch level of Python,
+    or where MPI is installed.
 
     Args:
         here: what `built_for` finds for the frameworks that are installed here.
@@ -83,9 +83,9 @@ def misfits(wheel: Path, here: Mapping[str, str]) -> list[str]:
         return ["expected a wheel that build-horovod made, with built-for.json in it"]
 
     def differs(name: str, what: str, by_major: bool = False) -> list[str]:
-        there, here_too = built.get(name, "none"), here.get(name, "none")
-        same = there.split(".")[0] == here_too.split(".")[0] if by_major else there == here_too
-        return [] if same else [f"built for {what}{there}, here is {here_too}"]
+        wanted, found = built.get(name, "none"), here.get(name, "none")
+        is_same = wanted.split(".")[0] == found.split(".")[0] if by_major else wanted == found
+        return [] if is_same else [f"built for {what}{wanted}, here is {found}"]
 
     reasons = [] if built.get("abi") == here["abi"] else [f"built for Python {built.get('python')}, here is {here['python']}"]
     for framework in ("torch", "tensorflow"):
@@ -105,7 +105,7 @@ def misfits(wheel: Path, here: Mapping[str, str]) -> list[str]:
 
 
 def label(wheel: Path, versions: Mapping[str, str], wheel_dir: Path) -> Path:
-    """Write into the folder the same wheel with a name and metadata that say what it fits.
+    """Write a copy of the wheel into the folder, with a name and metadata that say what it fits.
 
     It is renamed into place, since another build may write or read it at the same time.
 
@@ -152,7 +152,7 @@ def _requirements(versions: Mapping[str, str]) -> list[str]:
 
 
 def _build_number(versions: Mapping[str, str]) -> str:
-    """A number, as wheels want it at the beginning, and a hash of the versions."""
+    """A digit, as the build number of a wheel has to begin with one, and a hash of the versions."""
     return "0" + hashlib.sha256(json.dumps(dict(versions), sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -163,7 +163,7 @@ def _wheel(*arguments: str) -> None:
 
 
 def _version(package: str) -> str:
-    """The version of a framework, whichever package brings it (tensorflow-cpu has the module tensorflow)."""
+    """The version of a framework with the package that provides it (tensorflow-cpu provides the module tensorflow)."""
     packages = importlib.metadata.packages_distributions().get(package, [package])
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(packages)))
 

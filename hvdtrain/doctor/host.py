@@ -1,4 +1,4 @@
-"""All checks of one host, in the order of the report, with the config and its data; what launchers left in the environment."""
+"""All checks of one host, in the order of the report, with the config, its data, and the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from hvdtrain.start_up.data import open_feeds
 
 @dataclass(frozen=True)
 class Job:
-    """The training that is planned, as far as it is known.
+    """The planned training, as far as it is known.
 
     Attributes:
-        configs: files; none: only the host is checked.
-        ranks: of the job.
-        local_ranks: those on this host.
-        launcher: what started this process, as comm/launch.py names it; None: no launcher.
-        several_hosts: whether other hosts take part.
+        configs: files; empty: check only the host.
+        ranks: the number of ranks of the job.
+        local_ranks: the number of ranks on this host.
+        launcher: what started this process, as named in comm/launchers.py; None: no launcher.
+        several_hosts: whether the job runs on other hosts, too.
     """
 
     configs: list[Path]
@@ -61,9 +61,9 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     settings, of_config = read_config(job.configs, job.overrides) if job.configs else (None, [])
     framework = settings.run.backend if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
-    probes = packages.start_probes(framework)  # they take seconds, in which the other checks run
+    probes = packages.start_probes(framework)  # they take seconds; meanwhile the other checks run
     name = socket.gethostname()
-    with ThreadPoolExecutor() as pool:  # other programs and the name service answer when they like: all are asked at once
+    with ThreadPoolExecutor() as pool:  # other programs and the name service may be slow: ask all at once
         asked = pool.submit(packages.versions)
         asked_slurm = pool.submit(packages.check_srun)
         asked_gpus = pool.submit(resources.check_gpus, environ, job.local_ranks)
@@ -90,17 +90,17 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
         *of_config,
         *of_data,
     ]
-    if job.ranks > 1:  # this process needs the framework itself: it imports it while the probes do so
-        with suppress(Exception):  # the probe's finding tells why
+    if job.ranks > 1:  # this process needs the framework, too: import it while the probes do so
+        with suppress(Exception):  # the probe reports why
             _ = FRAMEWORKS[framework_of(settings)].tensors
     for package, probe in probes.items():
         findings += packages.check_horovod(package, probe, use_horovod, len(gpus))
     facts = packages.facts()
-    facts |= {f"MPI of {package}": what for package, what in libraries.items()}
-    facts |= {"cores": str(os.cpu_count()), "GPUs": ", ".join(each.name for each in gpus) or "none"}
+    facts |= {f"MPI of {package}": library for package, library in libraries.items()}
+    facts |= {"cores": str(os.cpu_count()), "GPUs": ", ".join(gpu.name for gpu in gpus) or "none"}
     facts |= {"driver": gpus[0].driver} if gpus else {}
     facts |= of_environment(environ) | fingerprints(job.configs, settings)
-    return HostReport(name, [*findings, *before], facts, network.own_address(environ, interfaces)), settings
+    return HostReport(name, [*findings, *before], facts, network.nccl_address(environ, interfaces)), settings
 
 
 def framework_of(settings: Settings | None) -> str:
@@ -124,7 +124,7 @@ def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings 
     try:
         return with_datasets(read_settings(paths, overrides)), [ok("config", ", ".join(map(str, paths)))]
     except ConfigError as error:
-        return None, [problem("config", str(each), "docs/keys.md describes every key") for each in error.problems]
+        return None, [problem("config", str(found), "docs/keys.md describes every key") for found in error.problems]
 
 
 MOST_FILES = 20
@@ -137,9 +137,9 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
     files = hdf_files(settings)
     for path in files[:MOST_FILES]:
         report = check_file(path, seconds=0)
-        findings += [problem("data", each, "python -m hvdtrain check tells more") for each in report.problems]
+        findings += [problem("data", text, "python -m hvdtrain check shows more") for text in report.problems]
         cure = f"python -m hvdtrain check {path} --repack OUT, if the layout is the reason"
-        findings += [warning("data", each if str(path) in each else f"{path}: {each}", cure) for each in report.warnings]
+        findings += [warning("data", text if str(path) in text else f"{path}: {text}", cure) for text in report.warnings]
     if len(files) > MOST_FILES:
         findings.append(ok("data", f"{MOST_FILES} of {len(files)} HDF files were checked (python -m hvdtrain check: all)"))
     if any(finding.level == "problem" for finding in findings):
@@ -174,8 +174,8 @@ def _files(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield from (name.strip() for name in value.split(",") if name.strip().endswith((".hdf", ".h5", ".hdf5")))
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _files(each)
+        for item in value:
+            yield from _files(item)
     elif isinstance(value, dict):
         if value.get("class", "HDFDataset") in ("HDFDataset", "FilesDataset"):
             files = value.get("files", [])
@@ -196,7 +196,7 @@ def fingerprints(configs: list[Path], settings: Settings | None) -> dict[str, st
 
 
 def fingerprint(path: Path) -> str:
-    """A file's size and a hash of pieces of it: quick, also for large files, and different for most other files."""
+    """A file's size and a hash of pieces of it: fast even for large files, and most likely different for different files."""
     try:
         size = path.stat().st_size
         digest = hashlib.sha256()
@@ -210,7 +210,7 @@ def fingerprint(path: Path) -> str:
 
 
 def check_environment(environ: Mapping[str, str], framework: str | None = None) -> list[Finding]:
-    """All checks of what launchers left. They depend on the environment only, except for the file of a file:// rendezvous."""
+    """All checks of the variables that launchers set. One of them also looks for the file of a file:// rendezvous."""
     return [
         *check_ranks(environ),
         *check_sizes(environ),
@@ -225,31 +225,31 @@ VARIABLES = [(launcher.name, names) for launcher in LAUNCHERS for names in launc
 
 
 def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
-    """Whether the variables of each launcher go together.
+    """Whether the variables of each launcher are consistent.
 
-    A stale MASTER_ADDR or a WORLD_SIZE without RANK, left over from another job, makes a script that asks for one of them
-    believe in a launcher that is not there.
+    A stale MASTER_ADDR or a WORLD_SIZE without RANK, left over from another job, makes a script that reads one of them
+    assume a launcher that did not start it.
 
-    >>> [each.text for each in check_ranks({"RANK": "4", "WORLD_SIZE": "4"})]
+    >>> [finding.text for finding in check_ranks({"RANK": "4", "WORLD_SIZE": "4"})]
     ['expected RANK below WORLD_SIZE = 4, got 4']
-    >>> [each.level for each in check_ranks({"WORLD_SIZE": "4"})], check_ranks({"RANK": "0", "WORLD_SIZE": "1"})
+    >>> [finding.level for finding in check_ranks({"WORLD_SIZE": "4"})], check_ranks({"RANK": "0", "WORLD_SIZE": "1"})
     (['warning'], [])
     """
     findings = []
     for launcher, (rank, size, local_rank, _) in VARIABLES:
-        there = {name: environ[name] for name in (rank, size, local_rank) if name in environ}
-        wrong = [name for name, value in there.items() if not value.isdigit()]
+        values = {name: environ[name] for name in (rank, size, local_rank) if name in environ}
+        wrong = [name for name, value in values.items() if not value.isdigit()]
         for name in wrong:
-            findings.append(problem(name, f"expected a number, got {there[name]!r}", f"unset {name}; {launcher} sets it"))
+            findings.append(problem(name, f"expected a number, got {values[name]!r}", f"unset {name}; {launcher} sets it"))
         if wrong or launcher == "srun":
             continue
-        if (rank in there) != (size in there):
-            alone = rank if rank in there else size
-            text = f"{alone} = {there[alone]} is set, but not {size if alone == rank else rank}: left over from another job?"
+        if (rank in values) != (size in values):
+            alone = rank if rank in values else size
+            text = f"{alone} = {values[alone]} is set, but not {size if alone == rank else rank}: left over from another job?"
             findings.append(warning(alone, text, f"unset {alone}, or start with {launcher}"))
-        elif rank in there and int(there[rank]) >= int(there[size]):
-            text = f"expected {rank} below {size} = {there[size]}, got {there[rank]}"
-            findings.append(problem(rank, text, f"unset {rank} {size}, or start with {launcher}; a rank is no node's number"))
+        elif rank in values and int(values[rank]) >= int(values[size]):
+            text = f"expected {rank} below {size} = {values[size]}, got {values[rank]}"
+            findings.append(problem(rank, text, f"unset {rank} {size}, or start with {launcher}; it is not the number of a node"))
     for name in ("local_rank", "rank", "world_size"):
         if name in environ:
             findings.append(
@@ -262,42 +262,42 @@ def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def check_sizes(environ: Mapping[str, str]) -> list[Finding]:
-    """Whether two launchers that both left their variables agree on the number of ranks.
+    """Whether all launchers whose variables are set agree on the number of ranks.
 
-    >>> [each.text for each in check_sizes({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
-    ...                                     "RANK": "0", "WORLD_SIZE": "1"})]
+    >>> [finding.text for finding in check_sizes({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
+    ...                                           "RANK": "0", "WORLD_SIZE": "1"})]
     ['expected one number of ranks, got WORLD_SIZE = 1 and OMPI_COMM_WORLD_SIZE = 4']
     """
     sizes = {size: environ[size] for _, (rank, size, _, _) in VARIABLES if environ.get(rank, "").isdigit() and size in environ}
     sizes.pop("SLURM_STEP_NUM_TASKS", None)  # of the step that started mpirun's daemons or torchrun: theirs
     if len(set(sizes.values())) > 1:
         text = f"expected one number of ranks, got {' and '.join(f'{name} = {value}' for name, value in sizes.items())}"
-        return [problem("launchers", text, "use one launcher only, and unset what another one left")]
+        return [problem("launchers", text, "use one launcher only, and unset the variables of the other")]
     return [ok("ranks", ", ".join(f"{name} = {value}" for name, value in sizes.items()))] if sizes else []
 
 
 def check_torchrun(environ: Mapping[str, str]) -> list[Finding]:
-    """Restarts of torchrun fail with gloo unless the agents keep their store to themselves.
+    """Restarts of torchrun fail with gloo if the agents share their store with the ranks.
 
     >>> check_torchrun({"TORCHELASTIC_MAX_RESTARTS": "2"})[0].level, check_torchrun({"TORCHELASTIC_MAX_RESTARTS": "0"})
     ('warning', [])
     """
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts.isdigit() and int(restarts) > 0 and environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        text = f"torchrun may restart {restarts} times, but restarted ranks find the dead ones' addresses in its store"
+        text = f"torchrun may restart {restarts} times, but restarted ranks find the addresses of dead ranks in its store"
         return [warning("torchrun", text, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")]
     return []
 
 
 def check_mpirun(environ: Mapping[str, str]) -> list[Finding]:
-    """Whether mpirun across hosts would notice that one is gone.
+    """Whether mpirun would notice the loss of a host.
 
     >>> check_mpirun({"OMPI_MCA_orte_num_nodes": "2"})[0].level, check_mpirun({"OMPI_MCA_orte_num_nodes": "1"})
     ('warning', [])
     """
     nodes = environ.get("OMPI_MCA_orte_num_nodes", "1")
     if nodes.isdigit() and int(nodes) > 1 and "OMPI_MCA_oob_tcp_keepalive_time" not in environ:
-        text = f"on {nodes} hosts, without keepalive: if a cable is cut, the job hangs for ever"
+        text = f"on {nodes} hosts, without keepalive: if a host is lost, the job hangs forever"
         return [warning("mpirun", text, f"add {KEEPALIVE}")]
     return []
 
@@ -307,5 +307,7 @@ def check_init_file(environ: Mapping[str, str]) -> list[Finding]:
     method = environ.get("DIST_INIT_METHOD", "")
     path = Path(method.removeprefix("file://"))
     if method.startswith("file://") and path.exists():
-        return [warning("DIST_INIT_METHOD", f"{path} is there from an earlier run", f"rm {path}, or a new name for every run")]
+        return [
+            warning("DIST_INIT_METHOD", f"{path} is left over from an earlier run", f"rm {path}, or a new name for every run")
+        ]
     return []

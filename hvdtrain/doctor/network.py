@@ -1,4 +1,4 @@
-"""Network interfaces, host names and ports, by which ranks of several hosts connect; and other hosts over ssh."""
+"""Network interfaces, host names and ports, through which ranks of several hosts connect; and other hosts over ssh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IS_UP = 0x1
 """Requests and a flag of netdevice(7)."""
 
 OF_ONE_HOST = ("lo", "docker", "virbr", "vmnet", "vboxnet", "veth", "br-", "cni", "flannel")
-"""Prefixes of the names of interfaces that connect to no other host."""
+"""Prefixes of the names of interfaces that do not connect to other hosts."""
 
 WIRELESS = ("wl", "ww", "ppp")
 """Prefixes of the names of slow interfaces."""
@@ -104,19 +104,19 @@ def nccl_picks(setting: str | None, interfaces: Sequence[Interface]) -> list[Int
     docker's, else lo.
 
     >>> found = [Interface("lo", "127.0.0.1/8"), Interface("docker0", "172.17.0.1/16"), Interface("eth0", "10.0.0.5/24")]
-    >>> [[each.name for each in nccl_picks(setting, found)] for setting in (None, "^docker", "eth1", "=eth0")]
+    >>> [[interface.name for interface in nccl_picks(setting, found)] for setting in (None, "^docker", "eth1", "=eth0")]
     [['eth0'], ['lo', 'eth0'], [], ['eth0']]
     """
-    usable = [each for each in interfaces if each.up and each.address]
+    usable = [interface for interface in interfaces if interface.up and interface.address]
     for pattern in [setting] if setting and len(setting) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
-        picked = [each for each in usable if matches(each.name, pattern)]
+        picked = [interface for interface in usable if matches(interface.name, pattern)]
         if picked:
             return picked
     return []
 
 
-def own_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str:
-    """The interface that NCCL would connect over, as 'eth0 10.0.0.5/24'; '' if there is none."""
+def nccl_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str:
+    """The interface that NCCL would use, as 'eth0 10.0.0.5/24'; '' if there is none."""
     picked = nccl_picks(environ.get("NCCL_SOCKET_IFNAME"), interfaces)
     return f"{picked[0].name} {picked[0].address}" if picked else ""
 
@@ -132,21 +132,22 @@ def check_interfaces(environ: Mapping[str, str], interfaces: Sequence[Interface]
     """Which interface NCCL picks, and whether the interfaces that other variables name exist.
 
     Args:
-        several_hosts: whether the ranks are on several hosts; if so, an interface that connects to no other host is a problem.
+        several_hosts: whether the ranks are on several hosts; if so, an interface that does not connect to other hosts is a
+            problem.
     """
     findings = [ok("interfaces", ", ".join(map(str, interfaces)))] if interfaces else []
     findings.append(check_nccl(environ.get("NCCL_SOCKET_IFNAME"), interfaces, several_hosts))
-    names = [each.name for each in interfaces]
+    names = [interface.name for interface in interfaces]
     for variable in (*ONE_NAME, *NAMES_OR_NETWORKS):
         for wanted in filter(None, environ.get(variable, "").split(",")):
             if "/" in wanted and variable in NAMES_OR_NETWORKS:
-                there = _is_in_network(wanted, interfaces)
+                is_found = _is_in_network(wanted, interfaces)
             else:
-                there = wanted in names
-            if not there:
-                what = f"expected an interface of this host ({', '.join(names)}), got {wanted}"
+                is_found = wanted in names
+            if not is_found:
+                text = f"expected an interface of this host ({', '.join(names)}), got {wanted}"
                 findings.append(
-                    problem(variable, what, "name one that all hosts have, or a network such as 10.0.0.0/24 for mpirun")
+                    problem(variable, text, "name one that all hosts have, or a network such as 10.0.0.0/24 for mpirun")
                 )
     return findings
 
@@ -156,7 +157,7 @@ def _is_in_network(network: str, interfaces: Sequence[Interface]) -> bool:
         wanted = ipaddress.ip_network(network, strict=False)
     except ValueError:
         return False
-    return any(each.address and ipaddress.ip_interface(each.address).ip in wanted for each in interfaces)
+    return any(interface.address and ipaddress.ip_interface(interface.address).ip in wanted for interface in interfaces)
 
 
 def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hosts: bool) -> Finding:
@@ -167,21 +168,23 @@ def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hos
     ('problem', 'not set: NCCL connects over eth0 10.0.0.5/24')
     """
     about = "NCCL_SOCKET_IFNAME"
-    said = repr(setting) if setting else "not set"
+    value = repr(setting) if setting else "not set"
     picked = nccl_picks(setting, interfaces)
-    better = [each.name for each in interfaces if each.up and each.address and each.leads_out]
+    better = [interface.name for interface in interfaces if interface.up and interface.address and interface.leads_out]
     fix = f"export NCCL_SOCKET_IFNAME={better[0]}" if better else "bring a network interface up"
     if not picked:
-        return problem(about, f"{said} picks none of {', '.join(each.name for each in interfaces)}: NCCL finds no interface", fix)
+        return problem(
+            about, f"{value} picks none of {', '.join(interface.name for interface in interfaces)}: NCCL finds no interface", fix
+        )
     first = picked[0]
-    over = f"{said}: NCCL connects over {first}"
+    over = f"{value}: NCCL connects over {first}"
     if len(picked) > 1:
-        over += f", the first of {', '.join(each.name for each in picked)}"
+        over += f", the first of {', '.join(interface.name for interface in picked)}"
     if not first.leads_out:
         if setting and setting.startswith("^") and first.name == "lo":
             fix = f"list lo, too: export NCCL_SOCKET_IFNAME={setting},lo"
         if several_hosts:
-            return problem(about, f"{over}, which leads to no other host", fix)
+            return problem(about, f"{over}, which does not lead to other hosts", fix)
         return (
             warning(about, f"{over}: enough for one host, not for several", fix) if better else ok(about, f"{over}, on one host")
         )
@@ -191,7 +194,7 @@ def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hos
 
 
 def check_name(name: str, several_hosts: bool) -> Finding:
-    """Whether this host's name resolves to an address that other hosts can use, as Gloo announces that address to them."""
+    """Whether this host's name resolves to an address that other hosts can reach: Gloo publishes that address to them."""
     try:
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
     except OSError as error:
@@ -223,7 +226,7 @@ def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
         findings.append(problem("MASTER_PORT", f"expected a port from 1 to 65535, got {port!r}", "export MASTER_PORT=29500"))
     elif port and is_master and port_is_taken(int(port)):
         findings.append(
-            problem("MASTER_PORT", f"{port} is taken by another program", f"export MASTER_PORT={free_port()}, free now")
+            problem("MASTER_PORT", f"{port} is in use by another program", f"export MASTER_PORT={free_port()}, which is free")
         )
     elif address or port:
         findings.append(ok("MASTER_ADDR, MASTER_PORT", f"{address or 'not set'}, {port or 'not set'}"))
@@ -242,7 +245,7 @@ def port_is_taken(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that is free at the moment."""
+    """A port that is currently free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -263,7 +266,7 @@ def check_ports() -> list[Finding]:
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
 
 SLOW = 3.0
-"""Seconds for a login: mpirun has many to do."""
+"""A login that takes more than this many seconds is slow: mpirun needs one for each host."""
 
 PATIENCE = 3.0
 """Seconds to wait for a connection to another host."""
@@ -276,17 +279,17 @@ with socket.socket() as listener:
     try: listener.accept()[0].close()
     except OSError: pass
 """
-"""Listens on a free port of the other host until somebody connects."""
+"""Listens on a free port of the other host until a connection is made."""
 
 
 def ask_hosts(hosts: Sequence[str], command: Sequence[str]) -> tuple[list[HostReport], list[Finding]]:
-    """Log in to every host, all at once, and let the doctor look at it from there.
+    """Log in to all hosts at once, and run the doctor on each of them.
 
     Args:
-        command: what to run there: this program with its arguments, for JSON.
+        command: the arguments of Python to run there: the doctor with its arguments, with output as JSON.
 
     Returns:
-        The reports of the hosts that gave one, and what was found on the way.
+        The reports of the hosts that returned one, and the findings about the logins and connections.
     """
     with ThreadPoolExecutor(max_workers=16) as pool:
         answers = list(pool.map(lambda host: ask_host(host, command), hosts))
@@ -294,24 +297,24 @@ def ask_hosts(hosts: Sequence[str], command: Sequence[str]) -> tuple[list[HostRe
 
 
 def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list[Finding]]:
-    """One host."""
+    """`ask_hosts` for one host."""
     about = f"ssh {host}"
     try:
         address = str(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:
         address = ""
-        named = str(error)
+        lookup_error = str(error)
     before = time.time()
     status, said = output([*SSH, host, "date +%s.%N"], seconds=15)
     after = time.time()
     if status != 0:
         if not address and "resolve" in said:
             return None, [
-                problem(about, f"expected the name of a host, got {host}: {named}", "/etc/hosts, DNS, or ~/.ssh/config")
+                problem(about, f"expected the name of a host, got {host}: {lookup_error}", "/etc/hosts, DNS, or ~/.ssh/config")
             ]
         return None, [problem(about, f"expected to log in without a password, got: {_last(said)}", _cure(said, host))]
     seconds = after - before
-    clock_ahead = surely_ahead(float(said.split()[-1]), before, after)
+    clock_ahead = minimum_lead(float(said.split()[-1]), before, after)
     findings = [ok(about, f"logged in within {seconds:.1f} s")]
     if seconds > SLOW:
         findings = [warning(about, f"a login takes {seconds:.1f} s", "UseDNS no in its sshd_config; a shorter ~/.bashrc")]
@@ -324,15 +327,15 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
         text = f"expected `{sys.executable} -m hvdtrain doctor` to run there, in {Path.cwd()}, got: {_last(said)}"
         return None, [*findings, problem(about, text, "the same environment and folder on all hosts, or a shared file system")]
     values = json.JSONDecoder().raw_decode(said[start:])[0][0]
-    report = HostReport(**values | {"findings": [Finding(**each) for each in values["findings"]]})
+    report = HostReport(**values | {"findings": [Finding(**fields) for fields in values["findings"]]})
     report.clock = clock_ahead
     return report, findings
 
 
-def surely_ahead(clock: float, before: float, after: float) -> float:
-    """How far another clock is ahead at least (behind: negative), if it was read at some time between two moments.
+def minimum_lead(clock: float, before: float, after: float) -> float:
+    """The least seconds by which another clock is ahead (negative: behind), if it was read at some time between two moments.
 
-    >>> surely_ahead(103.0, before=100.0, after=102.0), surely_ahead(101.9, before=100.0, after=102.0)
+    >>> minimum_lead(103.0, before=100.0, after=102.0), minimum_lead(101.9, before=100.0, after=102.0)
     (1.0, 0.0)
     """
     return max(0.0, clock - after) + min(0.0, clock - before)
@@ -348,7 +351,7 @@ def cannot_connect(address: str, port: int) -> str | None:
 
 
 def check_port(host: str, address: str) -> list[Finding]:
-    """Whether a port that a program takes there can be reached from here: MPI, Gloo and NCCL all take whichever is free."""
+    """Whether a free port on that host can be reached from here: MPI, Gloo and NCCL listen on any free port."""
     listener = subprocess.Popen(
         [*SSH, host, shlex.join([sys.executable, "-c", LISTEN])],
         env=environment_alone(),
@@ -360,13 +363,13 @@ def check_port(host: str, address: str) -> list[Finding]:
     try:
         port = (listener.stdout.readline() if listener.stdout else "").strip()
         if not port.isdigit():
-            return []  # no Python there: the report tells more
+            return []  # no Python there: the doctor's report shows more
         error = cannot_connect(address, int(port))
     finally:
         listener.kill()
         listener.wait()
     if error:
-        fix = "open the firewall between the hosts for the ports that programs take"
+        fix = "open the firewall between the hosts for the ports that programs use"
         return [problem(f"ports of {host}", f"expected to reach {address} on port {port}, got: {error}", fix)]
     return [ok(f"ports of {host}", f"{address} is reached on a free port")]
 

@@ -1,4 +1,4 @@
-"""Other programs' answers; Python, the packages that training needs, what Horovod was built with, and which MPI all is of."""
+"""The output of other programs; Python, the packages that training needs, how Horovod was built, and the MPIs in use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str
 
 
 class PythonProbe:
-    """A Python process that fills a dict, so that a framework can be tried without importing it here.
+    """A Python process that fills a dict, to test a framework without importing it in this process.
 
     Args:
         code: puts its results into the dict `found`.
@@ -87,7 +87,7 @@ AT_LEAST = {
 """The oldest versions that are known to work; pyproject.toml has the same."""
 
 OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
-"""Distributions that provide a package."""
+"""The distributions that provide a package."""
 
 
 def installed_version(package: str) -> str | None:
@@ -135,8 +135,11 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
     if framework is None and not any(map(installed_version, FRAMEWORKS)):
         findings.append(problem("packages", f"expected {' or '.join(FRAMEWORKS)}, got none", "pip install torch"))
-    there = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
-    return [ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {there}"), *findings]
+    installed = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
+    return [
+        ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"),
+        *findings,
+    ]
 
 
 PROBE = """
@@ -186,7 +189,7 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
             return [*findings, ok("Horovod", "not installed, and not asked for")]
         level = problem if use_horovod else warning
         return [*findings, level("Horovod", f"expected to work with {framework}, got {found['error']}", rebuild)]
-    built = [name for name, there in (("MPI", found["mpi"]), ("Gloo", found["gloo"]), ("NCCL", found["nccl"])) if there]
+    built = [name for name, is_built in (("MPI", found["mpi"]), ("Gloo", found["gloo"]), ("NCCL", found["nccl"])) if is_built]
     about = f"Horovod for {framework}"
     if not found["mpi"] and not found["gloo"]:
         findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
@@ -203,7 +206,7 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
 OF_LIBRARY = """
 import ctypes
 text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
-ctypes.CDLL({path!r}).MPI_Get_library_version(text, ctypes.byref(length))  # the one call that MPI need not be started for
+ctypes.CDLL({path!r}).MPI_Get_library_version(text, ctypes.byref(length))  # allowed before MPI is initialized
 found["version"] = text.value.decode()
 """
 
@@ -216,7 +219,7 @@ found["version"] = MPI.Get_library_version()
 
 
 def implementation(text: str) -> tuple[str, str] | None:
-    """Which MPI, and its version: from what `mpirun --version` or MPI_Get_library_version say.
+    """The name and version of an MPI, from the output of `mpirun --version` or MPI_Get_library_version.
 
     >>> implementation("mpirun (Open MPI) 4.1.4"), implementation("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4")
     (('Open MPI', '4.1.4'), ('Open MPI', '4.1.4'))
@@ -255,9 +258,9 @@ def mpi_library(ldd: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """What `mpirun`, Horovod and mpi4py are of, in words: 'Open MPI 4.1.4'; 'none' where one is not there."""
+    """The MPIs of `mpirun`, Horovod and mpi4py, such as 'Open MPI 4.1.4'; 'none' if one is not installed."""
     probes = {}
-    library = _of_horovod()
+    library = _horovod_mpi_library()
     if library is not None:
         probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
     if installed_version("mpi4py") is not None:
@@ -273,11 +276,11 @@ def versions() -> dict[str, str]:
 
 
 def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
-    """Whether all that is there is of one MPI.
+    """Whether everything uses the same MPI.
 
     Args:
-        found: what `versions` found.
-        launcher: who started this process, as comm/launch.py names it.
+        found: the result of `versions`.
+        launcher: what started this process, as named in comm/launchers.py.
 
     >>> print(check_mpi({"mpirun": "MPICH 4.0.2", "Horovod": "Open MPI 4.1.4"}, None)[0].level)
     problem
@@ -297,7 +300,7 @@ def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
     by_major = {name: what.split(".")[0] for name, what in usable.items()}
     all_of = ", ".join(f"{name} of {what}" for name, what in usable.items())
     if len(set(by_name.values())) > 1:
-        what = f"expected one MPI, got {all_of}: every process would be a job of its own, without a word"
+        what = f"expected one MPI, got {all_of}: each process would silently run as a separate job"
         findings.append(
             problem("MPI", what, "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other")
         )
@@ -311,12 +314,12 @@ def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
 
 
 def check_srun() -> list[Finding]:
-    """Whether Slurm, where there is one, can start MPI processes with srun."""
+    """Whether srun, where it is installed, can start MPI processes."""
     if not shutil.which("srun"):
         return []
     status, said = output(["srun", "--mpi=list"], seconds=10)
     if status != 0:
-        return [ok("Slurm", f"srun is there but reaches no cluster: {said.splitlines()[-1] if said else 'no answer'}")]
+        return [ok("Slurm", f"srun is installed but reaches no cluster: {said.splitlines()[-1] if said else 'no answer'}")]
     kinds = srun_kinds(said)
     if "pmix" in kinds:
         return [ok("Slurm", "srun --mpi=pmix can start Open MPI processes")]
@@ -325,7 +328,7 @@ def check_srun() -> list[Finding]:
 
 
 def srun_kinds(text: str) -> list[str]:
-    """What `srun --mpi=list` lists.
+    """The plugins in the output of `srun --mpi=list`.
 
     >>> srun_kinds("MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n\\tpmix\\nspecific pmix plugin versions available: pmix_v4")
     ['none', 'pmi2', 'pmix']
@@ -333,8 +336,8 @@ def srun_kinds(text: str) -> list[str]:
     return re.findall(r"^\s+(?:srun: )?(\w+)\s*$", text.split("specific")[0], flags=re.MULTILINE)
 
 
-def _of_horovod() -> str | None:
-    """The MPI library of the installed Horovod; None: it was built without MPI, is not there, or ldd is not."""
+def _horovod_mpi_library() -> str | None:
+    """The MPI library of the installed Horovod; None: it was built without MPI, or Horovod or ldd is not installed."""
     spec = find_spec("horovod")
     for place in (spec.submodule_search_locations or []) if spec else []:
         for shared_object in sorted(Path(place).glob("*/mpi_lib*.so")):

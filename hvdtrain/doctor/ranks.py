@@ -1,4 +1,4 @@
-"""All ranks of a launch: every host's report on rank 0, what can only be seen together, and how fast tensors travel."""
+"""All ranks of a launch: every host's report on rank 0, findings from comparing hosts and ranks, and the speed of all-reduces."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator
 
 PATIENCE_AMONG_RANKS = 600.0
-"""Seconds that a collective may take: one rank of a host looks at it while the others wait."""
+"""Seconds that a collective may take: one rank per host examines the host while the others wait."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank knows.
+    """A rank's own findings.
 
     Attributes:
-        report: its host's; of one rank a host, the others have None.
+        report: its host's report, on one rank per host; None on the others.
         cores: the numbers of the cores that it may use.
         threads: OMP_NUM_THREADS.
     """
@@ -71,9 +71,9 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
 
 
 def gather_reports(comm: Communicator, own: RankReport) -> tuple[list[HostReport], list[Finding]]:
-    """Collective. Every host's report, and what is found by comparing hosts and ranks."""
+    """Collective. Every host's report, and the findings from comparing hosts and ranks."""
     ranks = comm.gather(own, name="doctor.reports")
-    comm.gather(None, name="doctor.now")  # all leave this at about the same moment
+    comm.gather(None, name="doctor.now")  # a barrier: all ranks leave it at about the same time
     clocks = comm.gather(time.time(), name="doctor.clocks")
     reports = []
     for rank, clock in zip(ranks, clocks, strict=True):
@@ -88,12 +88,12 @@ def check_cores(ranks: Sequence[RankReport]) -> list[Finding]:
     """Whether the ranks of each host have cores to compute on."""
     findings = []
     for host in dict.fromkeys(rank.host for rank in ranks):
-        here = [(f"rank {number}", rank) for number, rank in enumerate(ranks) if rank.host == host]
-        first = here[0][1]
-        findings += check_shared_cores([(name, rank.cores) for name, rank in here], first.host_cores, first.threads)
-        if len(here) != first.local_size:
-            text = f"the launcher says {first.local_size} ranks on {host}, but {len(here)} are there"
-            findings.append(warning("ranks", text, "one launcher only; every host with a name of its own"))
+        on_host = [(f"rank {number}", rank) for number, rank in enumerate(ranks) if rank.host == host]
+        first = on_host[0][1]
+        findings += check_shared_cores([(name, rank.cores) for name, rank in on_host], first.host_cores, first.threads)
+        if len(on_host) != first.local_size:
+            text = f"expected {first.local_size} ranks on {host}, as the launcher says, got {len(on_host)}"
+            findings.append(warning("ranks", text, "use one launcher only; every host needs a unique name"))
     return findings
 
 
@@ -105,14 +105,14 @@ def check_connections(comm: Communicator, own: RankReport) -> list[Finding]:
             listener.bind((own.report.address.split()[1].split("/")[0], 0))
             listener.listen(comm.size)
             place = (own.host, *listener.getsockname()[:2])
-        places = [each for each in comm.gather(place, name="doctor.places") if each is not None]
+        places = [other for other in comm.gather(place, name="doctor.places") if other is not None]
         failures = []
         if place is not None:
             for host, address, port in places:
                 if host != own.host:
                     error = cannot_connect(address, port)
                     failures += [f"{own.host} to {host} ({address}): {error}"] if error else []
-        all_failures = [failure for each in comm.gather(failures, name="doctor.connections") for failure in each]
+        all_failures = [failure for found in comm.gather(failures, name="doctor.connections") for failure in found]
     if all_failures:
         fix = "open the firewall between the hosts, or choose another interface with NCCL_SOCKET_IFNAME"
         return [problem("connections", failure, fix) for failure in all_failures]
@@ -122,7 +122,7 @@ def check_connections(comm: Communicator, own: RankReport) -> list[Finding]:
 
 
 def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]]) -> list[Finding]:
-    """Collective. What `work` finds; where it fails on a rank, that."""
+    """Collective. The findings of `work`; if it fails on a rank, its error as a finding."""
     try:
         return together(comm, work, name=f"doctor.{about}")
     except HvdtrainError as error:
@@ -130,12 +130,12 @@ def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]])
 
 
 class Deadline:
-    """Ends this process with a last word if the `with` block takes too long: a collective that waits cannot be interrupted."""
+    """Ends this process if the `with` block takes too long, as a blocked collective cannot be interrupted."""
 
-    def __init__(self, seconds: float, last_word: Callable[[], object]) -> None:
+    def __init__(self, seconds: float, at_timeout: Callable[[], object]) -> None:
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
-        self._last_word = last_word
+        self._at_timeout = at_timeout
 
     def __enter__(self) -> Deadline:
         self._timer.start()
@@ -145,12 +145,12 @@ class Deadline:
         self._timer.cancel()
 
     def _end(self) -> None:
-        self._last_word()
+        self._at_timeout()
         os._exit(2)
 
 
-def own_rank(environ: Mapping[str, str], local_size: int, report: HostReport | None) -> RankReport:
-    """This rank, as it sees itself."""
+def this_rank(environ: Mapping[str, str], local_size: int, report: HostReport | None) -> RankReport:
+    """The report of this rank."""
     threads = environ.get("OMP_NUM_THREADS", "")
     return RankReport(
         socket.gethostname(),
@@ -163,19 +163,19 @@ def own_rank(environ: Mapping[str, str], local_size: int, report: HostReport | N
 
 
 SMALL, LARGE = 4, 64 * MEGABYTE
-"""Bytes: what tells the latency, and what tells the bandwidth."""
+"""Bytes of the tensors that measure latency and bandwidth."""
 
 SECONDS = 1.0
-"""How long a measurement takes, about, unless the command says otherwise."""
+"""The approximate duration of a measurement, unless the command says otherwise."""
 
 TURNS = 3
-"""So often the steps with and without exchange take turns."""
+"""How many times steps with and without exchange alternate."""
 
 BATCHES = 4
-"""So many different batches are trained on in turn."""
+"""The number of different batches to train on in turn."""
 
 MUCH = 0.3
-"""A share of the step from which something should be done."""
+"""The share of a step that the exchange may take before it is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -200,14 +200,14 @@ def measure_speed(comm: Communicator, framework: str, seconds: float = SECONDS) 
 
 
 def check_speed(speed: Speed) -> Finding:
-    """The two figures in words."""
+    """The measurement in words."""
     latency, bandwidth = f"{1e6 * speed.latency:.0f} us", f"{speed.bandwidth / 1e6:.0f} MB/s"
     return ok("all-reduce", f"{latency} for {SMALL} bytes, {bandwidth} through each rank for {size_text(LARGE)}")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a training step is made of. All of it was measured, on the slowest rank.
+    """The parts of a training step, as measured on the slowest rank.
 
     Attributes:
         alone: seconds of a step without any exchange.
@@ -259,7 +259,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
 
 
 def parameters_of(learner: Learner) -> list[Tensor]:
-    """The trained parameters, themselves."""
+    """The trained parameters (not copies)."""
     parameters: list[Tensor] = []
 
     def note(values: list[Tensor]) -> list[Tensor]:
@@ -285,7 +285,7 @@ def check_share(share: Share) -> list[Finding]:
 
 
 def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch], length: float) -> list[float]:
-    """Collective. For each learner, the seconds of a step on the slowest rank. They take turns: other programs disturb both."""
+    """Collective. By learner, the seconds of a step on the slowest rank. Learners alternate: other programs disturb both."""
     source = cycle(read)
 
     def train(learner: Learner, steps: int) -> float:

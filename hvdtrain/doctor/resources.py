@@ -18,10 +18,10 @@ MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 
 
 SHARED_PER_RANK = 4 * MEGABYTE
-"""What Open MPI allocates in /dev/shm for each rank. NCCL allocates 10 to 30 MB for each connection."""
+"""The memory that Open MPI allocates in /dev/shm for each rank. NCCL allocates 10 to 30 MB for each connection."""
 
 OF_A_CONTAINER = 64 * MEGABYTE
-"""What Docker gives a container without --shm-size."""
+"""The shared memory of a Docker container without --shm-size."""
 
 
 def check_shared_memory(ranks: int, gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
@@ -164,7 +164,7 @@ def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: i
         ranks: a name for each rank of the host, and the cores that it may use.
         threads: OMP_NUM_THREADS.
 
-    >>> [each.text for each in check_shared_cores([("rank 0", [0]), ("rank 1", [0])], 8, None)]
+    >>> [finding.text for finding in check_shared_cores([("rank 0", [0]), ("rank 1", [0])], 8, None)]
     ['rank 0, rank 1 share 1 core (0) of 8']
     >>> check_shared_cores([("rank 0", range(8)), ("rank 1", range(8))], 8, 8)[0].level
     'warning'

@@ -1,4 +1,4 @@
-"""What training would take on other numbers of ranks: measurements for `training/predict.py`, and its predictions in words."""
+"""The speed on other numbers of ranks: measurements for `training/predict.py`, and its predictions in words."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import Placement
 from hvdtrain.training.predict import (
     Exchange,
-    Measured,
+    Measurement,
     Prediction,
     Work,
     best,
-    gradients_travel,
+    gradient_exchange_seconds,
     is_extrapolated,
     predict,
     slowdown,
 )
 
 SECONDS = 10.0
-"""How long the measured steps take together, roughly."""
+"""The approximate duration of all measured steps."""
 
 TURNS = 3
-"""How often every batch is trained on; the first time is a warm-up."""
+"""How many times each batch is trained on; the first time is a warm-up."""
 
 FEWEST, MOST = 4, 32
 """The limits on the number of batches."""
 
 SLOW = 0.05
-"""The share of a step by which a rank has to be slower than the others to be called slow."""
+"""The share of a step by which a rank has to be slower than the others to count as slow."""
 
 
 def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[Placement]) -> list[str]:
-    """Collective. Train some steps with and without the other ranks, on models that are thrown away, and predict from that what
-    training would take on other numbers of ranks. Returns lines, which are the same on all ranks. Raises: HvdtrainError.
+    """Collective. Train some steps with and without the other ranks, on models that are thrown away, and predict from that the
+    speed of training on other numbers of ranks. Returns lines, the same on all ranks. Raises: HvdtrainError.
     """
     apart = SingleCommunicator(comm.local_rank, comm.local_size)
     with_gradients = replace(settings, reduce=replace(settings.reduce, reduce_type="grad"))
@@ -72,18 +72,18 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            waited = _waiting_share(seconds[0], seconds[1], gradients_travel(measured, exchange, comm.size))
+            waited = _waiting_share(seconds[0], seconds[1], gradient_exchange_seconds(measured, exchange, comm.size))
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
         def prediction_lines() -> list[str]:
             work = {1: _work(settings, feed, plan, 1)}
             impossible = []
-            for ranks in dict.fromkeys(one.ranks for one in placements):
+            for ranks in dict.fromkeys(placement.ranks for placement in placements):
                 try:
                     work[ranks] = _work(settings, feed, plan, ranks)
                 except DataError as error:
                     impossible.append(f"{ranks} ranks: not predicted, as such a training would end with: {error}")
-            possible = [one for one in placements if one.ranks in work]
+            possible = [placement for placement in placements if placement.ranks in work]
             return lines(measured, predict(measured, work, possible)) + impossible
 
         return on_rank_zero(comm, prediction_lines, name="doctor.predicted")
@@ -91,11 +91,11 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
 
 def _computing(
     comm: Communicator, settings: Settings, learner: Learner, costs: Array, seconds: Array, reading_per_frame: float
-) -> Measured:
+) -> Measurement:
     """Collective. Everything but the exchange."""
     fixed, per_frame, jitter, slow_rank = fit(costs, seconds)
     fixed_threads = launch.environment().get("OMP_NUM_THREADS", "")
-    return Measured(
+    return Measurement(
         size=comm.size,
         per_host=comm.local_size,
         hosts=len(set(comm.gather(socket.gethostname(), name="doctor.hosts"))),
@@ -142,7 +142,7 @@ def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
 
 
 def spread(costs: Array, count: int) -> list[int]:
-    """The numbers of N batches at equal distances from the smallest to the largest; of all, if there are not so many.
+    """The numbers of `count` batches, evenly spaced from the smallest to the largest; of all, if there are fewer.
 
     >>> spread(numpy.array([5, 1, 3, 2]), 2), spread(numpy.array([2, 1]), 9)
     ([3, 0], [1, 0])
@@ -160,7 +160,7 @@ def _read(feed: Feed, plan: Plan, numbers: Sequence[int]) -> tuple[list[Batch], 
 
 
 def _warm_up(learner: Learner, batch: Batch) -> float:
-    """Allocate memory and choose kernels, by two steps; the seconds of the second."""
+    """Train two steps, to allocate memory and choose kernels; return the seconds of the second."""
     learner.begin_epoch(1, 0)
     _step(learner, batch)
     return _step(learner, batch)
@@ -175,8 +175,8 @@ def _step(learner: Learner, batch: Batch) -> float:
 
 
 def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch]) -> list[Array]:
-    """Collective. For each learner, the seconds of steps; shape (ranks, turns, batches). They take turns: other programs disturb
-    all of them. All ranks compute at the same time, as they do in a training."""
+    """Collective. For each learner, the seconds of steps; shape (ranks, turns, batches). The learners alternate, so
+    that other programs disturb all of them. All ranks compute at the same time, as they do in a training."""
     found: list[list[list[float]]] = [[] for _ in learners]
     for turn in range(TURNS):
         order = numpy.random.RandomState(turn).permutation(len(read)).tolist()
@@ -190,8 +190,8 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
 
 
 def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], float]:
-    """What a step takes: seconds, and seconds for each padded frame; the variation besides; and the seconds by which every step
-    of the slowest rank is longer, if that is no accident.
+    """Fit the time of a step: its fixed seconds, the seconds for each padded frame, the remaining variation, and the seconds by
+    which every step of the slowest rank is longer, if that is significant.
 
     Args:
         costs: padded frames of batches; shape (batches,).
@@ -207,15 +207,15 @@ def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], 
     means = rest.mean(axis=(1, 2))
     jitter = rest - means[:, None, None]
     excess = float(means.max() - numpy.median(means)) if len(means) > 2 else float(means.max() - means.min())
-    accident = 3 * float(jitter.std()) * (2 / jitter[0].size) ** 0.5
-    slow_rank = excess if excess > max(accident, SLOW * float(flat.mean())) else 0.0
-    if slow_rank:  # what the others take
+    noise = 3 * float(jitter.std()) * (2 / jitter[0].size) ** 0.5
+    slow_rank = excess if excess > max(noise, SLOW * float(flat.mean())) else 0.0
+    if slow_rank:  # then fit the other ranks
         fixed = max(0.0, fixed + float(numpy.delete(means, means.argmax()).mean()))
     return fixed, per_frame, tuple(jitter.ravel().tolist()), slow_rank
 
 
 def _waiting_share(alone: Array, together: Array, travel: float) -> float:
-    """How much longer steps take with the exchange of gradients, as a share of the time that it takes with nothing else going on.
+    """How much longer steps take with the exchange of gradients, as a share of the time that it takes by itself.
 
     Args:
         alone, together: seconds of the same steps without and with exchange; shape (ranks, turns, batches).
@@ -224,21 +224,20 @@ def _waiting_share(alone: Array, together: Array, travel: float) -> float:
     return max(0.0, float(numpy.median(together.mean(axis=0) - alone.max(axis=0))) / max(travel, 1e-9))
 
 
-def lines(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
-    """The measurement, a table and what follows from it, in words."""
+def lines(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
+    """The measurement, a table of the predictions, and conclusions from it."""
     names = f"{'sequences/s':>11} {'speed-up':>8} {'step':>9} {'stragglers':>10} {'network':>8}"
     table = [f"{'ranks':>8}  {'method':<14} {names}  limited by"]
-    for one in predictions:
-        mark = "*" if is_extrapolated(measured, one.placement) else " "
-        network = "unknown" if one.network is None else f"{one.network / one.seconds:.0%}"
+    for row in predictions:
+        mark = "*" if is_extrapolated(measured, row.placement) else " "
+        network = "unknown" if row.network is None else f"{row.network / row.seconds:.0%}"
         table.append(
-            f"{one.placement!s:>7}{mark}  {one.method!s:<14} {one.rate:>11.4g} {one.speed_up:>8.3g} {1e3 * one.seconds:>6.4g} ms "
-            f"{one.stragglers:>10.0%} {network:>8}  {one.limit}"
+            f"{row.placement!s:>7}{mark}  {row.method!s:<14} {row.rate:>11.4g} {row.speed_up:>8.3g} {1e3 * row.seconds:>6.4g} ms "
+            f"{row.stragglers:>10.0%} {network:>8}  {row.limit}"
         )
     found = _measured_lines(measured) + (table if predictions else [])
-    for placement in dict.fromkeys(one.placement for one in predictions):
-        of_it = [one for one in predictions if one.placement == placement]
-        chosen = best(of_it)
+    for placement in dict.fromkeys(row.placement for row in predictions):
+        chosen = best([row for row in predictions if row.placement == placement])
         if placement.ranks > 1:
             speed = f"{chosen.speed_up:.3g} times the speed of one rank"
             found.append(f"{placement} ranks: {chosen.method} is best: {speed}, limited by {chosen.limit}")
@@ -249,7 +248,7 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _measured_lines(measured: Measured) -> list[str]:
+def _measured_lines(measured: Measurement) -> list[str]:
     hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
     slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
     text = [
@@ -259,7 +258,7 @@ def _measured_lines(measured: Measured) -> list[str]:
         f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
     ]
     if (exchange := measured.exchange) is not None:
-        alone = gradients_travel(measured, exchange, measured.size)
+        alone = gradient_exchange_seconds(measured, exchange, measured.size)
         text.append(
             f"all-reduce: {1e6 * exchange.latency:.0f} us for a few bytes, {1e3 * exchange.bucket_seconds:.3g} ms for "
             f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms "
@@ -269,21 +268,21 @@ def _measured_lines(measured: Measured) -> list[str]:
     return text
 
 
-def _notes(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
-    """What the predictions take for granted."""
+def _notes(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
+    """The assumptions of the predictions."""
     notes = []
-    placements = [one.placement for one in predictions]
+    placements = [prediction.placement for prediction in predictions]
     if any(is_extrapolated(measured, placement) for placement in placements):
         notes.append(f"* extrapolated from {_ranks(measured.size)}, by the formulas in docs/performance.md")
-    several = any(one.ranks > (one.per_host or measured.per_host) for one in placements)
+    several = any(placement.ranks > (placement.per_host or measured.per_host) for placement in placements)
     if measured.exchange is None:
-        if any(one.ranks > 1 for one in placements):
+        if any(placement.ranks > 1 for placement in placements):
             notes.append(
                 "the network was not measured, as there is one rank: no speed-up will be larger than these (mpirun -np 2)"
             )
     elif several and measured.hosts == 1:
         notes.append("all measured ranks are on one host: between hosts, the network will be slower than this")
-    if measured.on_cpu and any(slowdown(measured, one.per_host or measured.per_host) > 1 for one in placements):
+    if measured.on_cpu and any(slowdown(measured, placement.per_host or measured.per_host) > 1 for placement in placements):
         notes.append(
             f"ranks that have a smaller share of a host's {measured.cores} cores than these compute that much more slowly"
         )

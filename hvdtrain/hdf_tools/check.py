@@ -1,6 +1,6 @@
-"""The command `hvdtrain check`: what is in HDF files, are they sound, how fast do they read; and repacking slow ones.
+"""The command `hvdtrain check`: reports what HDF files contain, whether they are sound and how fast they read; repacks slow ones.
 
-How fast the sequences of a dataset are read in random order, and how much faster a contiguous copy is, is measured at the end.
+The end of the file measures how fast a dataset is read in random order, and how much faster a contiguous copy is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ exit status
   2  a file is not sound: the trainer and hvdtrain dump would refuse it for the same reason
 
 The report says what is in a file, how each key is stored, and how many sequences a second are read in random order.
-That rate is measured now: data that is in memory already is read faster than data on a disk. Warnings are about what
+That rate is measured now: data that is already in memory is read faster than data on a disk. Warnings are about what
 makes reading slow, values that are not finite, and tags that occur twice. If something makes reading slow, a sample of up
 to 128 MB is copied into a temporary contiguous file and both are read from memory: the ratio is what --repack would gain.
 --repack writes the same sequences into a contiguous file, which can be memory-mapped.
@@ -46,12 +46,12 @@ SAMPLE_SEQUENCES, SAMPLE_BYTES = 5000, 128 << 20
 """The maximal size of the copy: more than the caches of a processor hold, which would favour the copy."""
 
 ROUNDS = 4
-"""How often dataset and copy are read in turn."""
+"""How many times the dataset and the copy are read in turn."""
 
 
 @dataclass
 class Report:
-    """What a check found in a file; only the problems if it cannot be opened."""
+    """The results of checking a file; only the problems if it cannot be opened."""
 
     file: str
     problems: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Report:
     speed: dict[str, float] = field(default_factory=dict)
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         return not self.problems
 
 
@@ -75,8 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error("--repack: expected one FILE, got several (hvdtrain dump a.hdf,b.hdf OUT joins several)")
     try:
         reports = [check(path, everything=options.all, seconds=options.seconds) for path in options.files]
-        print(json.dumps([_plain(report) for report in reports], indent=2) if options.json else "\n".join(map(_text, reports)))
-        if not all(report.sound for report in reports):
+        plain = [{"file": report.file, "sound": report.is_sound, **asdict(report)} for report in reports]
+        print(json.dumps(plain, indent=2) if options.json else "\n".join(map(_text, reports)))
+        if not all(report.is_sound for report in reports):
             return 2
         if options.repack is not None:
             written = repack(options.files[0], options.repack, options.compression, options.overwrite)
@@ -93,11 +94,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser("check", "Tell what is in HDF files, whether they are sound, and how fast they read.", EPILOG)
+    made = command_parser("check", "Report what HDF files contain, whether they are sound, and how fast they read.", EPILOG)
     made.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    made.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
+    made.add_argument("--all", action="store_true", help="check the values of all sequences instead of a sample")
     made.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
-    made.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    made.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
     made.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
     made.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
     made.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
@@ -142,7 +143,7 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
         report.problems, report.warnings = check_values(path, dataset, everything)
         slow = slow_parts(path, dataset.lengths)
         report.warnings += slow
-        if report.sound and seconds > 0:
+        if report.is_sound and seconds > 0:
             report.speed = measure(dataset, seconds)
             if slow:
                 report.speed["gain_of_copy"], report.speed["copied_sequences"] = gain_of_copy(dataset, seconds)
@@ -165,13 +166,9 @@ def repack(path: Path, out: Path, compression: str | None = None, overwrite: boo
     return dump(spec, out, Selection(), Alone(), overwrite=overwrite, compression=compression)
 
 
-def _plain(report: Report) -> dict[str, Any]:
-    return {"file": report.file, "sound": report.sound, **asdict(report)}
-
-
 def _text(report: Report) -> str:
     """A report as text."""
-    verdict = "sound" if report.sound else "not sound"
+    verdict = "sound" if report.is_sound else "not sound"
     if report.warnings:
         verdict += f", {len(report.warnings)} warning{'s' if len(report.warnings) > 1 else ''}"
     lines = [f"{report.file}: {verdict}"]
@@ -228,7 +225,7 @@ def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> d
         picked = generator.integers(dataset.num_sequences if indices is None else len(indices), size=100)
         for index in (picked if indices is None else indices[picked]).tolist():
             for values in dataset.sequence(index).values():
-                copied += values.copy().nbytes  # a sequence of a mapped file is a view: copying reads it
+                copied += values.copy().nbytes  # a sequence of a mapped file is a view: only copying reads it
             sequences += 1
             now = time.perf_counter()
             if now - began >= seconds:
@@ -237,10 +234,10 @@ def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> d
 
 
 def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
-    """How many times as fast a contiguous copy is read, and on how many sequences, spread over the dataset, that was measured.
+    """How many times as fast a contiguous copy is read, and the number of sequences, spread over the dataset, in the copy.
 
     The sequences are copied to a temporary file, for at most twice the seconds. Dataset and copy are then read from memory in
-    turn, each for half of the seconds. The highest rates are compared, as they are disturbed least by other programs.
+    turn, each for half of the seconds. The highest rates are compared, as other programs disturbed them least.
 
     Raises:
         DataError: the copy cannot be written.
@@ -261,7 +258,7 @@ def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
                 if copied >= SAMPLE_BYTES or time.perf_counter() > until:
                     break
         copy = open_hdf([path])
-        for index in range(len(taken)):  # so that it is in memory, as the original is by now
+        for index in range(len(taken)):  # into memory, where the original is by now
             copy.sequence(index)
         before, after = [], []
         for _ in range(ROUNDS):

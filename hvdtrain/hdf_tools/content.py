@@ -1,4 +1,4 @@
-"""Inspecting an HDF file: how its data is stored, what makes reading slow, and what is wrong with its values."""
+"""Inspects an HDF file: how its data is stored, reasons for slow reading, and bad values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 LARGE = 1 << 20
-"""Bytes of a chunk: much of a larger one is read in vain for a sequence picked at random."""
+"""Bytes of a chunk. Reading a random sequence from a larger one reads much data that is not needed."""
 
 MANY_CHUNKS = 8
 """A sequence in more chunks than this takes longer to look up than to read."""
 
 BLOCK = 16 << 20
-"""The number of bytes that are checked at once."""
+"""The number of bytes checked at once."""
 
 SAMPLE = 300
-"""The number of sequences that are checked, unless all are."""
+"""The number of sequences checked, unless all are."""
 
 TAGS = 10_000
-"""The number of tags that are read at once."""
+"""The number of tags read at once."""
 
 READ = ("inputs", "labels", "seqLengths", "seqTags", "targets", "streams", "seq_names")
 """The members of a file's top level that the trainer reads."""
@@ -78,7 +78,7 @@ def storage(path: Path) -> dict[str, Storage]:
 
 
 def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
-    """What makes a file slow to read.
+    """The reasons why a file is slow to read.
 
     Args:
         lengths: by data key, number of frames of every sequence.
@@ -92,15 +92,15 @@ def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
         if tags is not None and tags.length is None:
             found.append("/seqTags are strings of variable length, which take longer to read than strings of a fixed width")
         if "streams" in file:
-            found.append("one HDF5 dataset per sequence: opening the file and finding a sequence are slow")
-        beside = sorted(set(file) - set(READ))
-        if beside:
-            found.append(f"/{', /'.join(beside)}: not read by the trainer (--repack leaves it out)")
+            found.append("one HDF5 dataset per sequence: opening the file and finding a sequence is slow")
+        unread = sorted(set(file) - set(READ))
+        if unread:
+            found.append(f"/{', /'.join(unread)}: not read by the trainer (--repack leaves it out)")
     return found
 
 
 def extremes(path: Path, key: str) -> tuple[int, int] | None:
-    """The smallest and the largest integer of a key; None if it has none.
+    """The smallest and the largest integer of a key; None if there is no data.
 
     Raises:
         DataError: the data cannot be read.
@@ -148,10 +148,10 @@ def _storage(dataset: h5py.Dataset) -> Storage:
 
 
 def _slow_storage(stored: Storage, frames: float) -> Iterator[str]:
-    """What makes a dataset slow to read, whose sequences have this mean number of frames."""
+    """The reasons why a dataset is slow to read whose sequences have this mean number of frames."""
     name, chunks = stored.name, stored.chunks
     if not stored.native:
-        yield f"{name}: {stored.dtype} is not the byte order of this machine: numbers are converted in every read"
+        yield f"{name}: {stored.dtype} is not the byte order of this machine: every read converts numbers"
     if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
         yield f"{name}: begins at byte {stored.offset}, not a multiple of {stored.itemsize}: gathering short sequences is slower"
     if chunks is None or 0 in stored.shape:
@@ -185,7 +185,7 @@ def _slow_storage(stored: Storage, frames: float) -> Iterator[str]:
 
 
 def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[str], list[str]]:
-    """Check the values of a file: problems, with which it cannot be converted, and warnings.
+    """Check the values of a file. Returns problems, which prevent a conversion, and warnings.
 
     All class indices are checked; other values in a sample of sequences spread over the file, or in all with `everything`.
     """
@@ -216,14 +216,14 @@ def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[s
     for key, number in sorted(odd.items()):
         tag = dataset.tags([where[key]])[0]
         warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} checked sequences, the first is {tag!r}")
-    twice = _twice(dataset)
+    twice = _repeated_tags(dataset)
     if twice:
         some = ", ".join(repr(tag) for tag in twice[:3])
         warnings.append(f"{len(twice)} tags occur more than once, such as {some}: they do not identify a sequence")
     return problems, warnings
 
 
-def _twice(dataset: Dataset) -> list[str]:
+def _repeated_tags(dataset: Dataset) -> list[str]:
     """Tags of more than one sequence, found with eight bytes of memory per sequence."""
     hashes = numpy.fromiter((hash(tag) for tag in _tags(dataset)), numpy.int64, dataset.num_sequences)
     values, counts = numpy.unique(hashes, return_counts=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
+from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
@@ -29,14 +29,14 @@ from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.plan.chunks import epoch_subset, listed
+from hvdtrain.data.plan.chunks import epoch_subset, find_listed
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
 from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
 from hvdtrain.returnn_layer.imports import WatchedImports
-from hvdtrain.runtime.log import noted, watched
+from hvdtrain.runtime.log import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -45,21 +45,21 @@ SOURCE is one of
   a config            hvdtrain dump g2p.py dev.hdf --dataset dev
   a dataset dict      hvdtrain dump '{"class": "HDFDataset", "files": ["a.hdf", "b.hdf"]}' both.hdf
   HDF files           hvdtrain dump a.hdf,b.hdf both.hdf
-  Python of your own  hvdtrain dump my_corpus.py:sequences out.hdf
+  your Python code    hvdtrain dump my_corpus.py:sequences out.hdf
                       hvdtrain dump '{"class": "my_corpus.py:Corpus", "part": "train"}' out.hdf
   a folder of files   hvdtrain dump '{"class": "FolderDataset", "folder": "wav", "transcript": "text"}' out.hdf
   Hugging Face        hvdtrain dump '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
   RETURNN             hvdtrain dump '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
 
-Whatever a config can train on can be written. Python of your own is a function or class that yields (tag, {key: array}), or
+Anything that a config can train on can be written. Your Python code is a function or class that yields (tag, {key: array}), or
 other items that can be trained on (docs/datasets.md), when iterated over: arrays of shape (frames,) for class indices,
 (frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
-classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, otherwise it is the largest index plus
-one. With `__len__` the progress bar shows the remaining time.
+classes}) or `dims` ({key: number of classes}) gives the dimension of class indices; the default is the largest index plus
+one. With `__len__`, the progress bar shows the remaining time.
 
 A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`. A Hugging
-Face folder is what `save_to_disk` of the package `datasets` wrote. RETURNN, if it is installed, reads its own datasets; a
-config may also have them as they are. docs/datasets.md has the options.
+Face folder is what `save_to_disk` of the package `datasets` wrote. RETURNN, if it is installed, reads its datasets; a
+config may also contain them as in RETURNN. docs/datasets.md has the options.
 
 mpirun -np N python -m hvdtrain dump ... writes the same file with N processes. Each reads a part of the sequences, which
 must come in the same order in all of them. A source that can be indexed (HDF files, a folder, a sequence in Python's
@@ -77,14 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
     peers: Peers = Alone()
     try:
-        with terminating():
+        with sigterm_as_interrupt():
             peers = open_peers()
 
             def find() -> DatasetSpec:
                 _, overrides = parse_command_line([options.source, *overrides_given])
                 return find_dataset(options.source, options.dataset, overrides)
 
-            spec = agreed(peers, find)
+            spec = run_on_all(peers, find)
             selection = Selection(options.epoch, options.start_seq, options.end_seq)
             written = dump(spec, options.out, selection, peers, overwrite=options.overwrite, compression=options.compression)
     except HvdtrainError as error:
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
     made = command_parser("dump", DESCRIPTION, EPILOG)
     add = made.add_argument
-    add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your own")
+    add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your code")
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")
     add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
     add("--epoch", type=int, default=1, help="the epoch whose order and part (partition_epoch) are written; default 1")
@@ -117,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def terminating() -> Iterator[None]:
-    """Handle SIGTERM, which mpirun sends on Ctrl-C, as Ctrl-C: what was begun is removed."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM, which mpirun sends on Ctrl-C, like Ctrl-C: partial output is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +130,7 @@ def terminating() -> Iterator[None]:
 
 
 def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
-    """What the command line names: a config's dataset, a dict, files, or a user's Python. Raises: ConfigError."""
+    """The dataset that the command line names: in a config, or as a dict, files, or a user's code. Raises: ConfigError."""
     value: Any = source
     is_config = source.endswith((".py", ".json", ".config")) and not is_reference(source)
     if source.lstrip().startswith("{"):
@@ -143,7 +143,7 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         values = loaded.values
         from hvdtrain.settings import all_keys  # here, so that --help does not import it
 
-        keys = [each.name for each in all_keys()]
+        keys = [key.name for key in all_keys()]
         misspelt = [
             Problem.of(
                 "unknown-key", f"{name}: unknown key in {COMMAND_LINE}{did_you_mean(name, [*values.keys() - {name}, *keys])}"
@@ -156,9 +156,9 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
         named |= values.get("eval_datasets") or {}
         if name not in named and name not in values:
-            own = f"no datasets (a class or function in it: {source}:NAME)"
-            there = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else own
-            raise ConfigError.of("unknown-value", f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}")
+            hint = f"no datasets (a class or function in it: {source}:NAME)"
+            present = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else hint
+            raise ConfigError.of("unknown-value", f"--dataset: expected a dataset of {source}, got {name!r}; it has {present}")
         value = named.get(name, values.get(name))
     if overrides and not is_config:
         raise ConfigError.of(
@@ -192,10 +192,10 @@ class Source:
 
     Attributes:
         total: the number of sequences, if it is known.
-        read: returns the sequences from a first number up to, and not including, a second one; None: to the last.
+        read: returns the sequences from a first number up to a second one (exclusive; None: to the last).
         labels: the names of the classes, by key.
         dims: the number of classes, by key.
-        remark: what the user has to know.
+        remark: a message for the user.
     """
 
     total: int | None
@@ -206,10 +206,10 @@ class Source:
 
 
 def open_source(spec: DatasetSpec, epoch: int) -> Source:
-    """Open a dataset in the order of its keys, or a source to convert in its own order: whatever can be trained on, and texts.
+    """Open a dataset in the order of its keys, or a source in its own: anything that can be trained on, and texts.
 
     Raises:
-        DataError: it cannot be read, or nobody would follow its keys.
+        DataError: it cannot be read, or its keys would be ignored.
     """
     opened = spec.open()
     dataset = as_dataset(opened)
@@ -217,15 +217,15 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
-        # As it is, also where RETURNN's SimpleHDFWriter was not told it: parts of a corpus must not get different ones.
+        # Unchanged, even if RETURNN's SimpleHDFWriter did not know it: parts of a corpus must not get different ones.
         dims = {name: max(UNKNOWN_DIM, stream.dim) for name, stream in dataset.streams.items() if stream.sparse}
         dataset = dataset.at_epoch(epoch)
         lengths = dataset.lengths
-        listed_sequences = listed(dataset, spec.order.seq_list_filter_file)
+        listed_sequences = find_listed(dataset, spec.order.seq_list_filter_file)
         subset = epoch_subset(dataset, listed_sequences, full_epoch(spec.order, epoch))
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
-        return Source(len(indices), partial(_by_index, dataset, indices), labels, dims)
+        return Source(len(indices), partial(_read_by_index, dataset, indices), labels, dims)
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)
@@ -242,7 +242,7 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
     return Source(total, source.read, source.labels, source.dims, remark)
 
 
-def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
+def _read_by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
     """Sequences of a dataset that can be indexed; tags are read in blocks."""
     wanted = indices[start:stop]
     for first in range(0, len(wanted), block):
@@ -277,36 +277,36 @@ def dump(
                 source = open_source(spec, selection.epoch)
                 if source.total is None and peers.size > 1:
                     raise DataError(
-                        f"{spec.name}: expected a source that tells how many sequences it has (__len__), to share them out "
-                        f"among {peers.size} ranks, got one that does not (start one process)"
+                        f"{spec.name}: expected a source with a known number of sequences (__len__), to share them out "
+                        f"among {peers.size} ranks, got one without (start one process)"
                     )
                 writer = HDFWriter(out, labels=source.labels, dims=source.dims, overwrite=overwrite, compression=compression)
                 return source, stack.enter_context(writer) if peers.rank == 0 else None
 
-            source, writer = agreed(peers, prepare)
+            source, writer = run_on_all(peers, prepare)
             if source.remark and writer is not None:
                 print(source.remark, file=sys.stderr)
             items, count = _share(source, selection, peers)
-            items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
+            items, like = run_on_all(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
             items = _until_failure(items, peers)
 
             def write() -> None:
-                with watched(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
+                with progress_bar(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
                     _write(iter(drawn), source, writer, like, folder / f"{peers.rank}.hdf")
 
-            agreed(peers, write)
+            run_on_all(peers, write)
 
             def join() -> None:
                 if writer is not None:
                     for rank in range(1, peers.size):
                         _append(writer, folder / f"{rank}.hdf")
-                    with noted(f"putting the sequences together in {out}"):
-                        stack.close()  # here, so that all ranks know how it went
+                    with status_line(f"putting the sequences together in {out}"):
+                        stack.close()  # here, so that all ranks learn whether it succeeded
 
-            agreed(peers, join)
+            run_on_all(peers, join)
         except KeyboardInterrupt:
-            if folder is not None:  # another rank's, perhaps, which may not come to remove it
+            if folder is not None:  # perhaps that of another rank, which may not get to remove it
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     if writer is None:
@@ -324,12 +324,12 @@ def _share(source: Source, selection: Selection, peers: Peers) -> tuple[Iterator
     count = max(0, min(source.total, source.total if stop is None else stop) - selection.start)
     begin, end = (selection.start + count * number // peers.size for number in (peers.rank, peers.rank + 1))
     if peers.rank == peers.size - 1:
-        return source.read(begin, stop), end - begin  # a source may have more than it says
+        return source.read(begin, stop), end - begin  # a source may have more than it reports
     return source.read(begin, end), end - begin
 
 
 def _first(items: Iterator[Item]) -> tuple[Iterator[Item], Item | None]:
-    """All items again, and the first one's tag with empty arrays of its types and shapes."""
+    """All items, and the tag of the first one with empty arrays of its types and shapes."""
     first = next(items, None)
     if first is None:
         return items, None
@@ -337,7 +337,7 @@ def _first(items: Iterator[Item]) -> tuple[Iterator[Item], Item | None]:
 
 
 def _write(items: Iterator[Item], source: Source, writer: HDFWriter | None, like: Item | None, path: Path) -> None:
-    """Write this rank's share: rank 0 with its writer, the others into a file of their own, unless they have no sequence."""
+    """Write this rank's share: rank 0 with its writer, the others into a separate file, unless they have no sequences."""
     if writer is not None:
         for tag, arrays in items:
             writer.add(tag, arrays)
@@ -356,7 +356,7 @@ def _append(writer: HDFWriter, path: Path) -> None:
     """Add another rank's part, if it wrote one."""
     if path.exists():
         part = open_hdf([path])
-        for tag, arrays in _by_index(part, numpy.arange(part.num_sequences), 0, None):
+        for tag, arrays in _read_by_index(part, numpy.arange(part.num_sequences), 0, None):
             writer.add(tag, arrays)
         part.close()
 

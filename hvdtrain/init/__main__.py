@@ -13,13 +13,13 @@ TEMPLATES = {
     "torch": "PyTorch, with data that the config makes up (default)",
     "tensorflow": "the same with TensorFlow and Keras",
     "hdf": "PyTorch, with data from HDF files",
-    "returnn": "PyTorch, as RETURNN's users write it; needs the package returnn",
+    "returnn": "PyTorch, in RETURNN's style; needs the package returnn",
 }
 NEEDS = {
-    "hdf": "   # once its files are there",
+    "hdf": "   # once its files exist",
     "returnn": "   # needs the package: pip install returnn dm-tree rapidfuzz soundfile",
 }
-DESCRIPTION = "Write a commented config to start from. It trains as it is, but for --hdf, which needs your files."
+DESCRIPTION = "Write a commented config to start from. It trains as it is, except with --hdf, which needs your files."
 EPILOG = "then: python -m hvdtrain CONFIG"
 
 
@@ -32,19 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options.config}: a config for {template}; change it to your data and model")
+    print(f"{options.config}: a config for {template}; adapt it to your data and model")
     print(f"python -m hvdtrain {options.config}{NEEDS.get(template, '')}")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser("init", DESCRIPTION, EPILOG)
-    made.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
-    kinds = made.add_mutually_exclusive_group()
+    result = command_parser("init", DESCRIPTION, EPILOG)
+    result.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
+    kinds = result.add_mutually_exclusive_group()
     for name, help in TEMPLATES.items():
         kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
-    return made
+    return result
 
 
 def write(config: Path, template: str) -> None:

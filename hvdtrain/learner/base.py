@@ -1,8 +1,8 @@
-"""What the rest of the program may ask of a learner, and the keys that configure one.
+"""The contract of a learner, and the keys that configure one.
 
-A learner has three parts. `Learner` itself trains: forward, backward and update. Its `state` is everything that a checkpoint or
-another rank has to know of it: weights, buffers, the optimizer's state. Its `meter` says what happened: scores, seconds, memory.
-Who saves sees the state only, and so do reducers; who reports sees the meter only.
+A learner has three parts. `Learner` itself trains: forward, backward and update. Its `state` is what checkpoints and other ranks
+need: weights, buffers and the optimizer's state. Its `meter` measures: scores, seconds, memory. Saving code and reducers see only
+the state; reporting code sees only the meter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from hvdtrain.runtime.scores import Scores
 
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
-"""Gets arrays by name."""
+"""Receives arrays by name."""
 
 
 class Outputs(dict[str, "Array"]):
     """The outputs of a sequence by name.
 
     Attributes:
-        vectors: the names of those that are the features of the whole sequence, shape (features,), and have no axis of frames.
+        vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
     """
 
     def __init__(self, vectors: frozenset[str]) -> None:
@@ -40,17 +40,17 @@ class Outputs(dict[str, "Array"]):
 
 
 class Learner(Protocol):
-    """A model, its optimizer and its losses. Model and optimizer are the config's own objects, neither wrapped nor patched.
+    """A model, its optimizer and its losses. Model and optimizer are the config's objects, neither wrapped nor patched.
 
     A step is one batch on every rank; an update is one optimizer step, after one or more steps. `backward` and `update` are
-    collective where the reducer is: all ranks call them equally often.
+    collective if the reducer is: all ranks call them equally often.
 
     Attributes:
-        model, optimizer: the config's own, the framework's. With a sharded optimizer, what holds this rank's share.
+        model, optimizer: the config's objects, of the framework. A sharded optimizer holds this rank's shard.
         device_name: the GPU's name, or "CPU".
-        observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
-            by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
-        staging: copies batches to the device ahead of their steps; None: steps use batches as they were read.
+        observer: called in every update with the gradients that this rank applies (with a sharded optimizer, its shard), by
+            parameter name: reduced over the ranks, before noise and clipping, float32. None: not called.
+        staging: copies batches to the device ahead of their steps; None: steps use batches as read.
     """
 
     model: Any
@@ -62,7 +62,7 @@ class Learner(Protocol):
 
     @property
     def state(self) -> StateBase:
-        """What checkpoints and other ranks need."""
+        """The state that checkpoints and other ranks need."""
         ...
 
     @property
@@ -71,29 +71,30 @@ class Learner(Protocol):
         ...
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Set where training stands: the epoch, counted from 1, and the number of steps done in the whole training."""
+        """Set the position in the training: the epoch, counted from 1, and the number of steps done so far."""
         ...
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
-        """Compute a batch's gradients and add them to those of the next update. This is one step.
+        """Run one step: compute a batch's gradients and add them to those of the next update.
 
         Args:
-            batch: this rank's; None if it has none left, which adds zeros.
-            is_last_microbatch: whether `update` is called next: gradients may then be sent while the last of them are computed.
+            batch: None if this rank has no batch left; it then adds zeros.
+            is_last_microbatch: whether `update` is called next; gradients can then be sent while backward is still running.
         """
         ...
 
     def update(self, learning_rate: float) -> None:
-        """Finish the reduction of the gradients and apply them with the optimizer.
+        """Finish reducing the gradients and let the optimizer apply them.
 
         Raises:
-            TrainingError: more updates in a row had gradients that are not finite than the config allows. Where a GPU decides
-                which updates are skipped, this is raised one update late, or by `flush`.
+            TrainingError: more consecutive updates had non-finite gradients than the config allows. If a GPU decides which
+                updates to skip, the error is raised one update late, or by `flush`.
         """
         ...
 
     def flush(self) -> None:
-        """Wait until it is known which updates were skipped. Called by all ranks at the end of an epoch and before saving.
+        """Wait until the outcome of every update is known: applied or skipped. Called by all ranks at the end of an epoch and
+        before saving.
 
         Raises:
             TrainingError: as in `update`.
@@ -101,14 +102,14 @@ class Learner(Protocol):
         ...
 
     def evaluate(self, batch: Batch) -> None:
-        """Compute a batch's losses and errors. Nothing but the scores changes."""
+        """Compute a batch's losses and errors. Only the scores change."""
         ...
 
     def forward(self, batch: Batch) -> list[Outputs]:
-        """The outputs that the config's forward_step marks, by name, for each sequence of a batch.
+        """Run the config's forward_step; return the outputs it marks, by name, for each sequence of a batch.
 
         Raises:
-            ConfigError: it marks none, or an output has not one entry for each sequence.
+            ConfigError: it marks none, or an output does not have one entry for each sequence.
         """
         ...
 
@@ -117,31 +118,31 @@ class Learner(Protocol):
         ...
 
     def layers(self) -> Iterator[Layer]:
-        """The model and its layers in its order, each with its own parameters. A shared parameter belongs to the first layer that
-        has it."""
+        """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs
+        to the first layer that has it."""
         ...
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        """Evaluate a batch; the shapes of the tensors that each layer returned when it was first called, by the layer's name.
-        Empty where the framework cannot tell."""
+        """Evaluate a batch; return the shapes of the tensors from each layer's first call, by the layer's name. Empty if the
+        framework does not expose them."""
         ...
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
-        """Write the model for use without hvdtrain in each form that the framework has. The batch says what its inputs are."""
+        """Write the model for use without hvdtrain, in every format of the framework. The batch serves as the example input."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks. numpy.asarray takes it."""
+        """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks, and that numpy.asarray accepts."""
         ...
 
 
 class Meter(Protocol):
-    """What a learner's steps cost and what came out of them. On a GPU, asking waits for the device, except for what has arrived
-    from there; steps never wait."""
+    """The results and the cost of a learner's steps. On a GPU, reading a value waits for the device unless the value has already
+    arrived; steps never wait."""
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor that losses are multiplied by before backward; None: they are not scaled."""
+        """The factor applied to losses before backward; None: they are not scaled."""
         ...
 
     def take_scores(self) -> Scores:
@@ -149,13 +150,13 @@ class Meter(Protocol):
         ...
 
     def drain_ready(self) -> Scores:
-        """The same of those batches whose numbers can be read without waiting for the device. Where it cannot be asked, all."""
+        """The same for those batches whose numbers can be read without waiting for the device; all if arrival is unknown."""
         ...
 
     def take_not_finite(self) -> list[NotFinite]:
-        """The losses that were not finite, of those that were read from the device since the last call.
+        """The non-finite losses among those read from the device since the last call.
 
-        On a GPU, losses are read a few steps late: when they have arrived, or when scores are taken.
+        On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
         """
         ...
 
@@ -164,17 +165,17 @@ class Meter(Protocol):
         ...
 
     def step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the learner was made, of those steps that are known to be done; does not
-        wait for the device."""
+        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
+        for the device."""
         ...
 
     def gradient_norm(self) -> float | None:
-        """The global norm of the gradients before clipping, in the newest update of which it is known without waiting for the
-        device; where nobody knows what has arrived, in the last one. None without `gradient_clip_global_norm`."""
+        """The global norm of the gradients before clipping, in the newest update whose norm has arrived from the device; in the
+        last update if arrival is unknown. None without `gradient_clip_global_norm`."""
         ...
 
     def peak_memory(self) -> int | None:
-        """The largest number of bytes of the device's memory in use so far; None on a CPU."""
+        """The peak use of the device's memory so far, in bytes; None on a CPU."""
         ...
 
 
@@ -184,23 +185,23 @@ class Profiler(Protocol):
     def start(self) -> None: ...
 
     def stop(self, file: Path) -> None:
-        """Stop, and write what was recorded as a trace that Perfetto and Chrome open: JSON, compressed with gzip."""
+        """Stop, and write a trace that Perfetto and Chrome can open: JSON, compressed with gzip."""
         ...
 
     def range(self, name: str) -> AbstractContextManager[Any]:
-        """A range of the trace with a name of our own."""
+        """A named range of the trace."""
         ...
 
 
 @dataclass(frozen=True)
 class Exported:
-    """One form of an exported model.
+    """One format of an exported model.
 
     Attributes:
         name: of the file, or of the folder.
         problem: why it was not written; None: it was.
         how_to_load: Python code.
-        takes: what its inputs are, along which axes they may have any size, and along which not; '': it takes none.
+        takes: the inputs, with the axes that may have any size and those that are fixed; '': it has no inputs.
     """
 
     name: str
@@ -216,7 +217,7 @@ class Layer:
     Attributes:
         name: the names of the attributes that lead to it; '' for the model itself.
         type: of the layer, such as 'Linear'.
-        parameters: the shapes of its own parameters by name, trained or not.
+        parameters: the shapes of the parameters it holds directly, by name, trained or not.
         trainable: the names of those that are trained.
     """
 
@@ -231,10 +232,10 @@ class NotFinite:
     """A training loss that is not finite.
 
     Attributes:
-        step: steps done before its step in the whole training.
+        step: the number of training steps done before this one.
         indices: the batch's sequences in the dataset.
         parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update; on a
-            GPU, a few updates later.
+            GPU, up to a few updates later.
     """
 
     step: int
@@ -325,10 +326,11 @@ class LearnerKeys(Section):
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
                 "conflict",
-                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)",
+                "checkpoint_modules: expected torch_compile = False, got both (a compiled graph itself decides what it keeps)",
             )
         if self.torch_compile is not False and self.sync_batch_norm:
             return problem(
-                "conflict", "torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"
+                "conflict",
+                "torch_compile: expected sync_batch_norm = False, got both (communication between ranks cannot be compiled)",
             )
         return []

@@ -1,7 +1,7 @@
-"""How gradients, and changes of parameters, are compressed on their way to other ranks: by the key `horovod_compression`.
+"""Compression of gradients and parameter changes sent to other ranks: the key `horovod_compression`.
 
-A new type of 16 bits is a line in the table, if the transports can send it. Any other compression is a file with a class derived
-from `GradientCompressor`, and a line.
+A new 16-bit type is a line in the table, if the transports can send it. Any other compression is a file with a subclass of
+`GradientCompressor`, and a line.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Compression:
     """One way to make messages smaller.
 
     Attributes:
-        narrow: a type of 16 bits for them; None: `compressor` makes them.
-        compressor: the module and the class of a compressor for gradients, made from a communicator and a rank; imported when it
-            is used.
+        narrow: the 16-bit type of the messages; None: `compressor` makes them.
+        compressor: the module and the class of a gradient compressor, created from a communicator and a rank; imported on first
+            use.
         over_horovod: whether Horovod can send it.
-        gain: changes of parameters are multiplied by this before they are sent, and divided by it afterwards; it is a power of
-            two. None: they are sent as they are.
-        needs_scale: gradients may be too large or too small for the type, so that a scale of the loss has to find their range.
+        gain: a power of two that parameter changes are multiplied by before sending and divided by afterwards. None: they are
+            sent as they are.
+        needs_scale: whether gradients can be out of the type's range, so that the loss has to be scaled.
     """
 
     narrow: Narrow | None
@@ -40,7 +40,7 @@ class Compression:
 
 
 COMPRESSIONS = {
-    # Averages of up to 64 fit into float16 with this gain. On 2 ranks, changes of 1e-6 still have all of its 11 bits.
+    # With this gain, averages of up to 64 fit into float16, and on 2 ranks changes of 1e-6 keep all 11 bits of precision.
     "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
     "bf16": Compression("bfloat16", over_horovod=False),
     "powersgd": Compression(None, over_horovod=True, compressor=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
@@ -69,20 +69,20 @@ class CompressionKeys(Section):
 
 
 class GradientCompressor:
-    """Sends tensors to the other ranks to be added up, those of float32 in a narrow type if it has one, and counts the bytes.
+    """Reduces tensors over the ranks, sends float32 ones in a narrow type if there is one, and counts the bytes.
 
-    Counts are not changed, as they are float64 or integers.
+    Counts stay exact, as they are float64 or integers.
 
     Args:
-        narrow: the type; None: every tensor travels in its own.
-        gain: a power of two that tensors are multiplied by on their way.
+        narrow: the type; None: every tensor is sent in its own type.
+        gain: a power of two that tensors are multiplied by for sending.
 
     Attributes:
-        keeps: whether it keeps tensors from update to update, which differ between ranks.
+        is_stateful: whether it keeps tensors between updates that differ from rank to rank.
         sent: the bytes that this rank has sent.
     """
 
-    keeps = False
+    is_stateful = False
 
     def __init__(self, comm: Communicator, narrow: Narrow | None = None, gain: float = 1.0) -> None:
         self._comm = comm
@@ -114,15 +114,15 @@ class GradientCompressor:
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
     def begin(self, state: ModelState) -> None:
-        """Called before the first update of an epoch: find what this one keeps in the state, and drop what others have kept."""
+        """Called before the first update of an epoch: take over this compressor's tensors in the state, and drop all others."""
         state.shared.clear()
         state.own.clear()
 
     def forget(self) -> None:
-        """What is kept was that of another number of ranks."""
+        """Discard the kept tensors at the next `begin`: they belong to a different number of ranks."""
 
     def count_graph_bytes(self, float32: int, others: int) -> None:
-        """Count tensors that a graph has sent, where the communicator cannot count them.
+        """Count tensors sent inside a graph, which the communicator does not see.
 
         Args:
             float32: the bytes of tensors of this type.
@@ -132,7 +132,7 @@ class GradientCompressor:
             self.sent += float32 // (1 if self.narrow is None else 2) + others
 
     def describe(self) -> str:
-        """What to add to a reducer's line in the log."""
+        """The addition to the reducer's log line."""
         return "" if self.narrow is None else f", sent in {self.narrow}"
 
     def _send(
@@ -144,7 +144,7 @@ class GradientCompressor:
         owners: Sequence[int] | None = None,
         narrow: Narrow | None = None,
     ) -> Any:
-        """Collective. As `Communicator.start`. Counts the bytes here, as others send over the same communicator."""
+        """Collective. As `Communicator.start`. Counts bytes here, since the communicator is shared."""
         before = self._comm.sent
         handle = self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
         self.sent += self._comm.sent - before
@@ -152,7 +152,7 @@ class GradientCompressor:
 
 
 def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
-    """The compressor of gradients. It has no gain: the scale of the loss keeps their sum within the range of float16."""
+    """The compressor of gradients. It needs no gain: the loss scale keeps their sum within the range of float16."""
     chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None:
         return GradientCompressor(comm)
@@ -164,10 +164,10 @@ def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCo
 
 
 def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
-    """The compressor of changes of parameters, which are averaged. In 16 bits, parameters themselves would lose what they learn:
-    a step is often smaller than their rounding."""
+    """The compressor of averaged parameter changes. The parameters themselves are never sent in 16 bits: an update is often
+    smaller than their rounding error."""
     chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None or comm.size == 1:
         return GradientCompressor(comm)
-    ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, from which the average is made, has to fit, too
+    ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, before the division, has to fit as well
     return GradientCompressor(comm, chosen.narrow, 1.0 if chosen.gain is None else chosen.gain / ranks)

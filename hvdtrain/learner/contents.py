@@ -1,4 +1,4 @@
-"""A checkpoint as a value: what its files hold. The entries have the same names in all frameworks; `FileFormat` stores them."""
+"""The contents of a checkpoint as a value. Entry names are the same in all frameworks; `FileFormat` stores them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
-"""Entries besides the optimizer's state: the name of its class, which TensorFlow's files have in the names of tensors, and its
-options as text. RETURNN's files have neither, nor have those of hvdtrain 0.1."""
+"""Entries next to the optimizer's state: its class (in TensorFlow's files part of the tensor names) and its options as text.
+Files of RETURNN and of hvdtrain 0.1 have neither."""
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
-"""Entries if a moving average is kept, which then is the model: the trained weights by name, and the number of updates that the
-average has followed."""
+"""Entries with a moving average, which is then the model: the trained weights by name, and the number of updates that the average
+has followed."""
 
 SHAPES = "shapes"
 """An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
@@ -24,7 +24,7 @@ SHARED, OWN = "reducer_shared", "reducer_own"
 
 
 Marks = Mapping[str, str]
-"""Texts by name that say which checkpoint a rank's own file belongs to."""
+"""Texts by name that identify the checkpoint to which a rank's file belongs."""
 
 NO_MARKS: Marks = {}
 
@@ -49,11 +49,11 @@ class FileFormat:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What rank 0 writes of a checkpoint.
+    """The part of a checkpoint that rank 0 writes.
 
     Attributes:
         model: the model's tensors by name.
-        optimizer: entries of the optimizer's file: the rest of the state.
+        optimizer: entries of the optimizer's file: all other state.
         progress: plain numbers and texts, for both files.
     """
 
@@ -70,7 +70,7 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class RankContents:
-    """What one rank writes of a checkpoint: in what it differs from the other ranks."""
+    """The part of a checkpoint that one rank writes: the state in which it differs from other ranks."""
 
     entries: Mapping[str, Any]
     format: FileFormat

@@ -1,9 +1,9 @@
-"""The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
+"""The frameworks that a config can choose with `backend`. A new one is a folder next to this file and a line in the table.
 
 The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
-and `preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
-`learner.py` has `prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework
-takes seconds.
+and `preserve_state`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before the first
+computation, `learner.py` also has `prepare(device, local_rank, threads)`. A folder is imported on first use, as importing a
+framework takes seconds.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from hvdtrain.learner.reducer import GradientExchange
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd", "elastic Horovod"]
-"""What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
-are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`; elastic Horovod
-is horovodrun with --min-np. A key of one framework declares `needs` instead."""
+"""Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
+parameters are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`;
+elastic Horovod is horovodrun with --min-np. A key of one framework declares `needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a learner is built from besides the config's `LearnerKeys`.
+    """Everything a learner is built from, except the config's `LearnerKeys`.
 
     Attributes:
-        local_rank: this rank's number on its host, which says which GPU is its own.
-        threads: the number of threads to compute with.
-        seed: the training's; random numbers follow from it, the rank and the step.
+        local_rank: this rank's number on its host, which selects its GPU.
+        threads: the number of compute threads.
+        seed: the training's seed; random numbers follow from it, the rank and the step.
         precision: the type that the model computes in.
-        batch_norm: the ranks that BatchNorm's statistics are taken over, on a channel of their own; None: each rank by itself.
-        sharded: the ranks that the optimizer's state is divided among; None: each rank has all of it.
-        bucket_bytes: how large a message with gradients should be, by whether they are on a GPU.
-        constants: takes parameters that are neither trained nor saved from files, with the function it gets; returns their names.
-        model_format: of the model's file: the framework's suffix, or "safetensors".
+        batch_norm: the ranks to compute BatchNorm's statistics over, on a separate channel; None: each rank alone.
+        sharded: the ranks among which the optimizer's state is divided; None: each rank has all of it.
+        bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
+        constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
+        model_format: the format of the model's file: the framework's suffix, or "safetensors".
     """
 
     rank: int
@@ -65,26 +65,26 @@ class Framework:
     Attributes:
         package: the folder with its code.
         suffix: of checkpoint files, without a dot.
-        distributions: the packages of which the log of a run names the version.
-        features: what it can do that others may not.
-        prepares: whether it has a `prepare`.
+        distributions: the packages whose versions are logged.
+        features: its optional capabilities.
+        has_prepare: whether `learner.py` has a `prepare`.
     """
 
     package: str
     suffix: str
     distributions: tuple[str, ...] = ()
     features: frozenset[Feature] = frozenset()
-    prepares: bool = False
+    has_prepare: bool = False
 
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
-        """Choose device and number of threads, before the framework computes anything. Raises: ConfigError."""
-        if self.prepares:
+        """Choose the device and the number of threads, before the framework computes anything. Raises: ConfigError."""
+        if self.has_prepare:
             self._module("learner").prepare(device, local_rank, threads)
 
-    def preserved(self) -> AbstractContextManager[None]:
-        """Around jobs in a program's process: what they change of the framework's own state is afterwards as before."""
-        made: Callable[[], AbstractContextManager[None]] = self._module("tensors").preserved
-        return made()
+    def preserve_state(self) -> AbstractContextManager[None]:
+        """Restore the framework's global state after the `with` block, in which a program runs jobs in its process."""
+        preserve: Callable[[], AbstractContextManager[None]] = self._module("tensors").preserve_state
+        return preserve()
 
     def build(self, keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> Learner:
         """Build the config's model and optimizer. Raises: ConfigError."""
@@ -93,8 +93,8 @@ class Framework:
 
     def profiler(self, on_gpu: bool) -> Profiler:
         """A profiler of this process's steps."""
-        made: Callable[[bool], Profiler] = self._module("inspect").profiler
-        return made(on_gpu)
+        profiler: Callable[[bool], Profiler] = self._module("inspect").profiler
+        return profiler(on_gpu)
 
     @property
     def tensors(self) -> ModuleType:
@@ -112,18 +112,18 @@ FRAMEWORKS: dict[str, Framework] = {
         ("torch",),
         frozenset({"torch.distributed", "constant parameters", "powersgd", "elastic Horovod"}),
     ),
-    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), prepares=True),
+    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True),
 }
 """By the value of the key `backend`."""
 
 
 def check_elastic(backend: str) -> None:
-    """Raises: LaunchError: ranks of the framework cannot go on under Horovod's elastic driver."""
+    """Raises: LaunchError, if the framework's ranks cannot continue under Horovod's elastic driver."""
     if "elastic Horovod" not in FRAMEWORKS[backend].features:
         raise LaunchError(
             f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
-            "late for Horovod to connect them again in all cases (leave --min-np and --host-discovery-script out; the same "
-            "command goes on after a failure)"
+            "late for Horovod to reconnect them reliably (leave out --min-np and --host-discovery-script; the same command "
+            "continues after a failure)"
         ).on_all_ranks()
 
 

@@ -1,8 +1,8 @@
-"""Whether a checkpoint's file is as it was written, to the bit, and whether files belong together.
+"""Checks that a checkpoint's file is bit for bit as it was written, and that files belong together.
 
-PyTorch's files and numpy's .npz are zip archives with a CRC-32 of each entry, which torch.load does not look at. What we write
-for PyTorch has a checksum of ours besides, which takes a fifth of the time: in the archive's comment, or in the header of a
-safetensors file. Files are checked by threads while they are read, so a start waits for no check if there are cores to spare.
+PyTorch's files and numpy's .npz are zip archives with a CRC-32 of each entry, which torch.load does not check. Our PyTorch files
+also have a checksum that takes a fifth of the time: in the archive's comment, or in the header of a safetensors file. Threads
+check a file while it is read, so a start does not wait for checks if there are idle cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hvdtrain.errors import DamagedCheckpoint
 
 SAVE_ID = "save_id"
-"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and other programs have none."""
+"""An entry in all files of a checkpoint, random for each checkpoint. Files of earlier releases and other programs have none."""
 
 CHECKSUM = "hvdtrain_checksum"
 """The name of the checksum, eight hexadecimal digits, in the header of a safetensors file and in the comment of an archive."""
@@ -34,24 +34,24 @@ COMMENT = f"{CHECKSUM} ".encode()
 OTHER_BYTES = "other bytes, whose checksum differs from that in the file"
 
 PIECE = 1 << 24
-"""Bytes that a thread takes at once."""
+"""The number of bytes that a thread handles at a time."""
 
 ROW = 1 << 15
-"""Bytes of which our checksum takes the sum, which is five times as fast as a CRC; the checksum is the CRC of these sums.
-Whatever single bit, or run of up to 64, is another one changes it, and so does a row that is at another place."""
+"""The number of bytes in a row. The checksum is the CRC of the rows' sums, which is five times as fast as a CRC of all bytes.
+It changes with any flipped bit, any burst of up to 64 bits, and any row that moves."""
 
 
 def new_save_id() -> str:
-    """A name for a checkpoint that no other one has."""
+    """A unique name for a checkpoint."""
     return os.urandom(8).hex()
 
 
 @contextmanager
-def check_meanwhile(path: Path) -> Iterator[None]:
-    """Around the code that reads a file: find out meanwhile whether it is damaged.
+def check_while_reading(path: Path) -> Iterator[None]:
+    """Check a file for damage while the code in the `with` block reads it.
 
     Raises:
-        DamagedCheckpoint: it is. What the code inside the `with` block raised is then only a consequence.
+        DamagedCheckpoint: it is damaged. This replaces an error of the code in the block, which is then only a consequence.
     """
     with ThreadPoolExecutor(1, "checking a checkpoint") as pool:
         found = pool.submit(damage, path)
@@ -67,8 +67,7 @@ def check_meanwhile(path: Path) -> Iterator[None]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a file; None: nothing that can be seen, or it has no checksum. Whether it can be opened is another
-    matter."""
+    """The damage to a file; None: none is detected, or the file has no checksum. Does not check whether it can be opened."""
     try:
         with (
             path.open("rb") as file,
@@ -81,21 +80,21 @@ def damage(path: Path) -> str | None:
 
 
 def _zip_damage(path: Path, view: memoryview) -> str | None:
-    """Without a checksum of ours, every entry is compared with its CRC-32, several at a time: zlib needs no lock of Python's."""
+    """Compare our checksum, or, without one, the CRC-32 of each entry: several in parallel, as zlib releases Python's lock."""
     if view[-len(COMMENT) - len(BLANK) : -len(BLANK)] == COMMENT:
         place = len(view) - len(BLANK)
         return None if checksum(view, place) == bytes(view[place:]).decode(errors="replace") else OTHER_BYTES
     try:
         with zipfile.ZipFile(path) as archive, ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
             entries = archive.infolist()
-            whole = pool.map(lambda one: _is_whole(archive, one, view), entries)
+            whole = pool.map(lambda one: _is_intact(archive, one, view), entries)
             wrong = [entry.filename for entry, ok in zip(entries, whole, strict=True) if not ok]
     except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, struct.error, zlib.error) as error:
         return f"an archive that is damaged: {error}"
     return f"other bytes in {wrong[0]!r}, whose CRC-32 differs" if wrong else None
 
 
-def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryview) -> bool:
+def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryview) -> bool:
     if entry.compress_type != zipfile.ZIP_STORED:
         try:
             archive.read(entry)  # compares the CRC-32
@@ -119,7 +118,7 @@ def _safetensors_damage(view: memoryview) -> str | None:
 
 
 def _find_checksum(view: memoryview) -> tuple[int, str] | None:
-    """Where the checksum is in a safetensors file, and the checksum; None: there is none."""
+    """The position of the checksum in a safetensors file, and the checksum; None: there is none."""
     if len(view) < 8:
         return None
     [size] = struct.unpack_from("<Q", view)
@@ -128,10 +127,10 @@ def _find_checksum(view: memoryview) -> tuple[int, str] | None:
 
 
 def checksum(view: memoryview, place: int) -> str:
-    """The checksum of a file, whose own eight digits do not count.
+    """The checksum of a file, computed without its own eight digits.
 
     Args:
-        place: of the digits: in the header of a safetensors file, or at the end of an archive.
+        place: the position of the digits: in the header of a safetensors file, or at the end of an archive.
     """
     start, end, header = 0, place, b""
     if place + len(BLANK) < len(view):
@@ -147,8 +146,8 @@ def checksum(view: memoryview, place: int) -> str:
 
 
 def _sums(piece: memoryview) -> bytes:
-    """The sums of the rows of a piece as 64-bit integers, and what is left behind the last whole row."""
-    import numpy  # here, as the command line imports this file before it is known what is to be done
+    """The sums of the rows of a piece as 64-bit integers, followed by the bytes after the last complete row."""
+    import numpy  # here, as every command imports this file, also those that need no numpy
 
     whole = len(piece) // ROW * ROW
     words = numpy.frombuffer(piece[:whole], "<u8").reshape(-1, ROW // 8)
@@ -157,13 +156,13 @@ def _sums(piece: memoryview) -> bytes:
 
 
 def write_checksum(path: Path) -> None:
-    """Write the checksum into a safetensors file that has a blank one, or into the comment of an archive of PyTorch's.
+    """Write the checksum in place of the blank one of a safetensors file, or into the comment of a PyTorch archive.
 
-    It is computed while the file's contents go to the disk, for which a checkpoint waits in any case. Raises: OSError.
+    It is computed while the file is flushed to disk, for which a checkpoint waits in any case. Raises: OSError.
     """
     with path.open("r+b") as file:
         if zipfile.is_zipfile(file):
-            file.seek(-2, os.SEEK_END)  # the length of the comment, of which there is none yet
+            file.seek(-2, os.SEEK_END)  # the length of the comment, which is still empty
             file.write(struct.pack("<H", len(COMMENT) + len(BLANK)) + COMMENT + BLANK.encode())
             file.flush()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
@@ -177,7 +176,7 @@ def write_checksum(path: Path) -> None:
 
 
 def _place_in_header(view: memoryview) -> int:
-    """Where the blank checksum of a safetensors file is."""
+    """The position of the blank checksum in a safetensors file."""
     stored = _find_checksum(view)
     if stored is None:
         raise OSError(f"the header has no {CHECKSUM}")
@@ -189,13 +188,13 @@ def _threads() -> int:
 
 
 def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, other: Mapping[str, Any]) -> None:
-    """Compare what two files of a checkpoint say of it: a backup may have brought back one of them only.
+    """Check that two files belong to the same checkpoint: a backup may have restored only one of them.
 
     Raises:
         DamagedCheckpoint: they were not saved together.
     """
     if any(not isinstance(model.get(name), int) for name in ("epoch", "step")):
-        return  # what is wrong with the model's file is reported by those who use these
+        return  # the caller that reads these entries reports the problem
     both = [name for name in ("epoch", "step") if name in other]
     differing = [name for name in both if model[name] != other[name]]
     if differing or model.get(SAVE_ID) != other.get(SAVE_ID):
@@ -208,14 +207,14 @@ def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, othe
 
 
 def check_rank_file(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
-    """Whether a rank's own file is of the same checkpoint as the model's, and has all that is expected of it.
+    """Check that a rank's file belongs to the same checkpoint as the model's, and is complete.
 
     Args:
-        parts: the names that have to be there.
+        parts: the names that have to be in the file.
         marks: as in the model's file; earlier releases have none.
 
     Raises:
-        DamagedCheckpoint
+        DamagedCheckpoint: it belongs to another checkpoint, or a part is missing.
     """
     if missing := [part for part in parts if part not in stored]:
         raise DamagedCheckpoint(f"{file}: expected this rank's {', '.join(parts)}, got a file without {', '.join(missing)}")

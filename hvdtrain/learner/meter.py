@@ -1,7 +1,7 @@
-"""The losses and outputs of steps, whatever the framework: what a config's functions marked, and a learner's `meter`.
+"""Losses and outputs of steps, independent of the framework: those that a config's functions mark, and a learner's `meter`.
 
-The meter reports sums and counts of losses, and what the steps cost. Sums and counts are read from the device when they have
-arrived, or when somebody asks for all of them: no step waits for a GPU.
+The meter reports sums and counts of losses, and the cost of steps. Sums and counts are read from the device once they have
+arrived, or when all of them are requested: no step waits for a GPU.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
 
 TINY = 1e-30
-"""The smallest divisor of a sum: if no element was counted, the sum is zero, too."""
+"""The smallest divisor of a sum: if no elements were counted, the sum is also zero."""
 
 
 @dataclass(frozen=True)
-class Normalized:
+class NormalizedLosses:
     """The losses of a train_step that are divided by their number of elements (use_normalized_loss).
 
     Attributes:
-        alone: whether such a loss is the only one that is minimized. Its gradients can be divided after the reduction.
+        is_only_loss: whether such a loss is the only one that is minimized. Its gradients can be divided after the reduction.
     """
 
     names: tuple[str, ...]
-    alone: bool
+    is_only_loss: bool
 
 
-def normalized_losses(losses: Mapping[str, Loss]) -> Normalized:
-    """The losses that are to be normalized."""
+def normalized_losses(losses: Mapping[str, Loss]) -> NormalizedLosses:
+    """The losses to normalize."""
     wanted = minimized_losses(losses)
     names = tuple(name for name, loss in wanted.items() if loss.use_normalized_loss)
-    return Normalized(names, alone=len(wanted) == 1)
+    return NormalizedLosses(names, is_only_loss=len(wanted) == 1)
 
 
 def minimized_losses(losses: Mapping[str, Loss]) -> dict[str, Loss]:
-    """The losses that are minimized: those that are no errors and have a scale."""
+    """The losses to minimize: those that are not errors and have a nonzero scale."""
     return {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
 
 
 def scales_of(losses: Mapping[str, Loss], train: bool) -> dict[str, float]:
-    """The losses and errors of a step in their order, each with the scale with which it is minimized; 0: it is not."""
+    """The losses and errors of a step in order, each with the scale it is minimized with; 0: it is not minimized."""
     scaled = minimized_losses(losses) if train else {}
     return {name: float(scaled[name].scale) if name in scaled else 0.0 for name in losses}
 
 
-def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -> None:
-    """Raises: ConfigError, if train_step marked nothing, or something else than the framework's tensors."""
+def check_marked_losses(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -> None:
+    """Raises: ConfigError, if train_step marked nothing, or values that are not the framework's tensors."""
     if not losses:
         raise ConfigError.of("wrong-call", "train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none")
     problems = [
@@ -71,8 +71,8 @@ def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -
         raise ConfigError(problems)
 
 
-def check_same(first: Normalized, own: Normalized) -> None:
-    """Raises: ConfigError, if a step has other normalized losses than the first step."""
+def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses) -> None:
+    """Raises: ConfigError, if a step's normalized losses differ from those of the first step."""
     if own != first:
         raise ConfigError.of(
             "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"
@@ -80,13 +80,13 @@ def check_same(first: Normalized, own: Normalized) -> None:
 
 
 def nothing_to_minimize() -> ConfigError:
-    """The error if no marked loss depends on a parameter."""
+    """The error when no marked loss depends on a parameter."""
     return ConfigError.of(
         "wrong-result", "train_step: expected a loss that depends on the model's parameters, got only errors or constants"
     )
 
 
-def check_outputs(outputs: Mapping[str, Output]) -> None:
+def check_marked_outputs(outputs: Mapping[str, Output]) -> None:
     """Raises: ConfigError, if forward_step marked nothing."""
     if not outputs:
         raise ConfigError.of(
@@ -94,15 +94,15 @@ def check_outputs(outputs: Mapping[str, Output]) -> None:
         )
 
 
-def by_sequence(
+def split_by_sequence(
     outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int, vectors: frozenset[str] = frozenset()
 ) -> list[Outputs]:
     """The outputs of each sequence of a batch by name, without padding.
 
     Args:
-        outputs: by name, one row for each sequence, and the number of the row's frames that belong to it; None: all of them.
+        outputs: by name, one row for each sequence, and the number of its frames without padding; None: all frames.
         count: the number of sequences in the batch.
-        vectors: as of `Outputs`.
+        vectors: as in `Outputs`.
 
     Raises:
         ConfigError: an output has another number of rows.
@@ -120,15 +120,15 @@ def by_sequence(
 
 
 MAX_PENDING = 1000
-"""Batches whose scores may be pending; those of more are fetched at once, which waits for the device."""
+"""The number of batches whose scores may be pending; at this number all are fetched, which waits for the device."""
 
 MAX_NOT_FINITE = 3
-"""Losses that are not finite are remembered up to this number, as those that follow are not finite either."""
+"""The number of non-finite losses to record: later ones add nothing, as the model is broken by then."""
 
 
 class Clock(Protocol):
-    """Measures the seconds of spans on the device. `take` waits for it and gives those since the last `take`; `known` does not
-    wait and gives those of all spans that are known to be over."""
+    """Measures the seconds of spans on the device. `take` waits for it and returns the seconds since the last `take`; `known`
+    does not wait and returns the seconds of all spans known to be finished."""
 
     def span(self) -> AbstractContextManager[None]: ...
 
@@ -138,14 +138,14 @@ class Clock(Protocol):
 
 
 class LearnerMeter:
-    """Does what `Meter` in `base.py` says.
+    """Implements `Meter` of `base.py`.
 
     Args:
         scores: sums and counts of the batches.
         clock: measures the steps.
-        scale: of the loss; None: it is not scaled.
-        peak_memory: gives the largest number of bytes of the device's memory in use so far; None on a CPU.
-        gradient_norm: gives the global norm of an update's gradients, as `Meter` says.
+        scale: the loss scale; None: losses are not scaled.
+        peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
+        gradient_norm: returns the global norm of an update's gradients, as in `Meter`.
     """
 
     def __init__(
@@ -187,12 +187,12 @@ class LearnerMeter:
 
 @dataclass(frozen=True)
 class Transfer:
-    """How numbers come from the device.
+    """How numbers are copied from the device.
 
     Attributes:
-        read: makes one list of numbers of what `start` returned for several tensors; waits for them.
-        start: starts to copy a tensor; called once for each.
-        has_arrived: whether `read` would not wait for what `start` returned. None: nobody knows.
+        read: returns one list of the numbers in several handles from `start`; waits for them.
+        start: starts to copy a tensor and returns a handle; called once for each.
+        has_arrived: whether `read` can read a handle without waiting. None: unknown.
     """
 
     read: Callable[[list[Any]], list[float]]
@@ -202,7 +202,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch's sums and counts on their way from the device, and the names of the losses, with the scale of those minimized."""
+    """A batch's sums and counts in transfer from the device, and the losses' names and scales (0: not minimized)."""
 
     names: Mapping[str, float]
     numbers: Any
@@ -211,13 +211,13 @@ class _Pending:
 
 
 class PendingScores:
-    """Sums and counts of batches, which may be on the device for a while.
+    """Sums and counts of batches, which may still be on the device.
 
     Args:
-        transfer: brings tensors of shape (2 * losses,), each with the sums, then the counts.
-        not_finite: gives the names of the parameters that are not finite.
-        on_cpu: every batch's numbers are fetched at once, as waiting gains nothing.
-        finite_only: leave out sums that are not finite, as the updates of such batches are skipped.
+        transfer: fetches tensors of shape (2 * losses,), each with the sums followed by the counts.
+        not_finite: returns the names of the parameters that are not finite.
+        on_cpu: fetch every batch's numbers immediately, as deferring gains nothing.
+        finite_only: leave out non-finite sums, as the updates of such batches are skipped.
     """
 
     def __init__(
@@ -240,8 +240,8 @@ class PendingScores:
         """Add a batch's numbers.
 
         Args:
-            names: of the losses and errors in the numbers' order, each with the scale with which this step minimizes it, or 0.
-            step: steps done before this one in the whole training.
+            names: the losses and errors in the order of the numbers, each with the scale it is minimized with, or 0.
+            step: the number of training steps done before this one.
             indices: the batch's sequences in the dataset.
         """
         self._pending.append(_Pending(names, self._transfer.start(numbers), step, indices))
@@ -256,17 +256,17 @@ class PendingScores:
         return self._taken()
 
     def drain_ready(self) -> Scores:
-        """The same of those batches whose numbers have arrived; of all, if nobody knows which have."""
+        """The same for those batches whose numbers have arrived; for all, if arrival is unknown."""
         self._read(len(self._pending) if self._transfer.has_arrived is None else self._num_arrived(self._transfer.has_arrived))
         return self._taken()
 
     def take_not_finite(self) -> list[NotFinite]:
-        """The minimized losses that were not finite, of those fetched since the last call."""
+        """The minimized losses that were not finite, among those fetched since the last call."""
         taken, self._not_finite = self._not_finite, []
         return taken
 
     def fetch(self) -> None:
-        """Read all pending numbers from the device; this waits for it."""
+        """Read all pending numbers, waiting for the device."""
         self._read(len(self._pending))
 
     def _taken(self) -> Scores:
@@ -274,7 +274,7 @@ class PendingScores:
         return taken
 
     def _num_arrived(self, has_arrived: Callable[[Any], bool]) -> int:
-        """How many of the first pending batches can be read without waiting: numbers arrive in order."""
+        """The number of pending batches that can be read without waiting: numbers arrive in order."""
         return next((place for place, batch in enumerate(self._pending) if not has_arrived(batch.numbers)), len(self._pending))
 
     def _read(self, num_batches: int) -> None:

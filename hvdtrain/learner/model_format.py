@@ -1,8 +1,8 @@
-"""Safetensors as the format of a model's file: what its header says, which is the same with every framework.
+"""Safetensors as the format of a model's file: the header, which is the same in every framework.
 
-The header's metadata has strings by name: `format`, the framework as Hugging Face's libraries name it; `hvdtrain`, the progress
-as JSON; `hvdtrain_checksum`, of the whole file; and for each tensor that shares its memory with another one, the name under which
-both are stored, as `safetensors.torch.save_model` writes it.
+The header's metadata maps names to strings: `format`, the framework as Hugging Face's libraries name it; `hvdtrain`, the progress
+as JSON; `hvdtrain_checksum`, of the whole file; and for each tensor that shares memory with another one, the name that both are
+stored under, as in `safetensors.torch.save_model`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, Problem, problem
-from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_meanwhile, write_checksum
+from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_while_reading, write_checksum
 
 SAFETENSORS = "safetensors"
 """The value of `checkpoint_format`, and the suffix of the files."""
@@ -30,12 +30,12 @@ FORMAT, PROGRESS = "format", "hvdtrain"
 
 
 def is_safetensors(file: str | Path) -> bool:
-    """Whether a file is in this format, by its suffix."""
+    """Whether a file's suffix is that of this format."""
     return Path(file).suffix == f".{SAFETENSORS}"
 
 
 def missing_package(where: str) -> list[Problem]:
-    """The problem with a key that needs the package, if it is not installed."""
+    """The problem with a key that needs the package when it is not installed."""
     if find_spec(SAFETENSORS) is not None:
         return []
     return problem("missing-package", f"{where}: expected the package safetensors, got none ({INSTALL})")
@@ -51,18 +51,18 @@ def header(framework: str, progress: Mapping[str, Any]) -> dict[str, str]:
 
 
 def progress_of(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """The progress in a header; empty if another program wrote the file."""
+    """The progress in a header; empty in files of other programs."""
     progress = json.loads((metadata or {}).get(PROGRESS, "{}"))
     if not isinstance(progress, dict):
-        raise ValueError(f"the entry {PROGRESS!r} of its header is no dict")
+        raise ValueError(f"the entry {PROGRESS!r} of its header is not a dict")
     return progress
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Around the code that reads a file, which is checked meanwhile; translates errors into CheckpointError."""
+def verified_read(file: Path) -> Iterator[None]:
+    """Check a file while the code in the `with` block reads it, and translate errors into CheckpointError."""
     try:
-        with check_meanwhile(file):
+        with check_while_reading(file):
             yield
     except CheckpointError:
         raise
@@ -71,18 +71,18 @@ def reading(file: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == SAFETENSORS:
             raise CheckpointError(f"{file}: expected the package safetensors to read it, got none ({INSTALL})") from None
-        raise unreadable(file, error) from None
+        raise unreadable_error(file, error) from None
 
 
-def unreadable(file: Path, error: Exception) -> CheckpointError:
+def unreadable_error(file: Path, error: Exception) -> CheckpointError:
     """The error for a file that cannot be read."""
     text = str(error)
     if "weights_only" in text or "WeightsUnpickler" in text:  # PyTorch advises to load it nevertheless
         found = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)
-        what = f"needs code to be read: {found.group(1)}" if found else "has more than that"
+        what = f"needs code to be loaded: {found.group(1)}" if found else "contains more than that"
         return DamagedCheckpoint(
-            f"{file}: expected tensors and plain values, got a file that {what}; hvdtrain never runs code of a file (and neither "
-            "should you, with weights_only=False, unless you trust who wrote it; a model's own tensors are saved by "
+            f"{file}: expected tensors and plain values, got a file that {what}; hvdtrain never runs code from a file (and "
+            "neither should you, with weights_only=False, unless you trust its author; a model's tensors alone are saved by "
             "torch.save({'model': model.state_dict()}, ...))"
         )
     lines = text.splitlines() or [type(error).__name__]
@@ -90,12 +90,11 @@ def unreadable(file: Path, error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def writing(file: Path) -> Iterator[Path]:
-    """Where to let the package write a file, which is then moved to its place; its errors, as on a full disk, become OSErrors.
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield a temporary path for the package to write to, then move the file into place. Its errors become OSErrors.
 
-    The package writes under a random name beside the one it is given, which a kill would leave behind for good, and with
-    permissions for the owner only. Here, a kill leaves a folder whose name begins and ends like the file's, and permissions are
-    the usual ones.
+    The package writes to a randomly named file, which a kill would leave behind forever, and with permissions for the owner only.
+    Here, a kill leaves a folder that the next save recognizes by its name, and permissions are the usual ones.
     """
     from safetensors import SafetensorError
 

@@ -1,4 +1,4 @@
-"""What reducers see of a learner's state: a model's tensors by kind, and those that a reducer keeps itself."""
+"""The view that reducers have of a learner's state: the model's tensors by kind, and the tensors that the reducer keeps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Literal, Protocol
 from hvdtrain.comm.base import Tensor
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
-running mean, and integer buffers."""
+"""The kinds of tensors in a model: trained parameters, frozen parameters, floating-point buffers such as BatchNorm's running
+mean, and integer buffers."""
 
 StatePart = Kind | Literal["optimizer", "kept"]
-"""What may differ between ranks, so that each of them has to save its own; "kept" is what a reducer keeps (`ModelState.own`)."""
+"""The parts of the state that can differ between ranks, so that each rank saves its own; "kept" are the tensors that a reducer
+keeps (`ModelState.own`)."""
 
 
 class ModelState(Protocol):
     """The part of a learner's state that a reducer sees.
 
     Attributes:
-        shared: tensors by name that the reducer keeps, the same on all ranks; the optimizer's file has them.
-        own: tensors by name that the reducer keeps, others on every rank; the rank's own file has them, if it has one, and the
-            optimizer's file those of rank 0.
+        shared: tensors that the reducer keeps, by name, the same on all ranks; stored in the optimizer's file.
+        own: tensors that the reducer keeps, by name, different on every rank; stored in the rank's file if there is one, and
+            those of rank 0 in the optimizer's file.
     """
 
     shared: dict[str, list[Tensor]]
@@ -32,7 +33,7 @@ class ModelState(Protocol):
         ...
 
     def average_weights(self, updates: int) -> None:
-        """Let the moving average of the weights (`ema_decay`), if there is one, follow N updates.
+        """Update the moving average of the weights (`ema_decay`), if there is one, for N updates.
 
         Called when all ranks have the same weights.
         """

@@ -1,9 +1,10 @@
-"""What optimizers have in common in all frameworks: what is done to gradients before them, their classes, options and decay."""
+"""What optimizers have in common in all frameworks: changes to gradients before the update, classes, options and weight decay."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
-    """A class, given as itself or by its name; case does not matter.
+    """A class, given as a class or by its name, in any case.
 
     Args:
         known: the classes by their names in lower case.
-        what: the key, for the message.
+        what: the key, for the error message.
 
     Raises:
         ConfigError: there is no class with that name.
@@ -37,7 +38,7 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
 
 
 class UpdateGradients(Protocol):
-    """The reduced gradients of an update, as a framework lets them be changed: all of them at once."""
+    """The reduced gradients of an update. A framework implements the changes, each to all gradients at once."""
 
     def add_noise(self, deviation: float) -> None:
         """Add normal noise, truncated at two standard deviations."""
@@ -52,12 +53,12 @@ class UpdateGradients(Protocol):
         ...
 
     def clip_norm(self, limit: float) -> None:
-        """Scale all gradients down so that their global norm is not larger than this."""
+        """Scale all gradients down so that their global norm is at most this."""
         ...
 
 
 def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
-    """What the keys want to be done to the gradients of an update, in any framework, between the reduction and the optimizer."""
+    """Apply to an update's gradients, between the reduction and the optimizer, the changes that the keys ask for."""
     if keys.gradient_noise:
         gradients.add_noise(keys.gradient_noise)
     if keys.gradient_clip is not None:
@@ -66,19 +67,19 @@ def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
         gradients.clip_norm(keys.gradient_clip_global_norm)
 
 
-SET_BY_US = ("self", "params", "lr", "learning_rate")
+SET_IN_UPDATES = ("self", "params", "lr", "learning_rate")
 STRICT = frozenset(name for framework in FRAMEWORKS.values() for name in framework.distributions)
-"""The packages whose classes take no other options than they name, even if their signature ends in **kwargs."""
+"""The packages whose classes accept only the options they name, even if their signature ends in **kwargs."""
 
 
-def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[Problem]:
-    """Problems with options that a class does not take. A foreign class that takes **kwargs is not checked.
+def option_problems(optimizer: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[Problem]:
+    """Problems with options that a class does not accept. A third-party class with **kwargs is not checked.
 
     Args:
-        where: put before an option's name: 'optimizer.'
-        others: further names that are allowed.
+        where: the prefix of an option's name: 'optimizer.'
+        others: further allowed names.
     """
-    known = _names(made)
+    known = _option_names(optimizer)
     if known is None:
         return []
     problems = []
@@ -87,29 +88,29 @@ def option_problems(made: type, options: Mapping[str, Any], where: str, others: 
             hint = did_you_mean(name, [*known, *others])
             problems += problem(
                 "unknown-key",
-                f"{where}{name}: expected options of {made.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}",
+                f"{where}{name}: expected options of {optimizer.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}",
             )
     return problems
 
 
-def _names(made: type) -> list[str] | None:
-    """The arguments that a class's constructor and those of its bases take by name; None: any."""
+def _option_names(optimizer: type) -> list[str] | None:
+    """The keyword arguments of the constructors of a class and its bases; None: any."""
     names: list[str] = []
-    for kind in made.__mro__:
-        if kind is object or "__init__" not in vars(kind):
+    for base in optimizer.__mro__:
+        if base is object or "__init__" not in vars(base):
             continue
-        parameters = inspect.signature(vars(kind)["__init__"]).parameters.values()
-        names += [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names += [param.name for param in parameters if param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)]
+        if not any(param.kind is param.VAR_KEYWORD for param in parameters):
             break
     else:
-        if made.__module__.partition(".")[0] not in STRICT:
+        if optimizer.__module__.partition(".")[0] not in STRICT:
             return None
-    return [name for name in dict.fromkeys(names) if name not in SET_BY_US]
+    return [name for name in dict.fromkeys(names) if name not in SET_IN_UPDATES]
 
 
 def option_texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options of an optimizer as texts that a checkpoint can hold. What no text identifies (a function, a tensor) is left out.
+    """Options of an optimizer as texts for a checkpoint. Values that no text identifies (functions, tensors) are left out.
 
     >>> option_texts({"betas": [0.9, 0.95], "amsgrad": True, "rule": len})
     {'betas': '(0.9, 0.95)', 'amsgrad': 'True'}
@@ -128,7 +129,7 @@ def _option_text(value: Any) -> str | None:
 
 
 def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """By name, a line about each option that a checkpoint has another text of.
+    """By name, a line about each option whose text differs from that in the checkpoint.
 
     >>> changed_options({"eps": "1e-08", "lr": "1"}, {"eps": "0.001"})
     {'eps': 'optimizer.eps: 0.001 from here on, 1e-08 in the checkpoint'}
@@ -146,14 +147,14 @@ INCLUDE = "weight_decay_custom_include_check"
 
 @dataclass(frozen=True)
 class DecayRule:
-    """Which parameters decay: all but biases and those of some classes of modules, unless the config's function decides.
+    """Which parameters decay: all but biases and those of certain module classes, unless the config's function decides.
 
     Attributes:
-        classes: parameters of modules of these classes, or of derived ones, do not decay.
-        names: the same by the names of the classes.
-        include: function (*, module, rf_module, full_param_name, param) that returns whether a parameter decays; None: by the
-            rest.
-        biases: a regular expression that the names of biases match.
+        classes: parameters of modules of these classes and their subclasses do not decay.
+        names: the same, by class name.
+        include: function (*, module, rf_module, full_param_name, param) that returns whether a parameter decays; with None, the
+            other rules decide.
+        biases: a regular expression for the names of biases.
     """
 
     classes: tuple[type, ...]
@@ -162,8 +163,7 @@ class DecayRule:
     biases: str = r"bias$|(^|\.)bias_(ih|hh|k|v)[^.]*$"  # also nn.LSTM's bias_ih_l0 and bias_hh_l1_reverse
 
     def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
-        """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns something else than a bool
-        or None."""
+        """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns neither a bool nor None."""
         rf_module = wrapped_rf_module(module)
         chosen = self.include and self.include(module=module, rf_module=rf_module, full_param_name=full_name, param=parameter)
         if chosen is not None and not isinstance(chosen, bool):
@@ -172,29 +172,37 @@ class DecayRule:
             )
         if chosen is not None:
             return chosen
-        both = (module, rf_module)
-        is_exempt = any(isinstance(one, self.classes) or not self.names.isdisjoint(class_names(one)) for one in both)
+        is_exempt = any(
+            isinstance(layer, self.classes) or not self.names.isdisjoint(class_names(layer)) for layer in (module, rf_module)
+        )
         return not is_exempt and not re.search(self.biases, full_name)
 
 
 def wrapped_rf_module(module: Any) -> Any | None:
-    """The module of RETURNN's frontend inside of a module that RETURNN made of one; None: it is another module."""
+    """The RETURNN frontend module that a module wraps; None: it wraps none."""
     return getattr(module, "rf_module", None)
 
 
+def frontend_class_names() -> set[str]:
+    """The names of the classes of RETURNN's frontend, if a config has imported it: lists of classes may name some that are not in
+    the model."""
+    frontend = sys.modules.get("returnn.frontend")
+    return {name for name, value in vars(frontend).items() if isinstance(value, type)} if frontend is not None else set()
+
+
 def class_names(module: Any) -> set[str]:
-    """The names of a module's class and of those it is derived from."""
+    """The names of a module's class and its base classes."""
     return {kind.__name__ for kind in type(module).__mro__}
 
 
 def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str]) -> DecayRule:
-    """Take the options about parameters that do not decay out of an optimizer's options; `usual` if there are none.
+    """Remove the options about weight decay from an optimizer's options, and return their rule; `usual` if there are none.
 
     Args:
-        known: the names of all classes. A name may have its module before it (`torch.nn.LayerNorm`).
+        known: the names of all classes. A name may include its module (`torch.nn.LayerNorm`).
 
     Raises:
-        ConfigError: there is no such class, or a value of another type.
+        ConfigError: there is no such class, or a value has the wrong type.
     """
     blacklist, include = options.pop(BLACKLIST, None), options.pop(INCLUDE, None)
     problems = []

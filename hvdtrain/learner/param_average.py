@@ -1,6 +1,6 @@
-"""Local updates: every rank trains alone, and the ranks' parameters are averaged now and then.
+"""Local updates: every rank trains alone, and the ranks' parameters are averaged from time to time.
 
-When that happens stands here and in `sync_interval.py`, what a sync does and what the new model is in `param_sync.py`.
+This file and `sync_interval.py` decide when to sync; `param_sync.py` does a sync and computes the new model.
 docs/communication.md describes all of it for users.
 """
 
@@ -28,7 +28,7 @@ from hvdtrain.learner.reducer import (
     UpdateCounts,
     average,
     average_buffers,
-    averaged,
+    temporarily_average,
 )
 from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
 from hvdtrain.runtime import log
@@ -113,20 +113,20 @@ class ParamAverageKeys(CompressionKeys):
 class ParamAverage:
     """Every rank updates alone; after N updates, and at the end of an epoch, parameters and floating-point buffers are averaged.
 
-    A rank's weight in the average is the number of updates that it had batches for since the last one. With plain SGD and an
-    average after every update, this is the averaging of gradients. (Local SGD: Stich, 2019.)
+    A rank's weight in the average is the number of updates since the last one for which it had a batch. With plain SGD and an
+    average after every update, this equals averaging gradients. (Local SGD: Stich, 2019.)
 
-    If training does not wait, a sync adds to each rank's parameters what it would have changed in those that were sent; what
-    the rank has learned since then is kept (Shen et al., 2019). It does so a fixed number of updates later, whenever the average
-    arrived. Parts of the model are sent in turn, equally far apart (both as in streaming DiLoCo: Douillard et al., 2025). Buffers
-    are then averaged at the end of the epoch only: BatchNorm does not need them before.
+    With a delay, training does not wait: a sync adds to each rank's parameters the change that it would have made to the
+    parameters that were sent, so updates made since then are kept (Shen et al., 2019). It does so after a fixed number of
+    updates, no matter when the average arrives. Parts of the model are sent in turn, at equal distances (both as in streaming
+    DiLoCo: Douillard et al., 2025). Buffers are then averaged only at the end of the epoch, since training does not read them.
 
     Args:
         interval: the number of updates between two syncs.
-        outer: what makes the new model of the average; None: it is the average.
+        outer: computes the new model from the average; None: the average is the new model.
         delay: the number of updates until an average is applied; 0: training waits for it.
         parts: the number of parts of the model.
-        compressor: in 16 bits, it gets the changes of the parameters since the last sync. None: parameters are sent as they are.
+        compressor: if it sends 16 bits, it sends the changes since the last sync. None: parameters are sent as they are.
     """
 
     keys = ParamAverageKeys
@@ -149,8 +149,8 @@ class ParamAverage:
         self._compressor = GradientCompressor(comm) if compressor is None else compressor
         self._sync = ParamSync(comm, self._compressor, outer, parts, deltas=self._compressor.narrow is not None)
         self._counts = UpdateCounts(comm.size)  # since the ranks' buffers were the same
-        self._since = 0  # updates since the last part of the model was sent
-        self._next = 0  # the part that is sent next
+        self._updates_since_send = 0  # updates since the last cycle over the parts ended
+        self._next_part = 0  # the part that is sent next
         self._warned = False
 
     @classmethod
@@ -162,7 +162,7 @@ class ParamAverage:
         return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
 
     def describe(self) -> str:
-        """How often parameters are averaged, and how, for the log."""
+        """How and how often parameters are averaged, for the log."""
         text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._compressor.describe()}"
         if len(self._sync.parts) > 1:
             text += f", in {len(self._sync.parts)} parts in turn"
@@ -180,23 +180,23 @@ class ParamAverage:
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._sync.drop_unknown(state)
-        if not start.goes_on or (ANCHOR not in state.shared and not self._counts.updates):
-            self.take_anchor(state)
+        if not start.is_resumed or (ANCHOR not in state.shared and not self._counts.updates):
+            self.keep_anchor(state)
         self.warn(start)
 
     def warn(self, start: EpochStart) -> None:
-        """Log, once in a training, that an epoch has no syncs but the one at its end, or too few of them for the momentum."""
+        """Warn, once in a training, if an epoch's only sync is at its end, or if it has too few syncs for the momentum."""
         if not self._warned and (warning := self._warning(start)) is not None:
             self._warned = True
             log.warning(warning)
 
-    def take_anchor(self, state: ModelState) -> None:
-        """Start from the present model, which is the same on all ranks."""
+    def keep_anchor(self, state: ModelState) -> None:
+        """Keep the current model, which is the same on all ranks, as the anchor."""
         if self._sync.needs_anchor:
-            state.map_tensors("parameters", lambda tensors: self._sync.anchored(state, tensors))
+            state.map_tensors("parameters", lambda tensors: self._sync.set_anchor(state, tensors))
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
-        self._since += 1
+        self._updates_since_send += 1
         for counts in (self._counts, *(part.counts for part in self._sync.parts)):
             counts.add(update.has_batch, update.ranks_with_batch)
         under_way = [part for part in self._sync.parts if part.is_under_way]
@@ -205,15 +205,15 @@ class ParamAverage:
         late = [part for part in under_way if part.age >= self._delay]
         if late:
             with self._timer.span("parameter sync"):
-                state.map_tensors("parameters", lambda tensors: self._sync.applied(state, tensors, late))
-        due = self._due(update.learning_rate)
+                state.map_tensors("parameters", lambda tensors: self._sync.apply_averages(state, tensors, late))
+        due = self._due_parts(update.learning_rate)
         if due:
             with self._timer.span("parameter sync"):
-                change = self._sync.sent if self._delay else self._sync.averaged
+                change = self._sync.send if self._delay else self._sync.average
                 state.map_tensors("parameters", lambda tensors: change(state, tensors, due))
-                if self._is_whole:
+                if self._syncs_whole_model:
                     self._finish_sync(state)
-                elif self._next == len(self._sync.parts):
+                elif self._next_part == len(self._sync.parts):
                     self._end_cycle()
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -222,24 +222,24 @@ class ParamAverage:
         with self._timer.span("parameter sync"):
             under_way = [part for part in self._sync.parts if part.is_under_way]
             if under_way:
-                state.map_tensors("parameters", lambda tensors: self._sync.applied(state, tensors, under_way))
-            left = [part for part in self._sync.parts if part.counts.updates]
-            state.map_tensors("parameters", lambda tensors: self._sync.averaged(state, tensors, left))
+                state.map_tensors("parameters", lambda tensors: self._sync.apply_averages(state, tensors, under_way))
+            changed = [part for part in self._sync.parts if part.counts.updates]
+            state.map_tensors("parameters", lambda tensors: self._sync.average(state, tensors, changed))
             self._finish_sync(state)
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
         always: tuple[StatePart, ...] = ("optimizer",)  # its state is never averaged
         return ("parameters", "statistics", "counters", *always) if self._counts.updates else always
 
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        """See `EpochSync`. Between two syncs this is the plain average: the outer optimizer makes a step at a sync only."""
+    def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
+        """See `EpochSync`. Between two syncs this is the plain average: the outer optimizer steps only at a sync."""
         if not self._counts.updates:
             return nullcontext()
         kinds: dict[Kind, Average] = {
             "parameters": self._sync.average_to_save,
             "statistics": lambda tensors: average(self._comm, tensors, self._counts, "saved.statistics"),
         }
-        return averaged(state, kinds)
+        return temporarily_average(state, kinds)
 
     def flush(self, state: ModelState) -> None:
         for part in self._sync.parts:
@@ -247,63 +247,69 @@ class ParamAverage:
 
     def state(self) -> Numbers:
         parts = [part.state() for part in self._sync.parts]
-        return {**self._counts.state(), **self._interval.state(), "since": self._since, "next": self._next, "parts": parts}
+        return {
+            **self._counts.state(),
+            **self._interval.state(),
+            "since": self._updates_since_send,
+            "next": self._next_part,
+            "parts": parts,
+        }
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
         stored = state.get("parts", [])
-        if not same_ranks:  # every rank begins with the average, and what was under way is in it
+        if not same_ranks:  # every rank starts from the average, which includes the parts that were under way
             for part in self._sync.parts:
-                part.steps = max((one["steps"] for one in stored), default=0)
+                part.steps = max((part_state["steps"] for part_state in stored), default=0)
             return
         self._counts.restore(state)
         self._interval.restore(state)
         if len(stored) == len(self._sync.parts):
-            for part, one in zip(self._sync.parts, stored, strict=True):
-                part.restore(one)
-            self._since, self._next = state["since"], state["next"]
-        else:  # a checkpoint without parts, or with another number of them
+            for part, part_state in zip(self._sync.parts, stored, strict=True):
+                part.restore(part_state)
+            self._updates_since_send, self._next_part = state["since"], state["next"]
+        else:  # the checkpoint has no parts, or a different number of them
             for part in self._sync.parts:
                 part.counts.restore(state)
-            self._since = self._counts.updates
+            self._updates_since_send = self._counts.updates
 
     @property
-    def _is_whole(self) -> bool:
+    def _syncs_whole_model(self) -> bool:
         """Whether a sync makes the whole model the same on all ranks."""
         return self._delay == 0 and len(self._sync.parts) == 1
 
-    def _due(self, learning_rate: float) -> list[SyncBucket]:
-        """The parts to send now: part p after (p + 1) / parts of the updates between two syncs, if nothing of it is under way."""
+    def _due_parts(self, learning_rate: float) -> list[SyncBucket]:
+        """The parts to send now: part p after (p + 1) / parts of the interval between two syncs, unless it is still under way."""
         between, parts = self._interval.updates(learning_rate), self._sync.parts
         due = []
-        while self._next < len(parts) and self._since * len(parts) >= between * (self._next + 1):
-            if parts[self._next].is_under_way:
+        while self._next_part < len(parts) and self._updates_since_send * len(parts) >= between * (self._next_part + 1):
+            if parts[self._next_part].is_under_way:
                 break
-            due.append(parts[self._next])
-            self._next += 1
+            due.append(parts[self._next_part])
+            self._next_part += 1
         return due
 
     def _finish_sync(self, state: ModelState) -> None:
-        """Collective. What follows when all parameters are the same on all ranks."""
+        """Collective. Finish a sync, once all parameters are the same on all ranks."""
         updates = self._counts.updates
         average_buffers(self._comm, state, self._counts)
         self._counts.reset()
         state.average_weights(updates)
         if self._sync.needs_anchor and ANCHOR not in state.shared:
-            self.take_anchor(state)
+            self.keep_anchor(state)
         self._end_cycle()
 
     def _end_cycle(self) -> None:
-        updates, self._since, self._next = self._since, 0, 0
-        self._interval.synced(self._comm, updates)
+        updates, self._updates_since_send, self._next_part = self._updates_since_send, 0, 0
+        self._interval.after_sync(self._comm, updates)
 
     def _warning(self, start: EpochStart) -> str | None:
-        """What is wrong with an epoch of so many updates."""
+        """The problem with the number of updates in an epoch; None: there is none."""
         between = self._interval.updates(start.learning_rate)
         if between > start.updates and self._comm.size > 1:
             wanted = f"{between}" if between < NEVER else "more"
             return (
                 f"horovod_param_sync_step: expected at most {start.updates}, the number of updates in epoch {start.epoch}, got "
-                f"{wanted}: the ranks' parameters are averaged at its end only"
+                f"{wanted}: the ranks' parameters are only averaged at its end"
             )
         momentum = 0.0 if self._outer is None else self._outer.momentum
         syncs = -(-start.updates // between)

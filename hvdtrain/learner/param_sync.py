@@ -1,8 +1,8 @@
-"""One sync of parameters: what is sent, what an outer optimizer makes of the average, and when that is applied.
+"""One sync of parameters: sending them, the step of an outer optimizer, and applying the result.
 
-Between two syncs, every rank trains alone. The model as of the last sync (the anchor) minus the average of the ranks' models is
-the gradient of an outer optimizer; the model that it steps to is the new anchor, from which all ranks go on. With learning rate 1
-and no momentum, that is the average itself.
+Between two syncs, every rank trains alone. The model after the last sync (the anchor) minus the average of the ranks' models is
+the gradient of an outer optimizer; its step leads to the new anchor, from which all ranks continue. With learning rate 1 and no
+momentum, the new anchor is the average itself.
 
     horovod_param_outer = {"class": "bmuf", "momentum": 0.5}
 
@@ -11,9 +11,9 @@ and no momentum, that is the average itself.
 - "sgd": classical momentum (BMUF's classical block momentum; SlowMo: Wang et al., 2020).
 - "adam": FedAdam (Reddi et al., 2021).
 
-An optimizer sees one tensor at a time, of PyTorch or TensorFlow: its arithmetic is that of Python's operators, which all
-frameworks have. For a sync, the model is divided into parts. A part is either averaged at once, or sent, and its average applied
-some updates later. `ParamAverage` says when.
+An optimizer sees one tensor at a time, and uses only Python's arithmetic operators, which the tensors of all frameworks support.
+For a sync, the model is divided into parts. A part is either averaged immediately, or sent, and its average applied some updates
+later. `ParamAverage` decides when.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdtrain.config.keys import Rule, key, positive
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
-from hvdtrain.learner.reducer import Numbers, UpdateCounts, copies, weighted
+from hvdtrain.learner.reducer import Numbers, UpdateCounts, apply_weight, copy_tensors
 
 below_one = Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
@@ -37,15 +37,15 @@ class OuterOptimizer(Protocol):
     """An optimizer of one step per sync.
 
     Attributes:
-        moments: the names of what it remembers of each parameter, such as the velocity.
-        momentum: the share of the earlier steps that a step keeps.
+        moments: the names of its state for each parameter, such as the velocity.
+        momentum: the share of earlier steps that a step keeps.
     """
 
     moments: tuple[str, ...]
     momentum: float
 
     def describe(self) -> str:
-        """Its values, for the log."""
+        """Its hyperparameters, for the log."""
         ...
 
     def step(self, anchor: Tensor, average: Tensor, moments: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
@@ -105,16 +105,16 @@ class AdamStep:
 
 
 def _take_step(average: Tensor, gradient: Tensor, step: Tensor) -> Tensor:
-    """The anchor minus the step, by way of the average: if the step is the gradient, this is the average to the last bit."""
+    """The anchor minus the step. Computed from the average, so that the result is bit for bit the average if step == gradient."""
     return average - (step - gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterKeys:
-    """Beside `class` in `horovod_param_outer`: "bmuf", "nesterov", "sgd" or "adam" """
+    """Besides `class` in `horovod_param_outer`: "bmuf", "nesterov", "sgd" or "adam" """
 
     learning_rate: float | None = key(
-        None, "the factor on a step; None: 1 for bmuf and sgd, 0.7 for nesterov; adam has none of its own", positive
+        None, "the factor on a step; None: 1 for bmuf and sgd, 0.7 for nesterov; required for adam", positive
     )
     momentum: float | None = key(
         None,
@@ -125,7 +125,7 @@ class OuterKeys:
     epsilon: float = key(1e-3, "adam: what is added to the root of the mean of squares", positive)
 
     def optimizer(self, name: str, size: int) -> OuterOptimizer:
-        """The optimizer with a class's own values where none are given.
+        """The optimizer, with the defaults of its class for values that are not given.
 
         Args:
             size: the number of ranks.
@@ -142,15 +142,15 @@ class OuterKeys:
 
 
 DEFAULTS: dict[str, tuple[float, float]] = {"bmuf": (1.0, 0.0), "nesterov": (0.7, 0.9), "sgd": (1.0, 0.0), "adam": (0.0, 0.9)}
-"""By class, the learning rate and the momentum; bmuf's momentum follows from the number of ranks, adam's rate has to be given."""
+"""By class, the learning rate and the momentum; bmuf's momentum depends on the number of ranks, adam's rate is required."""
 
-OF_ADAM = ("second_momentum", "epsilon")
+ADAM_ONLY = ("second_momentum", "epsilon")
 
 
 def make_outer(
     value: dict[str, Any] | str | None, size: int, where: str = "horovod_param_outer"
 ) -> tuple[OuterOptimizer | None, list[Problem]]:
-    """Make the outer optimizer of the key horovod_param_outer. Returns it, or None, and the problems with the key.
+    """Make the optimizer of the key horovod_param_outer. Returns it, or None, and the problems with the key.
 
     Args:
         size: the number of ranks.
@@ -176,31 +176,31 @@ def make_outer(
     if name in DEFAULTS and name != "adam":
         problems += [
             Problem.of("conflict", f"{where}{one}: expected only with the class adam, got it with {name}")
-            for one in OF_ADAM
+            for one in ADAM_ONLY
             if one in options
         ]
     return (None, problems) if problems or keys is None else (keys.optimizer(str(name), size), [])
 
 
 ANCHOR = "anchor"
-"""The parameters after the last sync, among the tensors that all ranks share."""
+"""The name of the parameters after the last sync, among the tensors that are the same on all ranks."""
 
 
 class SyncBucket:
-    """The part of the model that is synced at once.
+    """A part of the model that is synced as a unit.
 
     Attributes:
-        indices: of its parameters in the model's order.
+        indices: the numbers of its parameters in the model's order.
         counts: the updates since it was last sent.
-        steps: steps of the outer optimizer.
-        age: updates since it was sent, if its average has not been applied yet; -1: nothing is under way.
-        handle: of what is under way; None: it has arrived, or there is nothing.
-        sent, arrived: the names of what was sent and of its average among the tensors that are saved.
+        steps: the number of steps of the outer optimizer.
+        age: the number of updates since it was sent, until its average is applied; -1: nothing is under way.
+        handle: the handle of a message under way; None: the average has arrived, or there is none.
+        sent_name, average_name: the names of the sent parameters and of their average among the saved tensors.
     """
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
-        self.sent, self.arrived = f"sent.{number}", f"arrived.{number}"
+        self.sent_name, self.average_name = f"sent.{number}", f"arrived.{number}"
         self.indices: list[int] = []
         self.counts = UpdateCounts(size)
         self.steps = 0
@@ -222,16 +222,16 @@ class SyncBucket:
 
 class ParamSync:
     """Averages parts of the model over the ranks. Its methods take and return all parameters, in the model's order,
-    as `ModelState.map_tensors` has them.
+    as `ModelState.map_tensors` does.
 
     Args:
-        outer: what makes the new parameters of the average; None: they are the average.
+        outer: computes the new parameters from the average; None: they are the average.
         num_parts: the number of parts of the model.
-        deltas: send the changes since the last sync instead of the parameters, which loses less if they are sent in 16 bits.
+        deltas: send the changes since the last sync instead of the parameters, which loses less precision in 16 bits.
 
     Attributes:
         parts: contiguous, and about equal in bytes.
-        num_syncs: syncs so far, each part's on its own.
+        num_syncs: the number of syncs so far, counted by part.
     """
 
     def __init__(
@@ -255,46 +255,46 @@ class ParamSync:
         """Whether the parameters after the last sync are kept."""
         return self._outer is not None or self._deltas
 
-    def anchored(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
-        """Keep the parameters, which are the same on all ranks. Changes nothing."""
-        state.shared[ANCHOR] = copies(tensors)
+    def set_anchor(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
+        """Keep the parameters, which are the same on all ranks, as the anchor. Returns them unchanged."""
+        state.shared[ANCHOR] = copy_tensors(tensors)
         for name in self._moments:
             if name not in state.shared:
                 state.shared[name] = [tensor * 0 for tensor in tensors]
         return tensors
 
-    def averaged(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
-        """Collective. Sync some parts at once. What is sent is not copied, if all ranks have the same weight."""
+    def average(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
+        """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""
         changed = list(tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
             handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
-            new = self._targets(state, part, self._compressor.finish(handle))
+            new = self._new_parameters(state, part, self._compressor.finish(handle))
             for index, target in zip(part.indices, new, strict=True):
                 changed[index] = target
         return changed
 
-    def sent(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
-        """Collective. Send some parts. Changes nothing yet."""
+    def send(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
+        """Collective. Start to send some parts. Returns the parameters unchanged."""
         for part in parts:
-            own = copies([tensors[index] for index in self._indices(part, tensors)])
-            state.own[part.sent] = own
+            own = copy_tensors([tensors[index] for index in self._indices(part, tensors)])
+            state.own[part.sent_name] = own
             message = self._message(state, part, own)
             if message and message[0] is own[0]:
-                message = copies(message)  # it may be overwritten
+                message = copy_tensors(message)  # it may be overwritten
             part.handle = self._start(state, part, message)
             part.age = 0
             part.counts.reset()
         return tensors
 
-    def applied(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
-        """Add to some parts what a sync would have changed when they were sent. What was learned since then is kept."""
+    def apply_averages(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
+        """Add to some parts the change that a sync would have made when they were sent. Updates since then are kept."""
         changed = list(tensors)
         for part in parts:
             self.flush(state, part)
             indices = self._indices(part, tensors)
-            new, before = self._targets(state, part, state.shared.pop(part.arrived)), state.own.pop(part.sent)
+            new, before = self._new_parameters(state, part, state.shared.pop(part.average_name)), state.own.pop(part.sent_name)
             for index, target, old in zip(indices, new, before, strict=True):
                 # Without updates since then, the target itself: sums would be rounded differently on each rank.
                 changed[index] = tensors[index] + (target - old) if part.counts.updates else target
@@ -302,46 +302,46 @@ class ParamSync:
         return changed
 
     def flush(self, state: ModelState, part: SyncBucket) -> None:
-        """Wait for a part that is under way; its average is then among the tensors that all ranks share."""
+        """Wait for a part that is under way; its average is then among the tensors that are the same on all ranks."""
         if part.handle is not None:
-            state.shared[part.arrived] = self._compressor.finish(part.handle)
+            state.shared[part.average_name] = self._compressor.finish(part.handle)
             part.handle = None
 
     def average_to_save(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Collective. The average of the ranks' parameters as they are now."""
+        """Collective. The average of the ranks' current parameters."""
         changed = list(tensors)
         for part in self.parts:
-            weight = 1.0 if part.is_under_way else part.counts.weight()  # what was learned before it was sent counts, too
-            own = weighted([tensors[index] for index in self._indices(part, tensors)], weight)
+            weight = 1.0 if part.is_under_way else part.counts.weight()  # the average includes the updates before it was sent
+            own = apply_weight([tensors[index] for index in self._indices(part, tensors)], weight)
             name = f"average.saved.{self._name(part).removeprefix('average.')}"
             for index, new in zip(part.indices, all_reduce(self._comm, own, "average", name=name), strict=True):
                 changed[index] = new
         return changed
 
     def drop_unknown(self, state: ModelState) -> None:
-        """Forget tensors in a checkpoint that belong to other keys, or to what another number of ranks had under way."""
+        """Drop a checkpoint's tensors that belong to other keys, or to messages of a different number of ranks."""
         under_way = [part for part in self.parts if part.is_under_way]
-        known = {name for part in under_way for name in (part.sent, part.arrived)}
+        known = {name for part in under_way for name in (part.sent_name, part.average_name)}
         known |= {ANCHOR, *self._moments} if self.needs_anchor else set()
         for tensors in (state.shared, state.own):
             for name in tensors.keys() - known:
                 del tensors[name]
 
     def _message(self, state: ModelState, part: SyncBucket, own: list[Tensor]) -> list[Tensor]:
-        """What is averaged: a rank's parameters, or their change since the last sync; times the rank's weight."""
+        """The tensors to average: a rank's parameters, or their changes since the last sync, times the rank's weight."""
         if self._deltas and ANCHOR in state.shared:
             anchor = state.shared[ANCHOR]
             own = [anchor[index] - tensor for index, tensor in zip(part.indices, own, strict=True)]
-        return weighted(own, part.counts.weight())
+        return apply_weight(own, part.counts.weight())
 
     def _start(self, state: ModelState, part: SyncBucket, message: list[Tensor]) -> Any:
-        """Collective. Start to average what `_message` made. Parameters themselves are never sent in 16 bits."""
+        """Collective. Start to average the tensors from `_message`. Only changes are sent in 16 bits, never parameters."""
         return self._compressor.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
 
-    def _targets(self, state: ModelState, part: SyncBucket, arrived: list[Tensor]) -> list[Tensor]:
-        """The new parameters of a part, the same on all ranks."""
+    def _new_parameters(self, state: ModelState, part: SyncBucket, arrived: list[Tensor]) -> list[Tensor]:
+        """Step the outer optimizer; return the new parameters of a part, the same on all ranks."""
         self.num_syncs += 1
-        if not self.needs_anchor or ANCHOR not in state.shared:  # the key is new, in the midst of an epoch
+        if not self.needs_anchor or ANCHOR not in state.shared:  # the key was set in the middle of an epoch
             return arrived
         part.steps += 1
         anchor = state.shared[ANCHOR]
@@ -358,7 +358,7 @@ class ParamSync:
         return targets
 
     def _indices(self, part: SyncBucket, tensors: Sequence[Tensor]) -> list[int]:
-        """The numbers of a part's parameters."""
+        """The numbers of a part's parameters; assigns them on the first call."""
         if not any(one.indices for one in self.parts):
             whole, done = max(1, num_bytes(tensors)), 0
             for index, tensor in enumerate(tensors):

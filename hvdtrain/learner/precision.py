@@ -1,4 +1,4 @@
-"""Types of numbers, whatever the framework: those of data, half precision with its loss scale, and updates that are skipped."""
+"""Number types, independent of the framework: those of data, half precision with its loss scale, and skipped updates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 LARGEST = 2.0**126
 """The largest loss scale: it has to fit into a float32."""
 
-FIRST_SCALE_OF_MESSAGES = 2.0**10
-"""The first loss scale if gradients travel in float16, but are computed in float32. They are often sums over a batch, and nearer
-to the upper end of the range, 65504, than those of a mean: from 65536, more updates would be skipped until the scale is right."""
+INITIAL_SCALE_OF_MESSAGES = 2.0**10
+"""The initial loss scale if gradients are sent in float16, but computed in float32. They are often sums over a batch, and so
+closer to the upper end of the range, 65504, than those of a mean: starting from 65536 would skip more updates at first."""
 
 MAX_SKIPPED = 20
-"""Updates in a row that may be skipped with a loss scale below 1, if the config does not say how many."""
+"""The number of consecutive updates that may be skipped with a loss scale below 1, unless the config sets one."""
 
 WIDER = {"uint16": "int32", "uint32": "int64"}
-"""Types that frameworks hardly support, and those that replace them."""
+"""Types that frameworks barely support, with their replacements."""
 
 
 def widen(values: Array) -> Array:
@@ -61,7 +61,7 @@ class PrecisionKeys(Section):
         return []
 
     def precision(self) -> Precision:
-        """The keys as one object. Raises: ConfigError, with all problems."""
+        """The precision that the keys describe. Raises: ConfigError, with all problems."""
         wanted, where, scaler = self.mixed_precision, "mixed_precision", self.grad_scaler
         scaler_where, problems = "grad_scaler", []
         if isinstance(wanted, dict):
@@ -93,12 +93,12 @@ class PrecisionKeys(Section):
 
 @dataclass(frozen=True)
 class Precision:
-    """The type that a model computes in. Its parameters are float32 in any case.
+    """The type that a model computes in. Its parameters are always float32.
 
     Attributes:
-        scaling: how the loss is scaled; "auto": with default options if the model computes in float16 or its gradients travel in
-            it; None: not at all.
-        narrow_gradients: gradients travel in float16.
+        scaling: how the loss is scaled; "auto": with default options if the model computes in float16 or sends gradients in it;
+            None: not at all.
+        narrow_gradients: whether gradients are sent in float16.
     """
 
     dtype: Dtype = "float32"
@@ -106,24 +106,23 @@ class Precision:
     narrow_gradients: bool = False
 
     def loss_scale(self, dtype: str) -> LossScale | None:
-        """The loss scale for a model that computes in a type; None: the loss is not scaled."""
+        """The loss scale of a model that computes in a type; None: the loss is not scaled."""
         options = self.scaling
         if options == "auto":
             options = ScaleOptions() if dtype == "float16" else None
             if options is None and self.narrow_gradients:
-                options = ScaleOptions(init_scale=FIRST_SCALE_OF_MESSAGES)
+                options = ScaleOptions(init_scale=INITIAL_SCALE_OF_MESSAGES)
         return None if options is None else LossScale(options)
 
 
 FLOAT32 = Precision()
 
 CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""What a CPU says that computes in bfloat16, on x86 and ARM."""
+"""The flags of CPUs with bfloat16 instructions, on x86 and ARM."""
 
 
-def cpu_lacks_bfloat16(about: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this host's CPU has no instructions for bfloat16, so that computing in it is slower than in float32. False also if
-    that is not known."""
+def cpu_emulates_bfloat16(about: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this host's CPU has no bfloat16 instructions, so that bfloat16 is slower than float32. False if unknown."""
     try:
         lines = about.read_text().splitlines()
         flags = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
@@ -138,7 +137,7 @@ class ScaleOptions:
 
     Attributes:
         init_scale: the first scale.
-        growth_factor, growth_interval: the scale is multiplied by the factor after N updates in a row with finite gradients.
+        growth_factor, growth_interval: the scale is multiplied by the factor after N consecutive updates with finite gradients.
         backoff_factor: the scale is multiplied by this when a gradient is not finite.
     """
 
@@ -149,7 +148,7 @@ class ScaleOptions:
 
 
 def parse_scale_options(options: Mapping[str, Any], where: str) -> ScaleOptions | None:
-    """GradScaler's options; None if they turn it off. Raises: ConfigError, with all problems."""
+    """Parse GradScaler's options; None if they disable it. Raises: ConfigError, with all problems."""
     named = dict(options)
     enabled = named.pop("enabled", True)
     rules: dict[str, tuple[str, float, float]] = {
@@ -178,23 +177,23 @@ def parse_scale_options(options: Mapping[str, Any], where: str) -> ScaleOptions 
 
 
 class LossScale:
-    """A factor on losses before backward, which gradients are divided by before they are used.
+    """A factor on losses before backward; gradients are divided by it before they are used.
 
-    If gradients are reduced, they are checked after the reduction: all ranks skip the same updates and keep the same scale.
+    Reduced gradients are checked after the reduction, so all ranks skip the same updates and keep the same scale.
     """
 
     def __init__(self, options: ScaleOptions) -> None:
         self.scale = float(options.init_scale)
         self.options = options
-        self._good = 0  # updates in a row with finite gradients since the scale last changed
+        self._good = 0  # consecutive updates with finite gradients since the scale last changed
 
     @property
     def explains_overflow(self) -> bool:
-        """Whether the scale may be the reason that a gradient is not finite."""
+        """Whether the scale can be the reason for a non-finite gradient."""
         return self.scale >= 1.0
 
     def update(self, finite: bool) -> bool:
-        """Adapt the scale after an update, whose scaled gradients were finite or not. Returns whether the scale has changed."""
+        """Adapt the scale after an update. Returns whether the scale has changed."""
         before = self.scale
         self._good = self._good + 1 if finite else 0
         if not finite:
@@ -205,7 +204,7 @@ class LossScale:
         return self.scale != before
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint holds."""
+        """The scale's state, for a checkpoint."""
         return {"scale": self.scale, "good": self._good}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -214,35 +213,35 @@ class LossScale:
 
 
 class GradientCheck:
-    """Decides whether an update is applied or skipped, and counts those that are skipped.
+    """Decides whether to apply or skip an update, and counts skipped updates.
 
     Args:
-        max_skipped: how many updates in a row may be skipped; None: only those that the loss scale explains are.
-        scale: of the loss; None: it is not scaled.
-        same_on_all_ranks: gives whether gradients are the same on all ranks, as they were reduced; all then decide the same.
+        max_skipped: how many consecutive updates may be skipped; None: only those that the loss scale explains.
+        scale: the loss scale; None: the loss is not scaled.
+        same_on_all_ranks: returns whether gradients were reduced, so that all ranks see the same and decide alike.
     """
 
     def __init__(self, max_skipped: int | None, scale: LossScale | None, same_on_all_ranks: Callable[[], bool]) -> None:
         self._max_skipped = max_skipped
         self._scale = scale
         self._same_on_all_ranks = same_on_all_ranks
-        self._num_skipped = 0  # in a row, without those that the scale explains
+        self._num_skipped = 0  # consecutive, without those that the scale explains
 
     @property
     def is_needed(self) -> bool:
-        """Whether an update may be skipped at all, so that gradients have to be checked."""
+        """Whether gradients have to be checked, as updates may be skipped."""
         return self._max_skipped is not None or self._scale is not None
 
-    def is_applied(self, finite: bool, step: int, invalid: Callable[[], Sequence[str]]) -> bool:
-        """Whether to apply an update. Called once for each.
+    def decide(self, finite: bool, step: int, invalid: Callable[[], Sequence[str]]) -> bool:
+        """Decide whether to apply an update. Called once for each.
 
         Args:
             finite: whether all gradients are finite.
-            step: steps done in the whole training before the last step of this update.
-            invalid: gives the names of the parameters whose gradients are not finite.
+            step: the number of training steps done before the last step of this update.
+            invalid: returns the names of the parameters whose gradients are not finite.
 
         Raises:
-            TrainingError: too many updates in a row were skipped.
+            TrainingError: too many consecutive updates were skipped.
         """
         explained = self._scale is not None and self._scale.explains_overflow
         if self._scale is not None and self._scale.update(finite):

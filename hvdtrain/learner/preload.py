@@ -1,4 +1,4 @@
-"""Parameters from other models' files: how the key `preload_from_files` (checkpoint/preload.py) asks a learner for them."""
+"""Parameters from other models' files: the requests of the key `preload_from_files` (checkpoint/preload.py) to a learner."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PreloadNames:
     """Which tensors of another model's file to take.
 
     Attributes:
-        sources: our names, with the file's name for each.
-        renamed: the names that the file's tensors would have in our model, with their names in the file; without those to ignore.
+        sources: by our name, the name in the file.
+        renamed: by the name that a tensor of the file would have in our model, its name in the file; without ignored ones.
     """
 
     sources: Mapping[str, str]
@@ -28,8 +28,8 @@ class PreloadNames:
 
 
 MakeMissing = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
-"""Makes the values of a parameter that a file lacks, from its name, its shape, and the file's tensors by their names in our
-model. Returns None to leave the parameter as it is."""
+"""Makes the values of a parameter that is missing from a file, given its name, its shape, and the file's tensors by our names.
+Returns None to leave the parameter as it is."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class PreloadRequest:
     """Which parameters and buffers to copy from a file.
 
     Attributes:
-        entry: take those in this entry of the file, if it has such an entry.
-        choose: gets our shapes and the file's by name; returns which of them belong together.
-        make: makes values for those of ours that are not in the file; None: they stay as they are.
+        entry: the entry of the file to look in, if the file has it.
+        choose: matches our tensors with the file's, given their shapes by name.
+        make: makes values for parameters that are not in the file; None: they keep their values.
     """
 
     file: Path
@@ -49,11 +49,11 @@ class PreloadRequest:
 
 
 PreloadFunction = Callable[[PreloadRequest], tuple[list[str], list[str]]]
-"""A state's `preload`, or a function that does the same before there is a learner."""
+"""The `preload` of a state, or a function that does the same before there is a learner."""
 
 
 def preload_values(request: PreloadRequest, ours: Shapes, theirs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values of our tensors, by name, that are taken from a file's, or made. Raises: CheckpointError."""
+    """The values to set, by our name: taken from the file, or made. Raises: CheckpointError."""
     names = request.choose(ours, shapes_of(theirs))
     values = {name: theirs[source] for name, source in names.sources.items()}
     if request.make is None:

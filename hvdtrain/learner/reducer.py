@@ -1,7 +1,7 @@
-"""How the ranks train one model: the contract. The table of reducers is in `reducers.py`.
+"""The contract of a reducer: how the ranks train one model. The table of reducers is in `reducers.py`.
 
-A reducer has two halves. Its `GradientExchange` gets gradients on their way from backward to the optimizer; its `EpochSync` may
-change the model's tensors after every update and at the end of an epoch. Neither sees the learner.
+A reducer has two halves. Its `GradientExchange` reduces gradients between backward and the optimizer; its `EpochSync` can change
+the model's tensors after every update and at the end of an epoch. Neither depends on the learner.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Numbers = dict[str, Any]
-"""Numbers by name, also in lists and dicts, as a checkpoint can hold them."""
+"""Numbers by name, possibly nested in lists and dicts, for a checkpoint."""
 
 
 @dataclass(frozen=True)
 class EpochStart:
-    """An epoch that begins or goes on.
+    """The start of an epoch, or its continuation after a stop.
 
     Attributes:
-        step: steps done in the whole training.
-        updates: the number of updates of the whole epoch, if all of them take as many steps as the next one.
-        learning_rate: that of the next update.
-        goes_on: part of the epoch was done before a stop.
+        step: the number of training steps done.
+        updates: the number of updates in the whole epoch, assuming that all take as many steps as the next one.
+        learning_rate: of the next update.
+        is_resumed: whether part of the epoch was done before a stop.
     """
 
     epoch: int
     step: int
     updates: int
     learning_rate: float
-    goes_on: bool
+    is_resumed: bool
 
 
 @dataclass(frozen=True)
 class FinishedUpdate:
-    """An update that all ranks have done.
+    """An update that all ranks have finished.
 
     Attributes:
         has_batch: whether this rank had a batch for it.
         ranks_with_batch: how many ranks had one; known from the plan.
-        step: steps done in the whole training.
-        learning_rate: that the optimizer used.
+        step: the number of training steps done.
+        learning_rate: used by the optimizer.
     """
 
     has_batch: bool
@@ -65,13 +65,13 @@ class GradientExchange:
     While it is not active, every rank keeps its own gradients, and no call is collective.
 
     Args:
-        timer: counts the seconds that this rank waits for others.
-        op: also of the counts of loss elements: if both are averaged, the factors cancel.
+        timer: measures the seconds that this rank waits for others.
+        op: also used for the counts of loss elements: if both are averaged, the factors cancel.
         compressor: None: gradients are sent as they are.
-        steps: of the training, from its first, in which gradients are exchanged; None: in all of them.
+        steps: the number of initial training steps in which gradients are exchanged; None: all steps.
 
     Attributes:
-        is_active: whether gradients are exchanged for the next update, so that a rank without a batch applies it as well.
+        is_active: whether gradients are exchanged for the next update, so that ranks without a batch apply it as well.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class GradientExchange:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
 
         Args:
-            owners: for each gradient the only rank that needs it reduced. None: all ranks need all.
+            owners: for each gradient, the only rank that needs the result; None: all ranks need all results.
         """
         return self.compressor.start(gradients, self.op, name=name, owners=owners) if self.is_active else gradients
 
     def finish(self, handle: Any) -> list[Tensor]:
-        """The gradients that the optimizer applies."""
+        """Wait for the gradients that the optimizer applies."""
         if not self.is_active:
             own: list[Tensor] = handle
             return own
@@ -106,30 +106,32 @@ class GradientExchange:
             return self.compressor.finish(handle)
 
     def rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        """The rows of a sparse gradient of all ranks, and the numbers of these rows; a rank may have none."""
+        """Gather the rows of a sparse gradient from all ranks, with the row numbers; a rank may have none."""
         if not self.is_active:
             return values, indices
         all_values, all_indices = self.compressor.gather_rows([values, indices], name=name)
         return (all_values / self._comm.size if self.op == "average" else all_values), all_indices
 
     def agree(self, value: T | None) -> T:
-        """A value that is the same on all ranks that know it: the first that is not None, by rank. Called once in a training."""
-        values = self._comm.gather(value, name="agree") if self.is_active else [value]  # alone, only a rank with a batch asks
+        """Share a value that only some ranks know, but all of them alike. Called once in a training."""
+        values = (
+            self._comm.gather(value, name="agree") if self.is_active else [value]
+        )  # without an exchange, only a rank with a batch calls this
         return next(known for known in values if known is not None)
 
     def count_graph(self, seconds: float, float32: int, others: int) -> None:
-        """Count what happened in a graph, where it cannot be measured: seconds of waiting, and bytes sent by type."""
+        """Count the waiting seconds and sent bytes that a graph reports, as they cannot be measured from outside."""
         if self.is_active:
             self._timer.book("communication", seconds)
             self.compressor.count_graph_bytes(float32, others)
 
 
 class EpochSync(Protocol):
-    """What keeps the ranks' models together: after updates, and at the end of an epoch.
+    """Keeps the ranks' models in sync, after updates and at the end of an epoch.
 
     Attributes:
-        num_syncs: syncs of parameters so far.
-        sent: bytes that this rank has sent for them.
+        num_syncs: the number of parameter syncs so far.
+        sent: the bytes that this rank has sent for them.
     """
 
     @property
@@ -139,11 +141,11 @@ class EpochSync(Protocol):
     def sent(self) -> int: ...
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        """Called before the first update of an epoch, or of what is left of it, by all ranks."""
+        """Called by all ranks before the first update of an epoch, or of its continuation."""
         ...
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
-        """Called after every update, by all ranks."""
+        """Called by all ranks after every update."""
         ...
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -151,26 +153,26 @@ class EpochSync(Protocol):
         ...
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
-        """What may differ between the ranks now, so that a checkpoint needs each rank's own."""
+        """The parts of the state that can differ between ranks now, so that a checkpoint needs those of each rank."""
         ...
 
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        """Collective. Inside the `with` block, the model is the average over the ranks; afterwards it is what it was before."""
+    def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
+        """Collective. Inside the `with` block, the model is the average over the ranks; it is restored afterwards."""
         ...
 
     def flush(self, state: ModelState) -> None:
-        """Wait for what is under way, so that it can be saved. Training goes on as if it were still under way."""
+        """Wait for messages under way, so that they can be saved. Training continues as if they were still under way."""
         ...
 
     def state(self) -> Numbers:
-        """The numbers that this rank has to save to continue as if it had not been stopped."""
+        """The numbers that this rank saves, so that it can continue as if it had not been stopped."""
         ...
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
         """Continue from what `state` returned.
 
         Args:
-            same_ranks: whether that was this rank's; otherwise it is rank 0's of another number of ranks.
+            same_ranks: whether `state` is this rank's; otherwise it is from rank 0 of a different number of ranks.
         """
         ...
 
@@ -180,8 +182,8 @@ class Reducer:
     """How the ranks train together.
 
     Attributes:
-        gradients: what happens to them between backward and the optimizer.
-        sync: what happens to the model after that.
+        gradients: reduces gradients between backward and the optimizer.
+        sync: changes the model after updates.
         description: what the ranks exchange and how often, for the log.
     """
 
@@ -191,12 +193,12 @@ class Reducer:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """The number of syncs of parameters, and of bytes sent in these and as gradients, so far."""
+        """The number of parameter syncs so far, and the bytes sent for them and as gradients."""
         return self.sync.num_syncs, self.sync.sent + self.gradients.compressor.sent
 
 
 class ReducerClass(Protocol):
-    """A class of `EpochSync`, as it stands in the table."""
+    """A class of `EpochSync`, as in the table."""
 
     @property
     def keys(self) -> type:
@@ -204,12 +206,12 @@ class ReducerClass(Protocol):
         ...
 
     def from_keys(self, keys: Any, comm: Communicator, timer: Timer) -> Reducer:
-        """A class method: make both halves from its `keys`. The timer counts the seconds that a rank waits for others."""
+        """A class method: make both halves from its `keys`. The timer measures the seconds that a rank waits for others."""
         ...
 
 
 class UpdateCounts:
-    """How many updates this rank and all ranks had batches for since the last sync. Known from the plan, without a message.
+    """Counts updates since the last sync for which this rank, and all ranks, had batches. Known from the plan, without a message.
 
     Attributes:
         updates: the number of updates since the last sync.
@@ -230,24 +232,24 @@ class UpdateCounts:
         self._all += ranks_with_batch
 
     def state(self) -> dict[str, int]:
-        return {"rounds": self.updates, "own": self._own, "all": self._all}  # the names that checkpoints have
+        return {"rounds": self.updates, "own": self._own, "all": self._all}  # the names in checkpoints
 
     def restore(self, state: dict[str, int]) -> None:
         self.updates, self._own, self._all = state["rounds"], state["own"], state["all"]
 
     def weight(self) -> float:
-        """This rank's weight in an average, by its share of the updates; exactly 1 if all ranks have the same share."""
+        """This rank's weight in an average: its share of the updates, and exactly 1 if all ranks have the same share."""
         return self._own * self._size / self._all if self._all else 1.0
 
 
-def weighted(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """What a rank sends for a weighted average: the tensors times its weight; for the weight 1 the tensors themselves."""
+def apply_weight(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """The tensors times a rank's weight, for a weighted average; the same tensors if the weight is 1."""
     return list(tensors) if weight == 1.0 else [tensor * weight for tensor in tensors]
 
 
 def average(comm: Communicator, tensors: Sequence[Tensor], counts: UpdateCounts, name: str) -> list[Tensor]:
-    """Collective. The weighted average of each tensor over the ranks. May overwrite the tensors, which saves a copy of them."""
-    return all_reduce(comm, weighted(tensors, counts.weight()), "average", name=f"average.{name}")
+    """Collective. The weighted average of each tensor over the ranks. Can overwrite the tensors, which saves a copy."""
+    return all_reduce(comm, apply_weight(tensors, counts.weight()), "average", name=f"average.{name}")
 
 
 def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:
@@ -257,16 +259,16 @@ def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts)
 
 
 Average = Callable[[list[Tensor]], list[Tensor]]
-"""Collective. Makes the average over the ranks of tensors, which it may overwrite."""
+"""Collective. Averages tensors over the ranks; can overwrite them."""
 
 
 @contextmanager
-def averaged(state: ModelState, averages: Mapping[Kind, Average]) -> Iterator[None]:
-    """Collective. Average some kinds of tensors, and restore every rank's own afterwards."""
+def temporarily_average(state: ModelState, averages: Mapping[Kind, Average]) -> Iterator[None]:
+    """Collective. Inside the `with` block, some kinds of tensors are averages; each rank's own are restored afterwards."""
     own: dict[Kind, list[Tensor]] = {}
 
     def replace(kind: Kind, tensors: list[Tensor]) -> list[Tensor]:
-        own[kind] = copies(tensors)
+        own[kind] = copy_tensors(tensors)
         return averages[kind](tensors)
 
     for kind in averages:
@@ -276,19 +278,19 @@ def averaged(state: ModelState, averages: Mapping[Kind, Average]) -> Iterator[No
         state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with the same values, in any framework."""
+def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, in any framework."""
     return [tensor * 1 for tensor in tensors]
 
 
 def buckets(kinds: Sequence[tuple[int, object]], num_bytes: int) -> list[list[int]]:
-    """The parameters' numbers in groups, each of which is sent in one message; last parameter first.
+    """The parameters' numbers in groups, each to be sent in one message; last parameter first.
 
-    A group is of one type and ends with the parameter that brings it to `num_bytes`: a small one (a bias) beside a large one (its
-    layer's weight) costs no message of its own.
+    A group has one type and ends with the parameter that brings it to `num_bytes`, so that a small parameter (a bias) shares a
+    message with a large one (its layer's weight).
 
     Args:
-        kinds: the bytes and the type of each parameter, in the model's order.
+        kinds: the size in bytes and the type of each parameter, in the model's order.
         num_bytes: large enough for the bandwidth of the transport, small enough to start early.
 
     >>> buckets([(900, "float32"), (8, "float32"), (1200, "float32"), (8, "float32"), (8, "float64")], 1000)

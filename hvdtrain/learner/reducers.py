@@ -1,7 +1,8 @@
-"""How the ranks train together: the reducers, by the value of the key `horovod_reduce_type`.
+"""The reducers, by the value of the key `horovod_reduce_type`.
 
-Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or one
-after the other (`PostLocal`). A new one is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in `REDUCERS`.
+Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or first
+one, then the other (`PostLocal`). A new reducer is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in
+`REDUCERS`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import new_class
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
-from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
+from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
@@ -30,7 +31,7 @@ from hvdtrain.learner.reducer import (
     UpdateCounts,
     average,
     average_buffers,
-    averaged,
+    temporarily_average,
 )
 from hvdtrain.runtime.timer import Timer
 
@@ -49,7 +50,7 @@ class GradReduceKeys(CompressionKeys):
 class GradReduce:
     """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update.
 
-    Parameters never differ, so all that is left for a sync are BatchNorm's statistics at the end of an epoch.
+    Parameters never differ, so only BatchNorm's statistics are synced, at the end of an epoch.
     """
 
     keys = GradReduceKeys
@@ -81,13 +82,13 @@ class GradReduce:
         self._counts.reset()
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
-        kept: tuple[StatePart, ...] = ("kept",) if self._compressor.keeps else ()
+        kept: tuple[StatePart, ...] = ("kept",) if self._compressor.is_stateful else ()
         return ("statistics", "counters", *kept) if self._counts.updates else kept
 
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
+    def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:
             return nullcontext()
-        return averaged(state, {"statistics": lambda own: average(self._comm, own, self._counts, "saved.statistics")})
+        return temporarily_average(state, {"statistics": lambda own: average(self._comm, own, self._counts, "saved.statistics")})
 
     def flush(self, state: ModelState) -> None:
         pass  # nothing is under way between updates
@@ -103,44 +104,44 @@ class GradReduce:
 
 
 class PostLocal:
-    """A start with averaged gradients, before ranks train alone (post-local SGD: Lin et al., 2020).
+    """Averages gradients at first; then every rank trains alone (post-local SGD: Lin et al., 2020).
 
-    Weights change most in the beginning, so models that are trained alone drift apart most there. Optimizers' states are the same
-    on all ranks when they part. An update belongs to the phase in which its first step is.
+    Weights change most at the beginning, so models that are trained alone drift apart most there. At the switch, the optimizers
+    have the same state on all ranks. An update belongs to the phase of its first step.
 
     Args:
         gradients: averages gradients in its first `steps`; switched on and off here.
-        together: the sync of that phase.
-        alone: the sync of the phase after that.
+        shared_phase: the sync of that phase.
+        local_phase: the sync of the phase after that.
     """
 
-    def __init__(self, gradients: GradientExchange, together: EpochSync, alone: ParamAverage) -> None:
+    def __init__(self, gradients: GradientExchange, shared_phase: EpochSync, local_phase: ParamAverage) -> None:
         self._gradients = gradients
-        self._together = together
-        self._alone = alone
+        self._shared_phase = shared_phase
+        self._local_phase = local_phase
 
     @property
     def _phase(self) -> EpochSync:
-        return self._together if self._gradients.is_active else self._alone
+        return self._shared_phase if self._gradients.is_active else self._local_phase
 
     @property
     def num_syncs(self) -> int:
-        return self._alone.num_syncs
+        return self._local_phase.num_syncs
 
     @property
     def sent(self) -> int:
-        return self._alone.sent
+        return self._local_phase.sent
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._gradients.is_active = start.step < (self._gradients.steps or 0)
         self._phase.begin_epoch(state, start)
-        self._alone.warn(start)
+        self._local_phase.warn(start)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._phase.after_update(state, update)
         if self._gradients.is_active and update.step >= (self._gradients.steps or 0):
-            self._together.end_of_epoch(state)  # buffers become the same, too
-            self._alone.take_anchor(state)
+            self._shared_phase.end_of_epoch(state)  # buffers become the same, too
+            self._local_phase.keep_anchor(state)
             self._gradients.is_active = False
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -149,8 +150,8 @@ class PostLocal:
     def rank_local_state(self) -> tuple[StatePart, ...]:
         return self._phase.rank_local_state()
 
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        return self._phase.averaged(state)
+    def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
+        return self._phase.averaged_model(state)
 
     def flush(self, state: ModelState) -> None:
         self._phase.flush(state)
@@ -159,11 +160,11 @@ class PostLocal:
         return {**self._phase.state(), "gradients": self._gradients.is_active}
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
-        (self._together if state.get("gradients") else self._alone).restore(state, same_ranks)
+        (self._shared_phase if state.get("gradients") else self._local_phase).restore(state, same_ranks)
 
 
 def describe_gradients(gradients: GradientExchange) -> str:
-    """What happens to gradients, for the log."""
+    """How gradients are reduced, for the log."""
     return (
         f"gradients are {'averaged' if gradients.op == 'average' else 'summed'} for every update{gradients.compressor.describe()}"
     )
@@ -183,7 +184,7 @@ else:  # so that a new reducer's keys are keys of a config, too
     ReducerKeys = new_class("ReducerKeys", tuple(reducer.keys for reducer in reversed(REDUCERS.values())))
 
 ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start")
-"""Keys that mean nothing where gradients are reduced. (The two keys of the interval between syncs are ignored there.)"""
+"""Keys that conflict with reduced gradients. (The two keys of the interval between syncs are ignored there.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +235,9 @@ class ReduceKeys(ReducerKeys, RankKeys):
             )
         if self.reduce_type == "grad":
             kind = others.spelling(ReduceKeys, "reduce_type")
-            changed = [one for one in declared(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default]
+            changed = [
+                one for one in declared_keys(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default
+            ]
             names = [others.spelling(ReduceKeys, one.field) for one in changed]
             found += [Problem.of("conflict", f"{name}: expected {kind} = 'param', which has syncs, got 'grad'") for name in names]
         learner = others.get(LearnerKeys)
@@ -278,25 +281,25 @@ class ReduceKeys(ReducerKeys, RankKeys):
         return found
 
     @property
-    def without_effect(self) -> str:
-        """A key that another one makes useless, and why; empty: there is none. It is no mistake: published configs have both."""
+    def ignored_key_line(self) -> str:
+        """The log line about a key that another key overrides; empty: there is none. No error, as published configs have both."""
         step, seconds = self.sync_steps, self.sync_seconds
         if self.reduce_type == "grad" and (step != 1 or seconds is not None):
             name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"
-            return f"{name}: of no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
+            return f"{name}: no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
         if step != 1 and seconds is not None:
-            return f"horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, {seconds:g} seconds"
+            return f"horovod_param_sync_step: no effect with horovod_param_sync_time_diff = {seconds:g} seconds"
         return ""
 
     @property
     def has_narrow_range(self) -> bool:
-        """Whether gradients are sent, maybe in some steps only, in a type with a smaller range than theirs."""
+        """Whether gradients are sent, at least in some steps, in a type with a smaller range."""
         chosen = COMPRESSIONS.get(self.compression or "")
         sends_gradients = self.reduce_type == "grad" or self.local_start > 0
         return chosen is not None and chosen.needs_scale and sends_gradients
 
     def reducer(self, comm: Communicator, timer: Timer) -> Reducer:
-        """The reducer that the keys choose."""
+        """The reducer that the keys select."""
         chosen = REDUCERS[self.reduce_type].from_keys(self, comm, timer)
         if not isinstance(chosen.sync, ParamAverage) or not self.local_start:
             return chosen

@@ -1,4 +1,4 @@
-"""Seeds of random numbers, each a function of the config's seed, the rank and the number of a step."""
+"""Random seeds, each a function of the config's seed, the rank and the step."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import numpy
 from hvdtrain.data.types import Array
 
 
-def mixed_seed(*parts: int) -> int:
-    """A seed of 32 bits mixed from the parts, such as (seed, rank, step)."""
+def mix_seed(*parts: int) -> int:
+    """Mix numbers such as (seed, rank, step) into a 32-bit seed."""
     return int(numpy.random.SeedSequence(parts).generate_state(1)[0])
 
 
-def mixed_seeds(count: int, *parts: int) -> Array:
-    """N different seeds mixed from the parts; uint32 of shape (count,)."""
+def mix_seeds(count: int, *parts: int) -> Array:
+    """Mix numbers into N different seeds; uint32 of shape (count,)."""
     return numpy.random.SeedSequence(parts).generate_state(count)
 
 
 STREAM = 0x6E6F697365
-"""Separates the noise from dropout, whose seeds come from the same seed, rank and step."""
+"""Makes the noise independent of dropout, which is seeded with the same seed, rank and step."""
 
 
 def noise_seeds(seed: int, rank: int | None, step: int) -> Array:
-    """The seeds of one update's noise; uint32 of shape (2,). A training that continues from a checkpoint gets the same ones.
+    """The seeds of one update's noise, the same after a resume; uint32 of shape (2,).
 
     Args:
-        rank: None: the noise is the same on all ranks, as the gradients are.
-        step: steps done in the whole training before the last step of this update.
+        rank: None: the noise is the same on all ranks, like the gradients.
+        step: the number of training steps done before the last step of this update.
     """
-    return mixed_seeds(2, seed, 0 if rank is None else 1 + rank, step, STREAM)
+    return mix_seeds(2, seed, 0 if rank is None else 1 + rank, step, STREAM)

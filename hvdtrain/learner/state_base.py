@@ -76,7 +76,7 @@ class StateBase(ABC):
 
     def start_average(self) -> None:
         """Let the moving average begin with the present weights, if one is kept and has not begun yet."""
-        if self._average is not None and not self._average.started:
+        if self._average is not None and not self._average.has_started:
             self._average.start()
 
     def average_weights(self, updates: int) -> None:
@@ -84,10 +84,10 @@ class StateBase(ABC):
         if self._average is not None:
             self._average.follow(updates)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
         inside the block is the same as outside of it."""
-        return self._average.used() if self._average is not None and self._average.started else nullcontext()
+        return self._average.use() if self._average is not None and self._average.has_started else nullcontext()
 
     # Checkpoints
 
@@ -98,13 +98,13 @@ class StateBase(ABC):
         """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written before
         training goes on."""
         model = self._model_tensors()
-        with self._average.left() if self._average is not None else nullcontext():
+        with self._average.training_mode() if self._average is not None else nullcontext():
             optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
             if lists:
                 optimizer[entry] = self._stored_lists(lists)
-        if self._average is not None and self._average.started:
-            averages, trained = self._average.both()
+        if self._average is not None and self._average.has_started:
+            averages, trained = self._average.evaluated_and_trained()
             model |= averages
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
         optimizer[SHAPES] = _shapes(optimizer)
@@ -245,9 +245,9 @@ class StateBase(ABC):
     def _optimizer_entries(self) -> dict[str, Any]:
         """The optimizer's state under "optimizer", and what belongs to it."""
 
-    @abstractmethod
     def _numbered_parameters(self, entries: Mapping[str, Any]) -> dict[str, str]:
         """The names of parameters by the numbers that the optimizer's state in a file has for them, for messages."""
+        return {}
 
     @abstractmethod
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What follows from the number of a step: how many steps an update accumulates gradients over."""
+"""Gradient accumulation: the number of steps per update, and the groups of steps that it makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.errors import ConfigError
 
 RoundsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients
-the next update adds up."""
+the next update accumulates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class AccumulationKeys(Section):
 
 
 def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
-    """The key as a function. Raises: ConfigError, at once or when it is called, if the result is not a positive integer."""
+    """The key as a function. Raises: ConfigError, immediately or when called, if the result is not a positive integer."""
     rule = keys.accum_grad_multiple_step
     if rule is None or isinstance(rule, int):
         return lambda *_: rule or 1
@@ -38,18 +38,18 @@ def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
     def call(epoch: int, epoch_continuous: float, step: int) -> int:
         number = function(epoch=epoch, epoch_continuous=epoch_continuous, global_train_step=step)
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            sentence = f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
-            raise ConfigError.of("wrong-result", sentence).on_all_ranks()  # all ranks call it alike
+            text = f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
+            raise ConfigError.of("wrong-result", text).on_all_ranks()  # all ranks call it with the same arguments
         return int(number)
 
     return call
 
 
 def groups(rounds: int, next_size: Callable[[], int]) -> Iterator[range]:
-    """The rounds (steps) of an epoch in groups, each of which ends with an update. The rest at the end is a group, too.
+    """The rounds (steps) of an epoch in groups, each of which ends with an update. The last group may be smaller.
 
     Args:
-        next_size: gives the size of a group when it begins.
+        next_size: returns the size of a group, when the group begins.
 
     >>> list(groups(5, lambda: 2))
     [range(0, 2), range(2, 4), range(4, 5)]

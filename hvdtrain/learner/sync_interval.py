@@ -1,4 +1,4 @@
-"""When to sync where ranks train alone: the number of updates from one sync of the parameters to the next."""
+"""When to sync ranks that train alone: the number of updates from one sync of the parameters to the next."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hvdtrain.config.keys import REQUIRED, key, positive
 from hvdtrain.errors import Problem, problem
 
 NEVER = 1 << 60
-"""More updates than any training has: the end of the epoch comes first."""
+"""More updates than any epoch has, so that its end comes first."""
 
 
 class SyncInterval(Protocol):
     """The number of updates from one sync to the next, the same on all ranks."""
 
     def updates(self, learning_rate: float) -> int:
-        """How many updates there are between two syncs.
+        """The number of updates between two syncs.
 
         Args:
-            learning_rate: that of the last update.
+            learning_rate: of the last update.
         """
         ...
 
-    def synced(self, comm: Communicator, updates: int) -> None:
-        """Collective. All parameters were synced, N updates after the last time."""
+    def after_sync(self, comm: Communicator, updates: int) -> None:
+        """Collective. Called when all parameters have been synced, N updates after the previous sync."""
         ...
 
     def describe(self) -> str:
-        """How often that is, for the log."""
+        """How often to sync, for the log."""
         ...
 
     def state(self) -> dict[str, int]:
-        """What does not follow from the config and the step."""
+        """The state that does not follow from the config and the step."""
         ...
 
     def restore(self, state: dict[str, int]) -> None:
@@ -45,7 +45,7 @@ class SyncInterval(Protocol):
 
 
 class EveryUpdates:
-    """Always the same number."""
+    """A constant number of updates."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -53,7 +53,7 @@ class EveryUpdates:
     def updates(self, learning_rate: float) -> int:
         return self._every
 
-    def synced(self, comm: Communicator, updates: int) -> None:
+    def after_sync(self, comm: Communicator, updates: int) -> None:
         pass
 
     def describe(self) -> str:
@@ -63,14 +63,14 @@ class EveryUpdates:
         return {"every": self._every}
 
     def restore(self, state: dict[str, int]) -> None:
-        pass  # the config's number holds
+        pass  # the config's number applies
 
 
 class Quadratic(EveryUpdates):
     """The number grows as the learning rate falls: max(every, floor((alpha / learning rate)^2)) (Gu et al., 2024).
 
-    It is a function of the last update's rate alone: nothing has to be saved for it, and no message is needed. With a rate of 0,
-    nothing is synced before the end of the epoch.
+    It depends only on the last update's rate, so it needs no saved state and no message. With a rate of 0, the first sync is at
+    the end of the epoch.
 
     >>> [Quadratic(4, 0.1).updates(rate) for rate in (0.1, 0.05, 0.03, 0.01)]
     [4, 4, 11, 100]
@@ -91,8 +91,8 @@ class Quadratic(EveryUpdates):
 
 
 class EverySeconds:
-    """About the same time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that to the others:
-    no step needs a message, and no clocks are compared."""
+    """Approximately a constant time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that
+    number to the others: steps need no messages, and clocks are not compared."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -102,7 +102,7 @@ class EverySeconds:
     def updates(self, learning_rate: float) -> int:
         return self._every
 
-    def synced(self, comm: Communicator, updates: int) -> None:
+    def after_sync(self, comm: Communicator, updates: int) -> None:
         now = time.perf_counter()
         wanted = max(1, round(self._seconds * updates / max(now - self._last_sync, 1e-9)))
         self._every = comm.gather(wanted, name="param_sync_step")[0]
@@ -120,7 +120,7 @@ class EverySeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRuleKeys:
-    """Beside `class` in `horovod_param_sync_rule`: "constant" or "quadratic" """
+    """Besides `class` in `horovod_param_sync_rule`: "constant" or "quadratic" """
 
     alpha: float = key(
         REQUIRED, "quadratic: the learning rate at which N is 1; N = max(horovod_param_sync_step, (alpha / rate)^2)", positive
@@ -142,8 +142,8 @@ def make_interval(
     Args:
         rule: None: constant.
         every: the smallest number of updates.
-        seconds: the time between two syncs instead; None: it does not matter.
-        name_of_rule, name_of_seconds: of their keys, for messages.
+        seconds: the time between two syncs, instead of a number of updates; None: use the rule.
+        name_of_rule, name_of_seconds: the names of their keys, for messages.
     """
     options = {"class": rule} if isinstance(rule, str) else dict(rule or {"class": "constant"})
     name = options.pop("class", None)

@@ -1,1 +1,1 @@
-"""The command prove: whether a training on N ranks computes what one rank computes from the same global batches."""
+"""The command prove: checks that a training on N ranks computes the same as one rank from the same global batches."""

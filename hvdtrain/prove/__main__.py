@@ -1,8 +1,8 @@
 """The command `hvdtrain prove CONFIG --ranks 1,2,3`; also `python -m hvdtrain.prove`.
 
-Its options, the runs and their comparison come first; then how the ranks of a run are started: one rank alone, several under
-mpirun for Horovod, or by hvdtrain itself for torch.distributed; then the result in words: a table of how far the runs agree, and
-for those that differ, where and why.
+First come the options, the runs and their comparison; then starting the ranks of a run: one rank alone, several under mpirun for
+Horovod, or by hvdtrain itself for torch.distributed; then the report: a table of how far the runs agree, and where and why they
+differ.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hvdtrain.settings import Settings, read_settings, with_datasets
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
 
 DESCRIPTION = """\
-Train some steps of the config on each number of ranks with the same global batches, and say whether losses, gradients and
-weights agree, and to which digit; where they do not, the first step and the first parameter that differ, and the causes.
-The ranks are started on this host, as the training would start them; nothing is written but into a temporary folder."""
+Train some steps of the config on each number of ranks with the same global batches, and report whether losses, gradients and
+weights agree, and to which digit; if they do not, the first step and the first parameter that differ, and the causes.
+The ranks are started on this host, as for the training; files are written only to a temporary folder."""
 
 EPILOG = """\
 exit status, for scripts
@@ -51,29 +51,29 @@ DIAGNOSIS = "diagnosis"
 """The name of the run that looks for causes."""
 
 TOLERANCE, TOLERANCE_HALF = 1e-3, 2e-2
-"""Relative differences that count as rounding errors, computing in float32 and in half precision. Most are below 1e-6, but Adam
-divides every element of a gradient by its size: it makes steps of those that are nothing but rounding errors."""
+"""Relative differences that count as rounding errors, in float32 and in half precision. Most are below 1e-6, but Adam divides
+every element of a gradient by its size, so that it makes full steps of elements that are only rounding errors."""
 
 TRANSPORTS = {"horovod": "Horovod", "torch": "torch.distributed"}
-"""Their names in the command and in the report."""
+"""By name in the command, the name in the report."""
 
-OF_OTHER_PROCESSES = ("init_method", "rank", "world_size")
-"""Entries of torch_distributed that say how the processes of the training itself find each other."""
+RENDEZVOUS_ENTRIES = ("init_method", "rank", "world_size")
+"""Entries of torch_distributed by which the training's processes find each other, not those of this command."""
 
 WIDTH = 120
-"""Columns of a long line."""
+"""The width of the report's text, in columns."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: over which transport (None: one rank, which needs none), and on how many ranks."""
+    """One training: its transport (None: one rank needs none), and its number of ranks."""
 
     transport: str | None
     size: int
 
     @property
     def name(self) -> str:
-        """For files."""
+        """The name of its files."""
         return f"{self.transport or 'alone'}-{self.size}"
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be proved.
+    """The proof to make.
 
     Attributes:
-        runs: in the order of the report; the first is the measure of the others.
+        runs: in the order of the report; the first is the reference for the others.
         arguments: the configs and overrides.
     """
 
@@ -104,9 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(given)
     wanted = [*options.configs, *overrides]
     if options.task is not None:
-        return exit_status(lambda: _on_a_rank(wanted, options.task), "interrupted")
+        return exit_status(lambda: _run_on_rank(wanted, options.task), "interrupted")
     try:
-        job = job_of(options, wanted)
+        job = parse_job(options, wanted)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -120,21 +120,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser("prove", DESCRIPTION, EPILOG, USAGE)
-    add = made.add_argument
+    result = command_parser("prove", DESCRIPTION, EPILOG, USAGE)
+    add = result.add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    add("--ranks", default="1,2,3", help="numbers of ranks (default 1,2,3); the first is the measure of the others")
-    add("--steps", type=int, default=10, help="steps to train (default 10): one half begins an epoch, the other half ends it")
-    add("--transport", help="horovod, torch or horovod,torch (default: those that are installed and go with the framework)")
+    add("--ranks", default="1,2,3", help="numbers of ranks (default 1,2,3); the first is the reference for the others")
+    add(
+        "--steps",
+        type=int,
+        default=10,
+        help="steps to train (default 10): the first half at the start of an epoch, the second half at its end",
+    )
+    add("--transport", help="horovod, torch or horovod,torch (default: those that are installed and support the framework)")
     help = f"relative difference that counts as a rounding error (default {TOLERANCE:g}, in half precision {TOLERANCE_HALF:g})"
     add("--tolerance", type=float, help=help)
     add("--without-dropout", action="store_true", help="switch dropout off in all modules of the model")
-    add("--task", type=Path, help=argparse.SUPPRESS)  # what the ranks that this command starts have to do
-    return made
+    add("--task", type=Path, help=argparse.SUPPRESS)  # the task of the ranks that this command starts
+    return result
 
 
-def _on_a_rank(wanted: list[str], file: Path) -> None:
-    """Collective. What the command's own ranks do. Raises: HvdtrainError."""
+def _run_on_rank(wanted: list[str], file: Path) -> None:
+    """Collective. Run a task on a rank that this command started. Raises: HvdtrainError."""
     try:
         settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
@@ -142,8 +147,8 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
     run_task(settings, Task(**json.loads(file.read_text())))
 
 
-def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
-    """What the options and the config ask for. Raises: ConfigError, with all problems."""
+def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
+    """The job for the options and the config. Raises: ConfigError, with all problems."""
     settings = with_datasets(read_settings(*parse_command_line(wanted)))
     problems = []
     started = launch.launch()
@@ -158,20 +163,20 @@ def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
         problems += problem("out-of-range", f"--steps: expected a positive number, got {options.steps}")
     if options.tolerance is not None and not options.tolerance > 0:
         problems.append(Problem.of("out-of-range", f"--tolerance: expected a positive number, got {options.tolerance:g}"))
-    asked = None if options.transport is None else [word.strip() for word in options.transport.split(",")]
-    reasons = {name: unavailable(name, settings.run.backend) for name in asked or TRANSPORTS if name in TRANSPORTS}
-    for name in asked or []:
+    requested = None if options.transport is None else [word.strip() for word in options.transport.split(",")]
+    reasons = {name: unavailable_reason(name, settings.run.backend) for name in requested or TRANSPORTS if name in TRANSPORTS}
+    for name in requested or []:
         if name not in TRANSPORTS:
             problems += problem("unknown-value", f"--transport: expected horovod, torch or horovod,torch, got {name!r}")
         elif reasons[name] is not None:
             problems += problem(
                 "unavailable", f"--transport: expected a way to connect ranks here, got {name}, with {reasons[name]}"
             )
-    there = [name for name, reason in reasons.items() if reason is None]
-    if asked is None and not there:
+    available = [name for name, reason in reasons.items() if reason is None]
+    if requested is None and not available:
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         problems += problem("unavailable", f"--transport: expected at least one, got none that works here ({found})")
-    runs = [Run(name, size) for size in sizes for name in ([None] if size == 1 else there)]
+    runs = [Run(name, size) for size in sizes for name in ([None] if size == 1 else available)]
     if len(runs) < 2 and not problems:
         problems += problem(
             "out-of-range", f"--ranks: expected at least two numbers of ranks, or two transports, got {options.ranks}"
@@ -184,7 +189,7 @@ def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
 
 
 def prove(job: Job, folder: Path) -> int:
-    """Do all runs, compare them, and print the result; return the exit status."""
+    """Execute all runs, compare them, and print the result; return the exit status."""
     in_order = sorted(job.runs, key=lambda run: -run.size)  # the largest number of ranks chooses the batches
     for number, run in enumerate(in_order, 1):
         status = _launch(job, run, _task(job, folder, run.name), f"run {number} of {len(in_order)}: {run}")
@@ -196,7 +201,7 @@ def prove(job: Job, folder: Path) -> int:
     for run in others:
         comparison = compare(records[run], records[first], job.tolerance)
         cases.append(Case(str(run), records[run], records[first], comparison, job.tolerance, job.settings))
-    apart = [f"{run}: {record.apart} is not the same on all ranks" for run, record in records.items() if record.apart]
+    unequal = [f"{run}: {record.apart} is not the same on all ranks" for run, record in records.items() if record.apart]
     differing = {run: case for run, case in zip(others, cases, strict=True) if not case.comparison.agree}
     if differing:
         status = _diagnose(job, folder, differing)
@@ -208,17 +213,17 @@ def prove(job: Job, folder: Path) -> int:
         print("\n".join(difference_lines(case)))
     if differing:
         print("\n".join(cause_lines(list(differing.values()))))
-    print("".join(f"{line}\n" for line in apart), end="")
-    print("\n".join(wrap(f"not covered: {not_covered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
-    agree = not differing and not apart
+    print("".join(f"{line}\n" for line in unequal), end="")
+    print("\n".join(wrap(f"not covered: {uncovered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
+    agree = not differing and not unequal
     print(f"prove: {'all runs agree' if agree else 'the runs differ'}")
     return 0 if agree else 1
 
 
 def _diagnose(job: Job, folder: Path, differing: dict[Run, Case]) -> int:
-    """One rank looks for causes, and adds to the cases what it finds; the exit status."""
+    """Look for causes on one rank, and add the findings to the cases; return the exit status."""
     several = {run: run if run.size > 1 else job.runs[0] for run in differing}
-    chosen = {run.size: run.name for run in several.values()}  # what one rank computes is the same for all transports
+    chosen = {run.size: run.name for run in several.values()}  # one rank computes the same for all transports
     task = replace(_task(job, folder, DIAGNOSIS), diagnose=list(chosen.values()))
     status = _launch(job, Run(None, 1), task, "they differ; looking for the causes on 1 rank")
     if status:
@@ -235,12 +240,12 @@ def _task(job: Job, folder: Path, name: str) -> Task:
 
 
 def _launch(job: Job, run: Run, task: Task, title: str) -> int:
-    """Have the ranks of a run do a task; the exit status. What they print is theirs."""
+    """Run a task on the ranks of a run, which print to the terminal; return the exit status."""
     print(f"prove: {title} ...", flush=True)
     began = time.monotonic()
     file = Path(task.folder, f"{task.name}.task")
     file.write_text(json.dumps(asdict(task)))
-    status = start(run, ["prove", "--task", str(file), *job.arguments], keys_for(run, job.settings))
+    status = start(run, ["prove", "--task", str(file), *job.arguments], run_overrides(run, job.settings))
     if status:
         print(f"prove: failed with status {status}: {title}", file=sys.stderr)
     else:
@@ -248,8 +253,8 @@ def _launch(job: Job, run: Run, task: Task, title: str) -> int:
     return status
 
 
-def unavailable(transport: str, backend: str) -> str | None:
-    """Why a transport cannot connect ranks of a framework on this host; None: it can. Nothing is imported."""
+def unavailable_reason(transport: str, backend: str) -> str | None:
+    """Why a transport cannot connect ranks of a framework on this host; None: it can. Imports nothing."""
     if transport == "torch":
         return (
             None if "torch.distributed" in FRAMEWORKS[backend].features else f"backend = {backend!r}, which it does not connect"
@@ -261,12 +266,12 @@ def unavailable(transport: str, backend: str) -> str | None:
     return None if shutil.which("mpirun") else "no mpirun in PATH"
 
 
-def keys_for(run: Run, settings: Settings) -> dict[str, str]:
-    """The overrides with which a config trains in a run, whatever processes it asks for itself."""
+def run_overrides(run: Run, settings: Settings) -> dict[str, str]:
+    """The overrides for a run, which replace the config's choice of processes."""
     keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
     if run.transport == "torch":
         entries = settings.reduce.torch_distributed or {}
-        kept = {name: value for name, value in entries.items() if name not in OF_OTHER_PROCESSES}
+        kept = {name: value for name, value in entries.items() if name not in RENDEZVOUS_ENTRIES}
         keys["torch_distributed"] = repr(kept)
     for field in fields(LaunchKeys):
         if getattr(settings.launch, field.name) != field.default:
@@ -277,11 +282,11 @@ def keys_for(run: Run, settings: Settings) -> dict[str, str]:
 
 
 def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
-    """Start the ranks and wait for them; return the exit status. What they print goes to the terminal.
+    """Start the ranks, which print to the terminal, and wait for them; return the exit status.
 
     Args:
-        arguments: of hvdtrain.
-        keys: overrides that come after them.
+        arguments: the arguments of hvdtrain.
+        keys: overrides to append.
     """
     program = [*arguments, *(word for name, value in keys.items() for word in (f"++{name}", value))]
     if run.transport != "horovod":
@@ -291,18 +296,18 @@ def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
     process = subprocess.Popen(command, env=dict(launch.environment()), stdin=subprocess.DEVNULL)
     try:
         return process.wait()
-    except KeyboardInterrupt:  # mpirun has got it, too, and ends the ranks
+    except KeyboardInterrupt:  # mpirun also receives it, and ends the ranks
         process.wait()
         raise
 
 
 def _begin(first: Record, batches: GlobalBatches) -> int:
-    """The steps before the stop, which waits for the end of an update."""
+    """The number of steps before the stop, which happens at the end of an update."""
     return len(first.losses) - batches.end
 
 
-def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
-    """What was not trained or compared."""
+def uncovered(job: Job, first: Record, batches: GlobalBatches) -> str:
+    """The parts of a training that were not trained or compared."""
     parts = []
     begin = _begin(first, batches)
     if (end := batches.steps - batches.end) > begin:
@@ -312,7 +317,7 @@ def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
     if not job.dropout:
         parts.append("dropout")
     if job.settings.reduce.dataset_distribution != "shard":
-        parts.append("orders of each rank's own")
+        parts.append("a different order on each rank")
     return ", ".join(
         [
             *parts,
@@ -326,19 +331,19 @@ def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool, 
 
     Args:
         first, name: the first run.
-        dropout: whether it was left as it is.
-        batches: what was trained.
+        dropout: whether it was left on.
+        batches: the trained batches.
     """
     head = f"{len(first.losses)} steps of {_span(first.num_sequences)} sequences, {len(first.rates)} updates"
     places = f"steps 1 to {_begin(first, batches)}"
     if batches.end:
         places += f", a stop and a resume, steps {batches.steps - batches.end + 1} to {batches.steps}"
-    whose = f"{places} of the {batches.steps} of an epoch on {batches.ranks} ranks"
-    lines = [f"{head}: {whose}{'' if dropout else '; dropout is switched off'}", ""]
+    where = f"{places} of the {batches.steps} of an epoch on {batches.ranks} ranks"
+    lines = [f"{head}: {where}{'' if dropout else '; dropout is switched off'}", ""]
     rows = [[f"compared with {name}", "losses", "gradients", "weights", ""]]
     for case in cases:
         found = case.comparison
-        words = [each.words for each in (found.losses, found.gradients, found.weights)]
+        words = [agreement.words for agreement in (found.losses, found.gradients, found.weights)]
         rows.append([case.name, *words, "agree" if found.agree else "differ"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -363,14 +368,14 @@ def difference_lines(case: Case) -> list[str]:
 
 
 def cause_lines(cases: Sequence[Case]) -> list[str]:
-    """Why runs differ. A cause that not all of them have names those that have it."""
+    """Why runs differ. A cause that does not apply to all of them names those to which it applies."""
     names: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for cause in causes(case):
             names.setdefault(("cause", cause), []).append(case.name)
-        of_exchange = describe_exchange(case)
-        if of_exchange is not None:
-            names.setdefault(("checked", of_exchange), []).append(case.name)
+        exchange = describe_exchange(case)
+        if exchange is not None:
+            names.setdefault(("checked", exchange), []).append(case.name)
     lines = []
     for (kind, what), having in sorted(names.items(), key=lambda item: item[0][0] == "checked"):
         text = what if len(having) == len(cases) or kind == "checked" else f"{', '.join(having)}: {what}"

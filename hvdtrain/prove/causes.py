@@ -1,7 +1,8 @@
-"""Why two runs differ: what the model holds, what one rank finds out by itself, and what the records of the runs show.
+"""Why two runs differ: evidence from the model, from experiments on one rank, and from the records of the runs.
 
-First what the ranks do: modules whose results depend on how sequences are dealt, by their classes (`parts_of`), and random
-numbers, by trying (`probe`). Then what the command concludes: `causes`, for which each of `FINDERS` looks for one.
+First the part that runs on ranks: `find_parts` finds modules whose results depend on how sequences are distributed, by their
+classes, and `probe` finds random numbers by experiment. Then the part of the command: `causes`, where each of `FINDERS` looks
+for one cause.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.optimizer import class_names
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
@@ -24,19 +26,19 @@ from hvdtrain.start_up.job import open_session
 STATISTICS, RANDOM = "statistics over a batch", "random numbers"
 
 OVER_BATCHES = ("_BatchNorm", "BatchNormalization")
-"""Classes whose subclasses compute statistics over a batch in training, of PyTorch and Keras."""
+"""Base classes of PyTorch's and Keras' modules that compute statistics over a batch in training."""
 
 RATES = ("p", "dropout", "recurrent_dropout", "rate", "stddev")
-"""Attributes that say how much is random, of PyTorch's and Keras' classes and of most that authors write themselves."""
+"""Attributes for the amount of randomness in PyTorch's and Keras' classes, and in most custom ones."""
 
 RANDOM_CLASSES = ("_DropoutNd", "Dropout", "GaussianNoise", "GaussianDropout", "AlphaDropout")
-"""Classes whose subclasses draw random numbers in training."""
+"""Base classes of modules that draw random numbers in training."""
 
 MORE_PADDING = 3
-"""Frames that are added to a batch to see whether the losses depend on padding."""
+"""The number of frames added to a batch to test whether losses depend on padding."""
 
 MOST_NAMES = 3
-"""Parts of a model that are named."""
+"""The number of a model's parts to name."""
 
 NOT_FOUND = "not found: does the config depend on hvdtrain.rank() or hvdtrain.size()? Do rounding errors grow (--steps 1)?"
 
@@ -46,13 +48,13 @@ OF_BATCHES = (
 )
 
 
-def parts_of(learner: Learner) -> list[ModulePart]:
-    """The modules that BatchNorm or dropout is in, and that do something in training."""
+def find_parts(learner: Learner) -> list[ModulePart]:
+    """The modules with BatchNorm or dropout that are active in training."""
     found = []
     for name, module in learner.modules():
-        classes = {one.__name__ for one in type(module).__mro__}
+        classes = class_names(module)
         if not getattr(module, "training", True) or getattr(module, "trainable", True) is False:
-            continue  # a part of the model that is kept as it is
+            continue  # a frozen part of the model
         if classes & set(OVER_BATCHES):
             found.append(ModulePart(STATISTICS, name, type(module).__name__))
         elif any(_random_rates(module, classes)):
@@ -60,32 +62,33 @@ def parts_of(learner: Learner) -> list[ModulePart]:
     return found
 
 
-def without_dropout(learner: Learner) -> None:
-    """Switch dropout off in all modules. A call of `functional.dropout` with a number of its own is not found."""
+def disable_dropout(learner: Learner) -> None:
+    """Switch dropout off in all modules. A call of `functional.dropout` with a constant rate is not found."""
     for _, module in learner.modules():
-        for rate in _random_rates(module, {one.__name__ for one in type(module).__mro__}):
+        for rate in _random_rates(module, class_names(module)):
             setattr(module, rate, 0.0)
 
 
 def _random_rates(module: Any, classes: set[str]) -> Iterator[str]:
-    """The attributes of `RATES` that are above zero in a module. Only `dropout` means what it says in an author's own class."""
+    """The attributes of `RATES` that are above zero in a module. In a custom class, only names with `dropout` are unambiguous."""
     of_dropout = bool(classes & set(RANDOM_CLASSES))
     for name in RATES:
         value = vars(module).get(name)
         if isinstance(value, (int, float)) and value > 0 and (of_dropout or "dropout" in name):
-            if name != "dropout" or getattr(module, "num_layers", 2) > 1 or "RNNBase" not in classes:  # it is between layers
+            # An RNN of one layer has no dropout, which PyTorch applies between layers.
+            if name != "dropout" or getattr(module, "num_layers", 2) > 1 or "RNNBase" not in classes:
                 yield name
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank finds out by computing the same batch again.
+    """The results of computing the same batch again on one rank.
 
     Attributes:
-        repeated: the largest relative difference of a loss when the same step is repeated: the model, or train_step, has a state
-            of its own that the seeds of a step do not reach.
+        repeated: the largest relative difference of a loss when the same step is repeated; above 0 if the model or train_step has
+            state that a step's seeds do not control.
         other_rank: the same with the random numbers of another rank.
-        padded: the same with more padding behind the same sequences, without dropout.
+        padded: the same with more padding after the same sequences, without dropout.
     """
 
     repeated: float
@@ -104,7 +107,7 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
 
     Args:
         indices: the batch's sequences, or chunks.
-        dropout: whether it is left as it is.
+        dropout: whether to leave it on.
         folder: for the model's weights.
     """
     files = folder / "probe.model", folder / "probe.optimizer"
@@ -119,16 +122,16 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
         other = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", SingleCommunicator()) as session:
         session.learner.state.load(files[0], None)
-        as_it_is = _losses(session.learner, batch, dropout=False)
+        unpadded = _losses(session.learner, batch, dropout=False)
         try:
             padded = _losses(session.learner, _with_padding(batch), dropout=False)
         except Exception:  # a model for sequences of a fixed length
-            padded = as_it_is
-    return Probe(_difference(first, again), _difference(first, other), _difference(as_it_is, padded))
+            padded = unpadded
+    return Probe(_difference(first, again), _difference(first, other), _difference(unpadded, padded))
 
 
 def _with_padding(batch: Batch) -> Batch:
-    """The same sequences with `MORE_PADDING` more frames of zeros behind all of them."""
+    """The same sequences, each followed by `MORE_PADDING` more frames of zeros."""
     data = dict(batch.data)
     for key, padded in batch.data.items():
         if padded.values.dtype != object:
@@ -140,7 +143,7 @@ def _with_padding(batch: Batch) -> Batch:
 def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
     """The sums of the losses of a training's first step; the weights stay as they are."""
     if not dropout:
-        without_dropout(learner)
+        disable_dropout(learner)
     learner.meter.take_scores()
     learner.begin_epoch(1, 0)
     learner.backward(batch)
@@ -149,7 +152,7 @@ def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
 
 
 def _difference(one: dict[str, float], other: dict[str, float]) -> float:
-    """The largest relative difference; of a count of errors, it is one too."""
+    """The largest relative difference of a loss or a count of errors."""
     found = [abs(one[name] - other.get(name, 0.0)) / (abs(one[name]) or 1.0) for name in one]
     return max(found, default=0.0)
 
@@ -159,10 +162,10 @@ class Case:
     """Two runs that differ.
 
     Attributes:
-        name: what `one` is called.
+        name: the name of `one`.
         one, other: the run, and the one that it is compared with.
-        accumulated: one rank that did what the ranks of `several` did, batch after batch; None: not tried.
-        probe: what one rank found out by computing a batch again.
+        accumulated: a run of one rank on the batches of the ranks of `several`, one after another; None: not tried.
+        probe: the results of computing a batch again.
     """
 
     name: str
@@ -176,19 +179,19 @@ class Case:
 
     @property
     def several(self) -> Record:
-        """The run on several ranks; of two such runs, that which is compared."""
+        """The run on several ranks; of two such runs, `one`."""
         return self.one if self.one.size > 1 else self.other
 
     @property
     def exchange_agrees(self) -> bool | None:
-        """Whether the ranks computed what one rank computes from the same batches; None: not known."""
+        """Whether the ranks computed the same as one rank from the same batches; None: unknown."""
         if self.accumulated is None:
             return None
         return compare(self.several, self.accumulated, self.tolerance).agree
 
 
 def causes(case: Case) -> list[str]:
-    """What is found, the surest first."""
+    """The causes found, the most certain first."""
     found = [cause for find in FINDERS for cause in find(case)]
     return found or [OF_BATCHES if case.exchange_agrees else NOT_FOUND]
 
@@ -196,7 +199,7 @@ def causes(case: Case) -> list[str]:
 def _initial_weights(case: Case) -> Iterator[str]:
     if case.comparison.first_weights is not None:
         yield (
-            f"initial weights: {case.comparison.first_weights.name} has other values before the first update: get_model does not "
+            f"initial weights: {case.comparison.first_weights.name} differs before the first update: get_model does not "
             "draw them from the generators of torch, numpy or random, which hvdtrain seeds, or it depends on the number of ranks"
         )
 
@@ -205,14 +208,14 @@ def _data(case: Case) -> Iterator[str]:
     for step, (one, other) in enumerate(zip(case.one.data, case.other.data, strict=False), 1):
         if one != other:
             yield (
-                f"data: the sequences of step {step} have other contents, though they are the same sequences: something draws "
-                "random numbers or counts calls while they are read (map_seq, a dataset of your own)"
+                f"data: the same sequences of step {step} have different contents: something draws random numbers or counts "
+                "calls while they are read (map_seq, a custom dataset)"
             )
             return
 
 
 def _counts(case: Case) -> Iterator[str]:
-    """The elements of a loss are the same on any number of ranks, unless the loss depends on how sequences form batches."""
+    """The number of a loss's elements is the same on any number of ranks, unless the loss depends on how batches are formed."""
     if not case.one.losses or not case.other.losses:
         return
     for name, (_, other) in case.other.losses[0].items():
@@ -245,8 +248,8 @@ def _reduction(case: Case) -> Iterator[str]:
     kind = case.settings.reduce.reduce_type
     if kind != "grad":
         yield (
-            f"horovod_reduce_type = {kind!r}: by design, every rank updates a model of its own between two syncs, which one rank "
-            "does not (++horovod_reduce_type grad proves the rest)"
+            f"horovod_reduce_type = {kind!r}: by design, every rank updates its model separately between two syncs, which one "
+            "rank does not (++horovod_reduce_type grad proves the rest)"
         )
 
 
@@ -254,7 +257,7 @@ def _compression(case: Case) -> Iterator[str]:
     kind = case.settings.reduce.compression
     if kind is not None:
         yield (
-            f"horovod_compression = {kind!r}: what is sent is rounded, and one rank sends nothing (++horovod_compression none "
+            f"horovod_compression = {kind!r}: messages are rounded, and one rank sends none (++horovod_compression none "
             "or a larger --tolerance proves the rest)"
         )
 
@@ -289,15 +292,15 @@ def _statistics(case: Case) -> Iterator[str]:
 
 
 def _padding(case: Case) -> Iterator[str]:
-    """Padding is up to the longest sequence of a batch."""
+    """The amount of padding depends on the longest sequence of a batch."""
     tried = case.probe
     if tried is None or tried.padded <= case.tolerance or tried.repeated > case.tolerance:
         return
-    drawn_unseen = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.one.parts)
-    if not drawn_unseen:  # more frames would get other random numbers
+    has_hidden_randomness = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.one.parts)
+    if not has_hidden_randomness:  # with it, more frames would shift the random numbers
         yield (
-            f"padding: {MORE_PADDING} more padded frames behind the same sequences change the losses by {tried.padded:.2g}: the "
-            "model (a convolution, a BatchNorm) or train_step does not leave them out (extern_data[...].mask)"
+            f"padding: {MORE_PADDING} more padded frames after the same sequences change the losses by {tried.padded:.2g}: the "
+            "model (a convolution, a BatchNorm) or train_step does not mask them (extern_data[...].mask)"
         )
 
 
@@ -305,21 +308,21 @@ def _random(case: Case) -> Iterator[str]:
     parts = [part for part in case.one.parts if part.kind == RANDOM]
     tried = case.probe
     if parts:
-        yield f"{name_parts(parts)}: every rank draws other random numbers (--without-dropout proves the rest)"
+        yield f"{name_parts(parts)}: every rank draws different random numbers (--without-dropout proves the rest)"
     elif tried is not None and tried.other_rank > case.tolerance >= tried.repeated:
         yield (
-            f"random numbers in train_step or the model, of no module known to draw them: with those of another rank the losses "
-            f"of the same batch differ by {tried.other_rank:.2g} (every rank draws others)"
+            f"random numbers in train_step or the model, but in no module known to draw them: with those of another rank the "
+            f"losses of the same batch differ by {tried.other_rank:.2g} (every rank draws different ones)"
         )
     if tried is not None and tried.repeated > case.tolerance:
         yield (
-            f"a state of its own in the model or train_step: the same step computed twice gives losses that differ by "
+            f"state in the model or train_step: the same step computed twice gives losses that differ by "
             f"{tried.repeated:.2g} (a random generator that hvdtrain does not seed, or a counter)"
         )
 
 
 def describe_exchange(case: Case) -> str | None:
-    """Whether it is the exchange between the ranks that differs."""
+    """Whether the exchange between the ranks causes the difference; None: unknown."""
     if case.exchange_agrees is None:
         return None
     what = f"one rank that takes the batches of {_ranks(case.several)} one after another, with their learning rates, computes"
@@ -344,7 +347,7 @@ FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
 
 
 def name_parts(parts: Sequence[ModulePart]) -> str:
-    """Some parts of a model.
+    """The names of the first parts of a model.
 
     >>> name_parts([ModulePart("", "a", "Dropout"), ModulePart("", "", "Net")])
     'Dropout at a, Net'

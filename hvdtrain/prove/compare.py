@@ -1,12 +1,12 @@
-"""What a run leaves for the comparison, and how far two runs agree.
+"""The record of a run, and how far two runs agree.
 
-A `Record` has losses, learning rates, and sketches of gradients and weights, step by step. `compare` finds out to which digit two
-of them agree, with the first step and the first parameter that differ.
+A `Record` has losses, learning rates, and sketches of gradients and weights, step by step. `compare` determines to which digit
+two records agree, and the first step and the first parameter that differ.
 
 A sketch of a tensor is `SKETCH` numbers, each the sum of a part of its elements with random signs that are the same in every run
 (a count sketch: Charikar et al., 2002). It is linear, so the norm of the difference of two sketches estimates the norm of the
-difference of the tensors, within about 9 % (one standard deviation); for tensors of up to `SKETCH` elements it is exact. All
-updates of a large model thus fit into some megabytes.
+difference of the tensors, within about 9 % (one standard deviation); for tensors of up to `SKETCH` elements it is exact. So all
+updates of a large model fit into a few megabytes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy
 from hvdtrain.data.types import Array, Batch
 
 SKETCH = 256
-"""Numbers in a sketch. The relative error of an estimated norm is about sqrt(1 / (2 * SKETCH)) to sqrt(2 / SKETCH)."""
+"""The size of a sketch. The relative error of an estimated norm is about sqrt(1 / (2 * SKETCH)) to sqrt(2 / SKETCH)."""
 
 LEAST_GRADIENT = 0.1
-"""The gradient of a parameter is compared relative to its own norm, but at least to this share of the model's typical gradient:
-what cancels out (the bias before a normalization, the bias of attention's keys) leaves nothing but rounding errors."""
+"""A parameter's gradient is compared relative to its norm, or to this share of the model's typical gradient if that is larger:
+gradients that cancel out (the bias before a normalization, the bias of attention's keys) are only rounding errors."""
 
 LEAST_WEIGHT = 1e-3
-"""The same for weights: a bias begins at zero."""
+"""The same for weights, as a bias begins at zero."""
 
 ROUNDING = 1e-4
-"""A gradient below this share of the model's typical one, in every update, is rounding errors. Adam makes full steps of them:
-such weights differ from run to run, and no loss depends on it."""
+"""A gradient that is below this share of the model's typical one in every update is only a rounding error. Adam makes full steps
+of it, so such weights differ from run to run, but no loss depends on them."""
 
 MOST_DIGITS = 7
 """The digits of float32."""
@@ -58,8 +58,8 @@ def signs(count: int) -> Array:
 
 
 def checksum(batch: Batch) -> int:
-    """A checksum of a batch's sequences without their padding: the sum over all batches of a step does not depend on how its
-    sequences are dealt to batches and ranks."""
+    """A checksum of a batch's sequences without their padding. Its sum over all batches of a step does not depend on how the
+    sequences are distributed over batches and ranks."""
     total = 0
     for key, padded in sorted(batch.data.items()):
         for sequence, length in zip(padded.values, padded.seq_lens.tolist(), strict=True):
@@ -79,7 +79,7 @@ class ModulePart:
 
     Attributes:
         kind: "statistics over a batch" or "random numbers".
-        name: where it is in the model, such as `encoder.norm`.
+        name: its place in the model, such as `encoder.norm`.
         type: the name of its class.
     """
 
@@ -99,9 +99,9 @@ class Record:
         data: by step, `checksum` of the batches of all ranks.
         rates: the learning rate of each update.
         parts: of the model.
-        apart: a parameter that is not the same on all ranks after the last update; None: all are, bit for bit.
-        weights: sketches after each update, before the first one at 0, by the parameters' names; shape (updates + 1, SKETCH).
-        gradients: sketches of what each update applies, reduced over the ranks, before noise and clipping; (updates, SKETCH).
+        apart: a parameter that differs between ranks after the last update; None: all are the same, bit for bit.
+        weights: by parameter, sketches before the first update (at 0) and after each update; shape (updates + 1, SKETCH).
+        gradients: by parameter, sketches of the gradients reduced over the ranks, before noise and clipping; (updates, SKETCH).
         elements: the number of elements of each parameter.
     """
 
@@ -157,8 +157,8 @@ class Difference:
 
     Attributes:
         number: the step or the update, counted from 1; 0: before the first update.
-        name: of the loss or the parameter.
-        distance: relative.
+        name: the loss or the parameter.
+        distance: the relative difference.
     """
 
     number: int
@@ -168,7 +168,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far one kind of quantity agrees.
+    """How far one kind of values agrees.
 
     Attributes:
         largest: the largest difference; None: there was nothing to compare.
@@ -180,16 +180,16 @@ class Agreement:
 
     @property
     def words(self) -> str:
-        """To which digit, in words."""
+        """The number of digits that agree, in words."""
         return digits(0.0 if self.largest is None else self.largest.distance)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs.
+    """The comparison of two runs.
 
     Attributes:
-        set_aside: parameters whose weights were not compared, as their gradients are rounding errors.
+        set_aside: parameters whose weights were not compared, as their gradients are only rounding errors.
         first_weights: the first parameter that differs before the first update.
     """
 
@@ -201,11 +201,11 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        return all(one.first is None for one in (self.losses, self.gradients, self.weights))
+        return all(agreement.first is None for agreement in (self.losses, self.gradients, self.weights))
 
 
 def compare(one: Record, other: Record, tolerance: float) -> Comparison:
-    """Compare a run with another one, which is the measure of what is large."""
+    """Compare a run with another one, relative to the values of the latter."""
     gradients, names = _distances(one.gradients, other.gradients, other.elements, LEAST_GRADIENT)
     of_gradients = _agreement(gradients, names, tolerance, first_number=1)
     weights, all_names = _distances(one.weights, other.weights, other.elements, LEAST_WEIGHT)
@@ -214,7 +214,7 @@ def compare(one: Record, other: Record, tolerance: float) -> Comparison:
     kept = [number for number, name in enumerate(all_names) if name not in aside]
     of_weights = _agreement(weights[:, kept], [all_names[number] for number in kept], tolerance, first_number=0)
     first = of_weights.first if of_weights.first is not None and of_weights.first.number == 0 else None
-    return Comparison(_of_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
+    return Comparison(_compare_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
 
 
 def digits(distance: float) -> str:
@@ -243,8 +243,8 @@ def means(losses: Losses) -> dict[str, float]:
     return {name: total / count for name, (total, count) in losses.items() if count}
 
 
-def _of_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
-    """Each loss relative to its largest mean. Whole numbers count errors, which rounding may change by one: they are left out."""
+def _compare_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
+    """Compare each loss relative to its largest mean, except counts of errors (whole numbers): rounding may change them by 1."""
     names = sorted(
         name for name in {name for losses in (*one, *other) for name in losses} if not _counts_errors(name, one, other)
     )
@@ -288,7 +288,7 @@ def _distances(
 
 
 def _norms(sketches: Mapping[str, Array], elements: Mapping[str, int]) -> tuple[Array, Array]:
-    """The norms of all parameters, and those that they would have if all elements of the model had the same size; shape
+    """The norms of all parameters, and the typical norms they would have if all elements of the model were equal in size; shape
     (updates, parameters)."""
     norms = numpy.stack([numpy.linalg.norm(values, axis=-1) for values in sketches.values()], axis=-1)
     sizes = numpy.array([elements[name] for name in sketches], dtype=numpy.float64)
@@ -297,7 +297,7 @@ def _norms(sketches: Mapping[str, Array], elements: Mapping[str, int]) -> tuple[
 
 
 def _rounding_errors(record: Record) -> set[str]:
-    """The parameters whose gradients are rounding errors. One without any gradient is none of them."""
+    """The parameters whose gradients are only rounding errors, but not all zero."""
     if not record.gradients:
         return set()
     norms, typical = _norms(record.gradients, record.elements)
@@ -318,7 +318,7 @@ def _agreement(table: Array, names: Sequence[str], tolerance: float, first_numbe
 
 
 def factor(one: Mapping[str, Array], other: Mapping[str, Array], tolerance: float) -> float | None:
-    """The factor by which all gradients of the first update differ; None: they differ in more than a factor."""
+    """The factor by which all gradients of the first update differ; None: they differ by more than a factor."""
     if set(one) != set(other) or not other:
         return None
     ours, theirs = (numpy.concatenate([run[name][0] for name in other]) for run in (one, other))

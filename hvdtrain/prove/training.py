@@ -1,8 +1,8 @@
-"""What the ranks of one run do: train some steps with the engine itself, on given global batches, and write down what came out.
+"""The ranks' part of a run: train some steps with the real engine, on given global batches, and record the results.
 
-The largest number of ranks takes the batches of its training's own plan. A step's batches on all of these ranks are a global
-batch; with fewer ranks, the same sequences are dealt to fewer, larger batches. A run trains the first steps of the epoch, writes
-a checkpoint, is opened anew from it, and trains the last steps: at their places in the epoch, with their learning rates.
+The run with the most ranks uses the batches of its normal plan. A step's batches on all of these ranks are a global batch; with
+fewer ranks, the same sequences form fewer, larger batches. A run trains the first steps of the epoch, writes a checkpoint, is
+opened again from it, and trains the last steps, at their places in the epoch, with their learning rates.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import Saves, Unsaved
+from hvdtrain.checkpoint.saver import NullSaver, SaverProtocol
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine
 from hvdtrain.errors import DataError
-from hvdtrain.prove.causes import parts_of, probe, without_dropout
+from hvdtrain.prove.causes import disable_dropout, find_parts, probe
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, sum_losses
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime.log import silence
@@ -44,8 +44,8 @@ class GlobalBatches:
     Attributes:
         plan: batch i is that of rank i % ranks in step i // ranks; in the last step, some ranks may have none.
         ranks: the number of ranks that the batches were made for.
-        begin: the steps from the beginning of the epoch, after which the training is stopped and resumed.
-        end: the steps before the end of the epoch with which it goes on. Those in between are left out.
+        begin: the number of steps at the beginning of the epoch, after which the training is stopped and resumed.
+        end: the number of steps at the end of the epoch, with which it continues. Those in between are left out.
     """
 
     plan: Plan
@@ -55,11 +55,11 @@ class GlobalBatches:
 
     @property
     def steps(self) -> int:
-        """All of the epoch."""
+        """The number of steps in the epoch."""
         return -(-self.plan.num_batches // self.ranks)
 
-    def dealt(self, size: int) -> Plan:
-        """The same sequences in each step, in N batches; in the last step, as many as there are sequences."""
+    def deal(self, size: int) -> Plan:
+        """Distribute the sequences of each step over N batches; in the last step, over at most as many as there are sequences."""
         if size == self.ranks:
             return self.plan
         ends = numpy.append(self.plan.bounds[: -1 : self.ranks], self.plan.bounds[-1])
@@ -78,7 +78,7 @@ class GlobalBatches:
             return GlobalBatches(Plan(stored["order"], stored["bounds"]), *numbers)
 
 
-def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
+def choose_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
     """The first and the last steps of an epoch.
 
     Raises:
@@ -95,14 +95,14 @@ def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
 
 @dataclass(frozen=True)
 class Task:
-    """What a run has to do, as the command tells its ranks in a JSON file.
+    """The task of a run, passed to its ranks in a JSON file.
 
     Attributes:
-        folder: for everything that is written.
-        name: of the record, NAME.npz.
+        folder: for all written files.
+        name: the name of the record, NAME.npz.
         batches: a file with the global batches; the first run writes it.
-        dropout: whether it is left as it is.
-        diagnose: the records of runs that differ, by name: one rank does what each of them did, batch after batch, and finds out
+        dropout: whether to leave it on.
+        diagnose: the records of runs that differ, by name: one rank repeats each of them, batch after batch, and finds out
             whether the model draws random numbers.
     """
 
@@ -119,8 +119,8 @@ class Task:
 
 
 def run_task(settings: Settings, task: Task) -> None:
-    """Collective. Do what a task says. Raises: HvdtrainError."""
-    settings = proving(settings, task)
+    """Collective. Execute a task. Raises: HvdtrainError."""
+    settings = proof_settings(settings, task)
     if not task.diagnose:
         train(settings, task, task.name)
         return
@@ -132,11 +132,11 @@ def run_task(settings: Settings, task: Task) -> None:
     task.path(task.name).with_suffix(".json").write_text(json.dumps(asdict(probed)))
 
 
-def proving(settings: Settings, task: Task) -> Settings:
-    """The settings of a training that starts anew, on the training data only, and writes nothing into the user's folders."""
+def proof_settings(settings: Settings, task: Task) -> Settings:
+    """The settings for a training that starts anew, on the training data only, and writes nothing into the user's folders."""
     settings = writing_nothing(settings)
     start = settings.start
-    if start.load is None:  # the folder is a new one: there is nothing to go on with
+    if start.load is None:  # the folder is new, so there is nothing to continue from
         start = replace(start, start_epoch="auto", load_epoch=None)
     return replace(
         settings,
@@ -146,21 +146,21 @@ def proving(settings: Settings, task: Task) -> Settings:
     )
 
 
-class Stop(Exception):
-    """A checkpoint is written: the training is to stop there, on all ranks."""
+class StopTraining(Exception):
+    """Stops the training on all ranks, once a checkpoint is written."""
 
 
 class StoppingSaver:
-    """Saves, and stops the training with the first checkpoint within an epoch."""
+    """Writes one checkpoint within the epoch, then stops the training."""
 
-    def __init__(self, inner: Saves) -> None:
+    def __init__(self, inner: SaverProtocol) -> None:
         self._inner = inner
 
     def save(self, progress: Progress) -> None:
         if progress.current is not None:
             self._inner.save(progress)
             self._inner.finish()
-            raise Stop
+            raise StopTraining
 
     def finish(self) -> None:
         pass
@@ -177,16 +177,18 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
         recorder = Recorder(comm)
         with open_session(settings, "dry_run", comm) as session:
             batches = _global_batches(session, task)
-            pace = replace(_pace_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated))
+            limits = replace(
+                _limits_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated)
+            )
             fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
             stopped = _train_epoch(
-                session, settings, task, batches, pace, recorder, fresh, StoppingSaver(session.saver), accumulated
+                session, settings, task, batches, limits, recorder, fresh, StoppingSaver(session.saver), accumulated
             )
         if stopped:
-            with open_session(settings, "dry_run", comm) as session:  # with what it loads: model, optimizer, position
-                pace = replace(_pace_of(settings, session), save_steps=None)
+            with open_session(settings, "dry_run", comm) as session:  # loads model, optimizer and position
+                limits = replace(_limits_of(settings, session), save_steps=None)
                 _skip(session.progress, batches, comm.size, _per_step(accumulated))
-                _train_epoch(session, settings, task, batches, pace, recorder, session.progress, Unsaved(), accumulated)
+                _train_epoch(session, settings, task, batches, limits, recorder, session.progress, NullSaver(), accumulated)
         record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
             record.save(task.path(name))
@@ -197,13 +199,13 @@ def _per_step(accumulated: Record | None) -> int:
     return 1 if accumulated is None else accumulated.size
 
 
-def _pace_of(settings: Settings, session: Session) -> TrainingLimits:
-    pace = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
-    return replace(pace, ends_early=lambda _: None, mistake=lambda _: None)
+def _limits_of(settings: Settings, session: Session) -> TrainingLimits:
+    limits = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
+    return replace(limits, ends_early=lambda _: None, mistake=lambda _: None)
 
 
 def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) -> None:
-    """Go on with the last steps of the epoch, if the training was not stopped in the midst of them."""
+    """Skip to the last steps of the epoch, unless the training was stopped within them."""
     current = progress.current
     if current is None:
         return
@@ -219,50 +221,50 @@ def _train_epoch(
     settings: Settings,
     task: Task,
     batches: GlobalBatches,
-    pace: TrainingLimits,
+    limits: TrainingLimits,
     recorder: Recorder,
     progress: Progress,
-    saver: Saves,
+    saver: SaverProtocol,
     accumulated: Record | None,
 ) -> bool:
-    """Collective. Train until the end of the epoch, or until the saver stops it; whether it did."""
+    """Collective. Train until the end of the epoch, or until the saver stops it; return whether it did."""
     if not task.dropout:
-        without_dropout(session.learner)
-    dealt = batches.dealt(session.comm.size if accumulated is None else accumulated.size)
+        disable_dropout(session.learner)
+    dealt = batches.deal(session.comm.size if accumulated is None else accumulated.size)
     feed = replace(session.feeds[0], distribution="shard", only=dealt)
     recorder.learner = session.learner
-    session.learner.observer = recorder.gradients_of
+    session.learner.observer = recorder.record_gradients
     rates = open_rates(settings, session.comm.size)
     if accumulated is not None:
-        pace, rates = _accumulating(pace, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
+        limits, rates = _accumulate_ranks(limits, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
     opened = replace(session, feeds=[feed], saver=saver, progress=progress)
     try:
-        Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
-    except Stop:
+        Engine(opened, rates, limits, Reporters(), recorder, recorder.record_weights).run()
+    except StopTraining:
         return True
     return False
 
 
 def _global_batches(session: Session, task: Task) -> GlobalBatches:
-    """Collective. Those that the first run has written; the first run chooses and writes them."""
+    """Collective. Read the global batches that the first run has written; the first run chooses and writes them."""
     path = Path(task.batches)
     comm, feed = session.comm, session.feeds[0]
     if comm.gather(path.exists(), name="prove.batches")[0]:
         return GlobalBatches.load(path)
-    batches = chosen_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
+    batches = choose_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
     if comm.rank == 0:
         batches.save(path)
     return batches
 
 
-def _accumulating(pace: TrainingLimits, size: int) -> TrainingLimits:
-    """One rank that takes N ranks' batches one after another for each of their steps."""
-    own = pace.rounds_per_update
-    return replace(pace, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))
+def _accumulate_ranks(limits: TrainingLimits, size: int) -> TrainingLimits:
+    """The limits for one rank that takes N ranks' batches one after another for each of their steps."""
+    rounds = limits.rounds_per_update
+    return replace(limits, rounds_per_update=lambda epoch, complete, step: size * rounds(epoch, complete, step // size))
 
 
 def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
-    """These learning rates, one for each update, however often the engine asks.
+    """Given learning rates, one for each update, no matter how often the engine asks.
 
     Args:
         updates: returns the number of updates done so far.
@@ -271,10 +273,10 @@ def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
 
 
 class Recorder(StepLog):
-    """Writes down what an engine does, as its log of steps, its trace, and the learner's observer.
+    """Records a training: as the engine's step log and trace, and as the learner's observer.
 
     Attributes:
-        learner: of the session that trains now.
+        learner: the current session's learner.
         updates: the number of updates done so far.
     """
 
@@ -290,16 +292,16 @@ class Recorder(StepLog):
         self._gradients: dict[str, list[Array]] = {}
         self._elements: dict[str, int] = {}
         self.updates = 0
-        self._weighed = -1  # the number of updates after which the weights were last written down
+        self._weighed = -1  # the number of updates after which the weights were last recorded
 
-    def note(self, epoch: int, step: int, indices: Array) -> None:
-        """The engine is about to take a step: the weights are those after the updates before it."""
+    def record_weights(self, epoch: int, step: int, indices: Array) -> None:
+        """Called before each step: record the weights, once after each update."""
         if self._comm.rank == 0 and self._weighed < self.updates:
             self._weighed = self.updates
             self._add(self.learner.state.named_parameters(), self._weights)
 
-    def gradients_of(self, gradients: Iterable[tuple[str, Array]]) -> None:
-        """The learner is about to apply reduced gradients."""
+    def record_gradients(self, gradients: Iterable[tuple[str, Array]]) -> None:
+        """Called before the learner applies reduced gradients."""
         self.updates += 1
         self._add(gradients, self._gradients)
 
@@ -312,25 +314,25 @@ class Recorder(StepLog):
             self._rates.append(report.learning_rate)
 
     def record(self, steps_of: int) -> Record:
-        """Collective. All ranks' results.
+        """Collective. The results of all ranks.
 
         Args:
             steps_of: the number of batches of a rank that count as one step.
         """
         comm, learner = self._comm, self.learner
-        self.note(0, 0, numpy.zeros(0))
-        own = {name: zlib.crc32(values.tobytes()) for name, values in learner.state.named_parameters()}
-        everybodys = comm.gather(own, name="prove.weights")
-        apart = next((name for name in own if len({theirs[name] for theirs in everybodys}) > 1), None)
+        self.record_weights(0, 0, numpy.zeros(0))
+        checksums = {name: zlib.crc32(values.tobytes()) for name, values in learner.state.named_parameters()}
+        by_rank = comm.gather(checksums, name="prove.weights")
+        apart = next((name for name in checksums if len({rank[name] for rank in by_rank}) > 1), None)
         ranks = comm.gather((self._step_losses, self._data, self._num_sequences), name="prove.record")
         losses, data, num_sequences = zip(*ranks, strict=True)
         return Record(
             size=comm.size,
-            losses=[sum_losses(each) for each in _by_step(losses, steps_of)],
-            num_sequences=[sum(each) for each in _by_step(num_sequences, steps_of)],
-            data=[sum(each) for each in _by_step(data, steps_of)],
+            losses=[sum_losses(step) for step in _by_step(losses, steps_of)],
+            num_sequences=[sum(step) for step in _by_step(num_sequences, steps_of)],
+            data=[sum(step) for step in _by_step(data, steps_of)],
             rates=self._rates,
-            parts=parts_of(learner),
+            parts=find_parts(learner),
             apart=apart,
             weights={name: numpy.stack(values) for name, values in self._weights.items()},
             gradients=self._all_gradients(),
@@ -338,7 +340,7 @@ class Recorder(StepLog):
         )
 
     def _all_gradients(self) -> dict[str, Array]:
-        """Collective. The sketches of all gradients in the model's order: each rank adds those that no rank before it has."""
+        """Collective. The sketches of all gradients in the model's order: each rank contributes those that no lower rank has."""
         comm = self._comm
         names = comm.gather(list(self._gradients), name="prove.names")
         before = {name for those in names[: comm.rank] for name in those}
@@ -356,11 +358,11 @@ T = TypeVar("T")
 
 
 def _by_step(by_rank: Sequence[Sequence[T]], count: int) -> list[list[T]]:
-    """By step, what all ranks have for it.
+    """By step, the values of all ranks.
 
     Args:
-        by_rank: for each rank, what it has for each of its batches.
+        by_rank: for each rank, the values of its batches.
         count: the number of batches of a rank that count as one step.
     """
     steps = -(-len(by_rank[0]) // count)
-    return [[each for rank in by_rank for each in rank[step * count : (step + 1) * count]] for step in range(steps)]
+    return [[value for rank in by_rank for value in rank[step * count : (step + 1) * count]] for step in range(steps)]

@@ -31,28 +31,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser(
+    result = command_parser(
         "report",
         "Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and the settings\n"
         "with their origins. With several folders, the page compares the trainings.",
         "",
     )
-    made.add_argument(
+    result.add_argument(
         "folders", nargs="+", type=_folder, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
     )
-    made.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
-    made.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
-    made.add_argument(
+    result.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
+    result.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
+    result.add_argument(
         "--serve",
         action="store_true",
-        help="write no file, but serve a page to this machine's browsers that follows the training",
+        help="instead of writing a file, serve a page that follows the training to browsers on this machine",
     )
-    made.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
-    return made
+    result.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
+    return result
 
 
 def _folder(text: str) -> Path:
-    """A training's folder; the value of its key `model`, which begins with the folder, is understood, too."""
+    """A training's folder, given directly or as the value of the key `model`, which begins with the folder."""
     path = Path(text)
     return path.parent if not path.is_dir() and (path.parent / "scores.jsonl").exists() else path
 

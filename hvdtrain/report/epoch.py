@@ -1,4 +1,4 @@
-"""The report on a finished epoch, the log lines it turns into, and the rank that the others waited for."""
+"""The report on a finished epoch, its log lines, and the rank that the others waited for."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class EpochReport:
         loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
         syncs: the number of syncs of the ranks' parameters (`horovod_reduce_type = "param"`).
         sent: bytes that rank 0 has handed to the network in these and as gradients.
-        seconds_before: seconds of training that the epoch had taken when it was resumed; `elapsed` has them, `seconds` does not.
-        learning_rates: where updates had different rates, the 'first', 'lowest', 'highest' and 'mean' of them; None: the same.
-        losses: those that are minimized, each with its scale; the sum of several is the score `total` of each dataset.
-        epoch_learning_rate: the epoch's rate, before a rule for steps and `horovod_scale_lr` change it; None: they did not.
+        seconds_before: seconds of training before the epoch was resumed; included in `elapsed`, but not in `seconds`.
+        learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
+        losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
+        epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
     """
 
     epoch: int
@@ -68,7 +68,7 @@ class EpochReport:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
         lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
-        late = held_up(self.seconds)
+        late = straggler_line(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
         return lines + [(1, line) for line in self._score_lines(datasets)]
 
@@ -81,7 +81,7 @@ class EpochReport:
         )
 
     def _rates(self, rates: Mapping[str, float]) -> str:
-        """How the learning rate changed."""
+        """The range of the learning rate, in words."""
         between = f", at most {rates['highest']:.4g}" if rates["highest"] > max(rates["first"], self.learning_rate) else ""
         return f"from {rates['first']:.4g} to {self.learning_rate:.4g}{between}, mean {rates['mean']:.4g}"
 
@@ -115,38 +115,39 @@ def seconds_by_rank(seconds: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 OWN_WORK = {"data wait": "waiting for data", "compute": "computing"}
-"""What a rank does in a training step without the others, and its name in the log."""
+"""Activities of a rank in a training step that involve no other rank, with their names in the log."""
 
 COLLECTIVES = ("communication", "parameter sync")
-"""Where a rank waits for the others."""
+"""Activities in which a rank waits for the others."""
 
 MIN_SHARE = 0.15
-"""A rank is reported when it takes this share longer than the others. Batches of random length make up smaller differences."""
+"""A rank is reported if it takes longer than the others by this share. Random batch lengths explain smaller differences."""
 
 MIN_SECONDS = 0.2
 """It also has to take this many seconds longer: the times of a short epoch are mostly noise."""
 
 
-def held_up(seconds: Sequence[Mapping[str, float]]) -> str | None:
-    """The slowest rank, how long the others waited for it, and whether data or computing is the cause.
+def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
+    """A line about the slowest rank: how long the others waited for it, and whether reading data or computing is the cause.
 
     Args:
         seconds: for every rank, seconds of an epoch by activity.
 
     Returns:
-        The line for the log; None if no rank held the others up.
+        None if no rank held up the others.
 
-    >>> held_up([{"compute": 8.0, "communication": 3.1}, {"compute": 11.0, "communication": 0.1}])
+    >>> straggler_line([{"compute": 8.0, "communication": 3.1}, {"compute": 11.0, "communication": 0.1}])
     'rank 1 held the others up by 3.0 s (38%): computing took 11.0 s, against 8.0 s'
-    >>> held_up([{"compute": 8.0, "communication": 0.2}, {"compute": 8.3, "communication": 0.1}])
+    >>> straggler_line([{"compute": 8.0, "communication": 0.2}, {"compute": 8.3, "communication": 0.1}])
     """
     if len(seconds) < 2:
         return None
-    own = [sum(rank.get(name, 0.0) for name in OWN_WORK) for rank in seconds]
-    slowest = max(range(len(own)), key=own.__getitem__)
+    own_work = [sum(rank.get(name, 0.0) for name in OWN_WORK) for rank in seconds]
+    slowest = max(range(len(own_work)), key=own_work.__getitem__)
     others = [rank for number, rank in enumerate(seconds) if number != slowest]
-    usual = median(time for number, time in enumerate(own) if number != slowest)
-    late = own[slowest] - usual
+    usual = median(time for number, time in enumerate(own_work) if number != slowest)
+    late = own_work[slowest] - usual
+    # The slowest rank arrives last, so it hardly waits itself: only if the others waited for it, it is the cause.
     waited = median(_waiting(rank) for rank in others) - _waiting(seconds[slowest])
     if late < MIN_SECONDS or late < MIN_SHARE * usual or waited < late / 2:
         return None

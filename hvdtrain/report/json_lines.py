@@ -1,5 +1,5 @@
-"""JSON beside the model, for scripts: scores.jsonl and steps.jsonl, a line per epoch and per recorded step; summary.json, the
-model layer by layer.
+"""JSON files next to the model, for scripts: scores.jsonl and steps.jsonl, with a line per epoch and per recorded step, and
+summary.json, the model layer by layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hvdtrain.runtime import log
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file, without what is None, seconds_before = 0 and no losses; scores that are not finite
-    become strings.
+    """A report as it is written to the file, without entries that are None, seconds_before = 0 and empty losses; scores that are
+    not finite become strings.
     """
     scores = {name: _finite(value) for name, value in report.scores.items()}
     line = {**asdict(report), "scores": scores, "seconds_before": report.seconds_before or None, "losses": report.losses or None}
@@ -41,14 +41,14 @@ class JsonLines:
             file.write(json.dumps(as_line(report)) + "\n")
 
     def go_on(self, epoch: int, last: Mapping[str, Any] | None) -> None:
-        """Bring the file into line with a training that resumes after `epoch`.
+        """Make the file match a training that resumes after `epoch`.
 
-        A killed run can leave half a line or no line for its last epoch. When training resumes from an older checkpoint, the
-        file has lines of later epochs, which are removed.
+        A killed run may leave half a line or none for its last epoch. If training resumes from an older checkpoint, the lines of
+        later epochs are removed.
 
         Args:
             epoch: the last finished epoch.
-            last: its line as the checkpoint has it, written if the file has none.
+            last: its line from the checkpoint, written if the file has none.
         """
         lines: dict[int, str] = dict(_lines(self._path, lambda line: int(line["epoch"])))
         if last is not None and epoch not in lines:
@@ -65,7 +65,7 @@ def as_step_line(record: StepRecord) -> dict[str, Any]:
 
 
 class StepLines:
-    """Writes one line of JSON per record of a step to a file, at once, so that others can read along."""
+    """Writes one line of JSON per record of a step to a file, immediately, so that other programs can follow."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,13 +79,13 @@ class StepLines:
         self._file.flush()
 
     def go_on(self, epoch: int, step: int) -> None:
-        """Remove what a training that resumes will write again, and a line that a killed run left half written.
+        """Remove the lines that a resumed training will write again, and a line that a killed run left half written.
 
         Args:
-            epoch, step: the first epoch that is not finished, and its completed steps.
+            epoch, step: the first unfinished epoch, and its completed steps.
         """
         lines = _lines(self._path, lambda line: (int(line["epoch"]), int(line["step"])))
-        _rewrite(self._path, [line for place, line in lines if place <= (epoch, step)])
+        _rewrite(self._path, [line for position, line in lines if position <= (epoch, step)])
 
 
 def _finite(value: float | None) -> float | str | None:
@@ -95,15 +95,15 @@ def _finite(value: float | None) -> float | str | None:
 P = TypeVar("P")
 
 
-NO_LINE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
-"""What reading a line of JSON raises that is damaged: bytes that are not UTF-8, an infinite epoch, or brackets without end."""
+DAMAGED_LINE_ERRORS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""Errors raised by reading a damaged line of JSON: not UTF-8, an infinite epoch, brackets nested too deeply, and so on."""
 
 
-def _lines(path: Path, place: Callable[[Any], P]) -> list[tuple[P, str]]:
-    """The lines of a file, with what `place` finds in them.
+def _lines(path: Path, position: Callable[[Any], P]) -> list[tuple[P, str]]:
+    """The lines of a file, each with its `position`.
 
-    What is only a log does not keep a training from going on: a file with other lines is set aside under another name, but for
-    the last line, which a killed run may have left half written.
+    A damaged record must not prevent a training from resuming: a file with damaged lines is renamed, except if it is only the
+    last line, which a killed run may have left half written.
     """
     try:
         *lines, last = path.read_bytes().split(b"\n")
@@ -116,8 +116,8 @@ def _lines(path: Path, place: Callable[[Any], P]) -> list[tuple[P, str]]:
     for number, line in enumerate([*lines, last], start=1):
         try:
             text = line.decode("utf-8")
-            found.append((place(json.loads(text)), text))
-        except NO_LINE:
+            found.append((position(json.loads(text)), text))
+        except DAMAGED_LINE_ERRORS:
             damaged += [number] if number <= len(lines) else []
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -130,11 +130,11 @@ def _set_aside(path: Path, why: str) -> None:
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)
-    log.warning(f"{path}: {why}; it is kept as {aside.name}, and training goes on with what can be read")
+    log.warning(f"{path}: {why}; it is kept as {aside.name}, and training goes on with the readable lines")
 
 
 def _rewrite(path: Path, lines: list[str]) -> None:
-    """Replace a file by one with these lines, unless it has them."""
+    """Replace the content of a file by these lines, if it differs."""
     wanted = "".join(f"{line}\n" for line in lines).encode()
     if (path.read_bytes() if path.exists() else b"") != wanted:
         unfinished = path.with_name(path.name + ".unfinished")
@@ -145,16 +145,16 @@ def _rewrite(path: Path, lines: list[str]) -> None:
 SUMMARY = "summary.json"
 
 OutputShapes = Mapping[str, list[tuple[int, ...]]]
-"""By the name of a layer, the shapes of the tensors that it returned for a batch, the first call's."""
+"""By layer name, the shapes of the tensors that the layer's first call returned for a batch."""
 
 
 def as_json(layers: Iterable[Layer], shapes: OutputShapes) -> dict[str, Any]:
-    """What summary.json says of a model.
+    """The content of summary.json for a model.
 
     Returns:
-        `num_parameters`, `num_trainable`; `layers`, the model itself first, each with `name` ('' for the model), `type`,
-        `parameters` (its own: a list of `name`, `shape`, `trainable`), `num_parameters` and `num_trainable` (its own and those of
-        the layers inside it), and `output`, a list of shapes, or None where none was recorded.
+        `num_parameters`, `num_trainable`, and `layers`, the model itself first, each with `name` ('' for the model), `type`,
+        `parameters` (without those of inner layers: a list of `name`, `shape`, `trainable`), `num_parameters` and
+        `num_trainable` (with those of inner layers), and `output`, a list of shapes, or None if none was recorded.
     """
     rows = [_row(layer, shapes) for layer in layers]
     totals = [(row["name"], *_own_counts(row)) for row in rows]
@@ -186,13 +186,13 @@ def _row(layer: Layer, shapes: OutputShapes) -> dict[str, Any]:
 
 
 def _own_counts(row: Mapping[str, Any]) -> tuple[int, int]:
-    """A layer's own parameters: of all, and of those that are trained."""
-    counts = [(prod(one["shape"]), one["trainable"]) for one in row["parameters"]]
+    """The sizes of a layer's parameters, without those of inner layers: of all, and of the trained ones."""
+    counts = [(prod(parameter["shape"]), parameter["trainable"]) for parameter in row["parameters"]]
     return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
 
 
 def table(summary: Mapping[str, Any]) -> list[str]:
-    """The lines of a table with a row for each layer.
+    """The lines of a table with a row per layer.
 
     >>> layers = [Layer("", "Model", {}, frozenset()), Layer("last", "Linear", {"weight": (5, 8)}, frozenset())]
     >>> print("\\n".join(table(as_json(layers, {"last": [(3, 5)]}))))
@@ -208,14 +208,10 @@ def table(summary: Mapping[str, Any]) -> list[str]:
         lines.append((row["name"] or "model", row["type"], _shapes_text(row["output"]), f"{counts[0]:,}", trained))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False)), *_right(line[3:], widths[3:])])
+        "  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])])  # numbers at the right
         for line in lines
     ]
     return [*texts, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]
-
-
-def _right(cells: Iterable[str], widths: Iterable[int]) -> list[str]:
-    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
 
 
 def _shapes_text(shapes: list[list[int]] | None) -> str:
@@ -223,7 +219,7 @@ def _shapes_text(shapes: list[list[int]] | None) -> str:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json, whole or not at all. Raises: OSError."""
+    """Write summary.json atomically. Raises: OSError."""
     path = folder / SUMMARY
     unfinished = path.with_name(SUMMARY + ".unfinished")
     unfinished.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

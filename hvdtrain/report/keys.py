@@ -13,15 +13,15 @@ from hvdtrain.errors import Problem, problem
 from hvdtrain.report.services import METHODS, SERVICES, require
 from hvdtrain.runtime import log
 
-FIGURES = "plotly"
-"""The package that the report page takes."""
+PLOT_PACKAGE = "plotly"
+"""The package that draws the figures of the report page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerKeys(Section):
-    """Experiment trackers, beside the log and scores.jsonl."""
+    """Experiment trackers, in addition to the log and scores.jsonl."""
 
-    use_tensorboard: bool = key(False, "write scores, learning rate and times for TensorBoard into tensorboard/ beside the model")
+    use_tensorboard: bool = key(False, "write scores, learning rate and times for TensorBoard to tensorboard/ next to the model")
     tensorboard_histograms: bool = key(False, "also write a histogram of every parameter for TensorBoard (with use_tensorboard)")
     trackers: Any = key(
         None,
@@ -30,28 +30,28 @@ class TrackerKeys(Section):
     )
     track_epoch: Callable[..., None] | str | None = key(
         None,
-        "function {signature} that rank 0 calls after every epoch with metrics {name: number}, to log them to a service that "
-        "`trackers` has no class for",
+        "function {signature} that rank 0 calls after every epoch with metrics {name: number}, to log them to a service for "
+        "which `trackers` has no class",
         signature="*, epoch, step, metrics, **_",
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
         if self.tensorboard_histograms and not self.use_tensorboard:
-            found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True beside it, got False")
+            found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")
         return found
 
     def require_packages(self) -> None:
-        """Check that the packages are installed that rank 0 needs. Raises: ConfigError."""
+        """Check that the packages that rank 0 needs are installed. Raises: ConfigError."""
         if self.use_tensorboard:
             require("tensorboard", "use_tensorboard")
-        for made in self.made:
-            if made.label in SERVICES:
-                require(made.label, "trackers")
-        if self.made and find_spec(FIGURES) is None:
-            log.warning(f"trackers: there will be no report page at the end without {FIGURES} (pip install plotly)")
+        for factory in self.factories:
+            if factory.label in SERVICES:
+                require(factory.label, "trackers")
+        if self.factories and find_spec(PLOT_PACKAGE) is None:
+            log.warning(f"trackers: no report page will be written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
 
     @property
-    def made(self) -> list[Factory]:
+    def factories(self) -> list[Factory]:
         """The entries of `trackers`."""
         return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[0]

@@ -103,7 +103,7 @@
   const ticks = (epochs, whole) => ((whole || epochs > 2) && epochs <= 10 ? { dtick: 1, tickformat: "d" } : { dtick: null, tickformat: "" });
 
   function limit(axis, curves) {
-    // The first steps of a training may have losses beside which all later ones look alike: then, the axis ends at the highest mean of an epoch.
+    // The first steps may have losses so large that all later ones look alike: then the axis ends at the highest mean of an epoch.
     const means = curves.filter((curve) => curve.look === "line").flatMap((curve) => curve.y).filter((value) => value !== null);
     const all = curves.flatMap((curve) => curve.y).filter((value) => value !== null);
     if (means.length < 2 || all.length === means.length) return;

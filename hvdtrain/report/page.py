@@ -1,4 +1,4 @@
-"""The HTML page about one or several trainings: a single file that needs no network. page.css and page.js are part of it."""
+"""The HTML page about one or several trainings: a single file that includes page.css and page.js and needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
 from hvdtrain.report import plots
-from hvdtrain.report.epoch import held_up
+from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.plots import Figure, finite, split
 from hvdtrain.report.runs import Run
 from hvdtrain.runtime.timer import duration_text
@@ -26,18 +26,18 @@ POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
 )
-"""What the page may load: nothing but itself, and its own server if it has one (data.json); and what it may run: its two scripts,
-by their checksums. Text that slipped through escaping could run nothing."""
+"""The page may load only data.json from its server, if it has one, and may run only its two scripts, which are listed by
+checksum. So text that was not escaped by mistake can run nothing."""
 
 
 def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
-    """All figures by chapter: a title, its figures, and the run whose late ranks are listed beneath them."""
+    """The chapters: a title, the figures, and the run whose late ranks are listed below them."""
     chapters: list[tuple[str, list[Figure], Run | None]]
     chapters = [("Scores", plots.score_figures(runs), None), ("Speed", plots.speed_figures(runs), None)]
     if len(runs) == 1:
         chapters.append(("Where the time went", plots.time_figures(runs[0]), runs[0]))
     else:
-        chapters.append(("Where the time went", plots.compared_time(runs), None))
+        chapters.append(("Where the time went", plots.time_comparison(runs), None))
         for run in runs:
             figures = [replace(figure, name=f"{figure.name} of {run.name}") for figure in plots.time_figures(run)]
             chapters.append((f"Where the time of {run.name} went", figures, run))
@@ -45,13 +45,13 @@ def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
 
 
 def content(runs: list[Run]) -> dict[str, Any]:
-    """What the page shows: `sections` {id: HTML} and `figures`, as page.js takes them, and a `version` that is their checksum."""
+    """The page's content: `sections` {id: HTML} and `figures`, as page.js expects them, and their checksum as `version`."""
     chapters = chapters_of(runs)
     sections = {"summary": _header(runs) + (_tiles(runs[0]) if len(runs) == 1 else _comparison(runs))}
     for number, (title, figures, run) in enumerate(chapters):
         cards = "".join(_card(figure) for figure in figures)
         sections[f"chapter{number}"] = _section(title, f"<div class=grid>{cards}</div>")
-        sections[f"late{number}"] = _late(run) if run is not None else ""
+        sections[f"late{number}"] = _straggler_list(run) if run is not None else ""
     sections |= {"epochs": _epochs(runs), "models": _models(runs), "settings": _settings(runs), "starts": _starts(runs)}
     shown = {"sections": sections, "figures": [asdict(figure) for _, figures, _ in chapters for figure in figures]}
     version = hashlib.sha256(_json(shown).encode()).hexdigest()[:16]
@@ -90,16 +90,16 @@ def page(runs: list[Run], *, live: bool = False) -> str:
 
 
 def checksum_of(script: str) -> str:
-    """A script as a content security policy names it."""
+    """A script's checksum, in the form of a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @cache
 def plotly_script() -> tuple[str, str]:
-    """The script of plotly, compressed with gzip, as base64: 2 MB instead of 5; and its checksum in a policy.
+    """The script of plotly as base64 of gzip (2 MB instead of 5), and its checksum for a policy.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -112,7 +112,7 @@ def plotly_script() -> tuple[str, str]:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script of a page: no text in it can end the script."""
+    """JSON that is safe inside a page's <script>: no text in it can end the script."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -135,15 +135,15 @@ def _header(runs: list[Run]) -> str:
         f"<span class=run>{_dot(number) if len(runs) > 1 else ''}{escape(run.name)}</span>" for number, run in enumerate(runs)
     )
     start = runs[0].starts[-1] if len(runs) == 1 and runs[0].starts else {}
-    told = [f"started {start['time']}"] if start.get("time") else []
+    facts = [f"started {start['time']}"] if start.get("time") else []
     hosts = _hosts(start)
-    told += [hosts] if hosts else []
+    facts += [hosts] if hosts else []
     controls = (
         "<div class=controls><span class=choice role=group aria-label='x axis'>"
         + "".join(f"<button type=button data-x={x}>{x.replace('seconds', 'time')}</button>" for x in ("epoch", "step", "seconds"))
         + "</span><button type=button id=log aria-pressed=false>log scale</button><span id=live></span></div>"
     )
-    return f"<header><div><h1>{names}</h1><p class=note>{escape(' · '.join(told))}</p></div>{controls}</header>"
+    return f"<header><div><h1>{names}</h1><p class=note>{escape(' · '.join(facts))}</p></div>{controls}</header>"
 
 
 def _dot(number: int) -> str:
@@ -158,7 +158,7 @@ def _hosts(start: Mapping[str, Any]) -> str:
 
 
 def _tiles(run: Run) -> str:
-    """The figures that matter most, in large type."""
+    """The most important numbers, in large type."""
     tiles = []
     best = run.best(run.measure) if run.measure else None
     if run.measure and best:
@@ -193,15 +193,15 @@ def _tile(name: str, value: str, note: str, look: str = "", more: str = "") -> s
 
 
 def _count(number: int) -> str:
-    """A number with a letter for thousands or millions."""
-    for letter, one in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= one:
-            return f"{number / one:.3g} {letter}"
+    """A number with a letter for thousands, millions or more."""
+    for letter, unit in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= unit:
+            return f"{number / unit:.3g} {letter}"
     return str(number)
 
 
 def _done(run: Run) -> float:
-    """Finished epochs, with the share of the current one where steps are logged."""
+    """The number of finished epochs, plus the share of the current one if steps are logged."""
     finished = run.epochs[-1]["epoch"] if run.epochs else 0
     last = run.steps[-1] if run.steps else None
     return max(finished, last["epoch"] - 1 + float(last["progress"])) if last else finished
@@ -214,13 +214,15 @@ def _ranks(run: Run) -> int:
 
 
 def _comparison(runs: list[Run]) -> str:
-    """One row for each run."""
+    """A table with a row per run."""
     measures = list(dict.fromkeys(run.measure for run in runs if run.measure))
-    names = measures + sorted({name for run in runs for one in run.epochs for name in one["scores"]} - set(measures))
+    names = measures + sorted({name for run in runs for epoch in run.epochs for name in epoch["scores"]} - set(measures))
     names = [name for name in names if split(name)[0] != "train"]
     best = {name: [run.best(name) for run in runs] for name in names}
     of_all = {
-        name: (max if any(run.is_higher_better(name) for run in runs) else min)((one[1] for one in values if one), default=None)
+        name: (max if any(run.is_higher_better(name) for run in runs) else min)(
+            (pair[1] for pair in values if pair), default=None
+        )
         for name, values in best.items()
     }
     rows = []
@@ -242,9 +244,9 @@ def _short(name: str) -> str:
     return " ".join(split(name)).strip()
 
 
-def _late(run: Run) -> str:
-    """The ranks that held the others up."""
-    found = [(epoch["epoch"], held_up(epoch.get("seconds") or [])) for epoch in run.epochs]
+def _straggler_list(run: Run) -> str:
+    """A list of the epochs in which a rank held up the others."""
+    found = [(epoch["epoch"], straggler_line(epoch.get("seconds") or [])) for epoch in run.epochs]
     lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in found if late]
     if _ranks(run) < 2:
         return ""
@@ -266,14 +268,14 @@ def _epochs(runs: list[Run]) -> str:
         for epoch in run.epochs:
             row = [str(epoch["epoch"]), _number(epoch.get("steps"), "g"), duration_text(epoch.get("elapsed") or 0.0)]
             row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("learning_rate"), ".4g")]
-            if any("sent" in one for one in run.epochs) and _ranks(run) > 1:
+            if any("sent" in epoch for epoch in run.epochs) and _ranks(run) > 1:
                 row.append(size_text(epoch.get("sent") or 0))
             for name in names:
                 text = _number(epoch["scores"].get(name), ".4g")
                 row.append(f"<b class=good>{text}</b>" if best.get(name) == epoch["epoch"] else text)
             rows.append(row)
         heads = ["epoch", "steps", "training", "computing", "learning rate"]
-        heads += ["sent by a rank"] if any("sent" in one for one in run.epochs) and _ranks(run) > 1 else []
+        heads += ["sent by a rank"] if any("sent" in epoch for epoch in run.epochs) and _ranks(run) > 1 else []
         title = f"Epochs of {run.name}" if len(runs) > 1 else "All epochs"
         table = _table([*heads, *map(_short, names)], rows)
         is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
@@ -285,16 +287,20 @@ def _epochs(runs: list[Run]) -> str:
 
 
 def _models(runs: list[Run]) -> str:
-    """The layers of each run's model, with their own parameters; of equal models, the first one's."""
+    """The layers of each run's model with their parameters; equal models are shown once."""
     parts = []
     for number, run in enumerate(runs):
         if run.summary is None or run.summary in [earlier.summary for earlier in runs[:number]]:
             continue
         rows = []
         for layer in run.summary["layers"]:
-            own = ", ".join(f"{one['name'].rpartition('.')[2]} {_shape(one['shape'])}" for one in layer["parameters"])
+            sizes = ", ".join(f"{one['name'].rpartition('.')[2]} {_shape(one['shape'])}" for one in layer["parameters"])
             trained = layer["num_trainable"] / layer["num_parameters"] if layer["num_parameters"] else None
-            cells = [f"<code>{escape(layer['name'] or 'model')}</code>", escape(layer["type"]), f"<code>{escape(own)}</code>"]
+            cells = [
+                f"<code>{escape(layer['name'] or 'model')}</code>",
+                escape(layer["type"]),
+                f"<code>{escape(sizes)}</code>",
+            ]
             count = f"{layer['num_parameters']:,}" if layer["num_parameters"] else ""
             rows.append([*cells, count, "" if trained is None else f"{trained:.0%}"])
         title = f"{run.summary['num_parameters']:,} parameters in {len(rows)} layers"
@@ -315,20 +321,20 @@ def _number(value: Any, form: str) -> str:
 
 
 def _settings(runs: list[Run]) -> str:
-    """The keys in effect: what differs between runs or starts, what was set, all; and the configs' text."""
+    """The keys in effect: those that differ between runs or starts, those that were set, all of them; and the configs' text."""
     parts = []
     known = [run.starts[-1].get("settings") or {} if run.starts else {} for run in runs]
     if len(runs) > 1 and all(known):
-        differing = [name for name in _names(known) if len({_value(one, name) for one in known}) > 1]
+        differing = [name for name in _names(known) if len({_value(settings, name) for settings in known}) > 1]
         parts.append(_keys("What differs between the runs", differing, [run.name for run in runs], known, is_open=True))
     for run in runs:
         earlier = [start.get("settings") or {} for start in run.starts]
-        changed = [name for name in _names(earlier) if len({_value(one, name) for one in earlier}) > 1]
+        changed = [name for name in _names(earlier) if len({_value(settings, name) for settings in earlier}) > 1]
         if changed:
             title = "What changed between the starts" + (f" of {run.name}" if len(runs) > 1 else "")
             parts.append(_keys(title, changed, [start.get("time", "") for start in run.starts], earlier, is_open=True))
     names = _names(known)
-    given = [name for name in names if any(_origin(one, name) not in ("", "default") for one in known)]
+    given = [name for name in names if any(_origin(settings, name) not in ("", "default") for settings in known)]
     heads = [run.name for run in runs] if len(runs) > 1 else ["value"]
     parts.append(_keys("Keys that were set", given, heads, known, is_open=len(runs) == 1))
     parts.append(_keys("All keys in effect", names, heads, known))
@@ -337,7 +343,7 @@ def _settings(runs: list[Run]) -> str:
 
 
 Settings = Mapping[str, Sequence[str]]
-"""By key, its value as text, and its origin."""
+"""By key, its value as text and its origin."""
 
 
 def _names(known: Iterable[Settings]) -> list[str]:
@@ -353,7 +359,7 @@ def _origin(settings: Settings, name: str) -> str:
 
 
 def _keys(title: str, names: list[str], heads: list[str], known: Sequence[Settings], *, is_open: bool = False) -> str:
-    """A table of keys that opens and closes, with a field to search in it if it is long; nothing without keys."""
+    """A collapsible table of keys, with a search field if it is long; '' without keys."""
     if not names:
         return ""
     rows = []
@@ -374,7 +380,7 @@ def _keys(title: str, names: list[str], heads: list[str], known: Sequence[Settin
 
 
 def _texts(runs: list[Run]) -> Iterable[str]:
-    """The text of the config files; of further runs, what differs from the first run's."""
+    """The text of the first run's config files, and how those of the other runs differ from it."""
     first: Mapping[str, str] = {}
     for number, run in enumerate(runs):
         texts: Mapping[str, str] = run.starts[-1].get("texts") or {} if run.starts else {}
@@ -396,13 +402,13 @@ def _texts(runs: list[Run]) -> Iterable[str]:
 
 
 def _starts(runs: list[Run]) -> str:
-    """When, where, with which command and which packages each training was started."""
+    """When, where, and with which command and packages each training was started."""
     parts = []
     usual = runs[0].starts[-1].get("versions", {}) if runs[0].starts else {}
     for number, run in enumerate(runs):
         for start in reversed(run.starts):
-            told = {"from epoch": start.get("first_epoch", ""), "ranks": _hosts(start), "directory": start.get("directory", "")}
-            rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in told.items() if value)
+            facts = {"from epoch": start.get("first_epoch", ""), "ranks": _hosts(start), "directory": start.get("directory", "")}
+            rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items() if value)
             command = f"<dt>command</dt><dd><code>{escape(str(start.get('command', '')))}</code></dd>"
             chips = "".join(
                 f"<span class='chip{' changed' if usual.get(name) != version else ''}'>{escape(f'{name} {version}')}</span>"
@@ -416,7 +422,7 @@ def _starts(runs: list[Run]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; `rows` are HTML."""
+    """An HTML table; the cells of `rows` are HTML."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

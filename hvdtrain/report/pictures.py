@@ -1,4 +1,4 @@
-"""The figures of a report as PNG files, for slides and papers: drawn with matplotlib, which needs no browser."""
+"""The figures of a report as PNG files for slides and papers, drawn with matplotlib, which needs no browser."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def _draw(figure: Figure, file: Path) -> None:
         layout="constrained",
         height_ratios=[3, 1][: max(1, len(figure.panels))],
     )
-    for panel, each in zip(figure.panels, axes[:, 0], strict=False):
-        _panel(each, panel)
+    for panel, axis in zip(figure.panels, axes[:, 0], strict=False):
+        _draw_panel(axis, panel)
     if figure.bars is not None:
-        _bars(axes[0, 0], figure.bars)
+        _draw_bars(axes[0, 0], figure.bars)
     if figure.heat is not None:
-        _heat(axes[0, 0], figure.heat)
+        _draw_heat(axes[0, 0], figure.heat)
     axes[0, 0].set_title(figure.title, loc="left", fontsize=11)
     if figure.panels:
         axes[-1, 0].set_xlabel("epoch")
         axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    for each in axes[:, 0]:
-        each.spines[["top", "right"]].set_visible(False)
+    for axis in axes[:, 0]:
+        axis.spines[["top", "right"]].set_visible(False)
     drawn.savefig(file, dpi=150)
     pyplot.close(drawn)
 
 
-def _panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel) -> None:
     for curve in panel.curves:
-        _curve(axes, curve)
+        _draw_curve(axes, curve)
     axes.grid(axis="y", alpha=0.3)
     if panel.from_zero:
         axes.set_ylim(bottom=0)
@@ -80,7 +80,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _curve(axes: Axes, curve: Curve) -> None:
+def _draw_curve(axes: Axes, curve: Curve) -> None:
     values = [float("nan") if value is None else value for value in curve.y]
     epochs = [float("nan") if epoch is None else epoch for epoch in curve.x["epoch"]]
     color = _color(curve.color)
@@ -98,7 +98,7 @@ def _curve(axes: Axes, curve: Curve) -> None:
         axes.plot(epochs[curve.best], values[curve.best], "*", color=color, markersize=11, label="_")
 
 
-def _bars(axes: Axes, bars: Bars) -> None:
+def _draw_bars(axes: Axes, bars: Bars) -> None:
     places = list(range(len(bars.labels)))
     below = [0.0] * len(places)
     for name, number, values in bars.series:
@@ -120,9 +120,9 @@ def _bars(axes: Axes, bars: Bars) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _heat(axes: Axes, heat: Heat) -> None:
+def _draw_heat(axes: Axes, heat: Heat) -> None:
     cells = [[float("nan") if value is None else value for value in row] for row in heat.late]
-    most = max([0.15, *(abs(value) for row in cells for value in row if value == value)])
+    most = max([0.15, *(abs(value) for row in cells for value in row if value == value)])  # not NaN
     drawn = axes.imshow(cells, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most)
     every, several = -(-len(heat.epochs) // 20), -(-len(heat.ranks) // 20)
     axes.set_xticks(range(0, len(heat.epochs), every), [str(epoch) for epoch in heat.epochs[::every]])

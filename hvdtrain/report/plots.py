@@ -1,4 +1,4 @@
-"""The figures of a report as plain data: which curves, bars and cells there are. page.js draws them, and pictures.py as PNG."""
+"""The figures of a report as plain data (curves, bars and cells), which page.js and pictures.py draw."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hvdtrain.report.epoch import OWN_WORK
 from hvdtrain.report.runs import Run
 
 Values = list[float | None]
-"""Numbers; None where there is none, or one that is not finite."""
+"""Numbers; None for those that are missing or not finite."""
 
 MAX_POINTS = 1000
-"""Points of a curve within epochs: as many as a wide screen has columns. Of more, the lowest and highest ones are kept."""
+"""The maximum of points of a curve within epochs, about the columns of a wide screen. Of more, the extreme ones are kept."""
 
 ACTIVITIES = ("compute", "communication", "parameter sync", "data wait", "evaluation", "saving")
-"""What ranks spend their time with, in the order of their colors. Others follow; `rest` is grey."""
+"""What ranks spend their time on, in the order of the colors. Other activities follow; `rest` is grey."""
 
 BEFORE = "earlier start"
-"""The time of an epoch up to the stop within it, after which another start resumed it: what it was spent with is not recorded."""
+"""The time of a resumed epoch before it was stopped: what it was spent on is not recorded."""
 
 DASHES = ("solid", "dash", "dashdot")
-"""Kinds of lines: with several runs, for the datasets or values of a run."""
+"""Line styles: with several runs, for the datasets or values of a run."""
 
 GREY = -1
-"""The color of what is neither a run, nor a dataset, nor an activity."""
+"""The color of curves and bars that stand for neither a run, nor a dataset, nor an activity."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Curve:
     Attributes:
         x: the same positions as epochs, steps and seconds: `{"epoch": ..., "step": ..., "seconds": ...}`.
         y: the values.
-        color: the number of its color; equal in all figures for the same run, or with a single run for the same dataset.
+        color: the number of its color; the same in all figures for the same run or, with a single run, the same dataset.
         dash: "solid", "dash", "dot" or "dashdot".
-        look: "line" with a mark at every point, "steps" without marks, "faint" for what is behind a smoothed curve. A single
-            point needs a mark to be seen.
-        best: the place of the best value in `y`, which gets a mark.
-        group: curves of one group have one entry in the legend, that of the last one.
+        look: "line" with a mark at every point, "steps" without marks, "faint" behind a smoothed curve. A single point is only
+            visible with a mark.
+        best: the index of the best value in `y`, which gets a mark.
+        group: curves of a group share one entry in the legend, that of the last one.
     """
 
     name: str
@@ -89,8 +89,8 @@ class Heat:
     """Cells of ranks (rows) and epochs (columns).
 
     Attributes:
-        late: how much longer than the median rank a rank took for its own work, as a share of the median.
-        own: the seconds of its own work.
+        late: how much longer than the median rank a rank computed and waited for data, as a share of the median.
+        own: the seconds that a rank computed and waited for data.
     """
 
     epochs: list[int]
@@ -104,10 +104,10 @@ class Figure:
     """A figure: panels of curves above each other with a common x axis, bars, or cells.
 
     Attributes:
-        name: identifies the figure in the page, and names its picture.
-        note: a sentence beneath the title.
+        name: identifies the figure in the page; also the file name of its picture.
+        note: a sentence below the title.
         wide: whether it takes the whole width of the page.
-        scores: whether it shows scores, so that the page's logarithmic scale concerns it.
+        scores: whether it shows scores, to which the page's logarithmic scale applies.
     """
 
     name: str
@@ -161,7 +161,7 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
 
 
 def _score_of(line: Mapping[str, Any], loss: str) -> Any:
-    """A loss in a line of steps.jsonl, under its own name or that of the training data."""
+    """A loss in a line of steps.jsonl, under its name with or without the prefix of the training data."""
     scores = line.get("scores") or {}
     return scores.get(loss, scores.get(f"train_loss_{loss}"))
 
@@ -169,12 +169,12 @@ def _score_of(line: Mapping[str, Any], loss: str) -> Any:
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
     """A sentence on the best epochs, for a single run."""
     best = {dataset: runs[0].best(f"{dataset}_loss_{loss}") for dataset in datasets if dataset != "train"}
-    found = [f"{dataset} {one[1]:.4g} in epoch {one[0]}" for dataset, one in best.items() if one]
+    found = [f"{dataset} {pair[1]:.4g} in epoch {pair[0]}" for dataset, pair in best.items() if pair]
     return f"best: {', '.join(found)}" if found and len(runs) == 1 else ""
 
 
 def learning_rates(runs: list[Run]) -> Panel:
-    """The learning rate of each step where steps were logged, otherwise of each epoch."""
+    """The learning rate of each step if steps were logged, otherwise of each epoch."""
     curves = []
     for number, run in enumerate(runs):
         name, color = ("learning rate", GREY) if len(runs) == 1 else (run.name, number)
@@ -186,7 +186,7 @@ def learning_rates(runs: list[Run]) -> Panel:
 
 
 def speed_figures(runs: list[Run]) -> list[Figure]:
-    """Sequences and frames per second, gradient norms, the shares of computing and of waiting for data, memory."""
+    """Sequences and frames per second, gradient norms, memory, and the shares of computing and of waiting for data."""
     shares = [_by_step(runs, "computing", "computing", per_epoch=lambda epoch: epoch.get("computing"))]
     shares.append(_by_step(runs, "waiting for data", "data_wait", place=1))
     per_second = _by_step(runs, "", "sequences_per_second", per_epoch=sequences_per_second)
@@ -214,7 +214,7 @@ def _by_step(
     per_epoch: Callable[[Mapping[str, Any]], Any] | None = None,
     place: int = 0,
 ) -> list[Curve]:
-    """A curve for each run: `value` of each line of steps.jsonl, or `per_epoch` of each epoch where there are no steps."""
+    """A curve for each run: `value` of each line of steps.jsonl, or `per_epoch` of each epoch if no steps were recorded."""
     curves = []
     for number, run in enumerate(runs):
         label = f"{run.name} {name}".strip() if len(runs) > 1 else name or run.name
@@ -228,13 +228,13 @@ def _by_step(
 
 
 def sequences_per_second(epoch: Mapping[str, Any]) -> float | None:
-    """Sequences that all ranks trained on per second of an epoch, without evaluation and saving; None if it is not known."""
+    """Sequences that all ranks trained on per second of an epoch, without evaluation and saving; None if unknown."""
     number, seconds = finite(epoch.get("num_sequences")), finite(epoch.get("elapsed"))
     return number / seconds if number is not None and seconds else None
 
 
 def time_figures(run: Run) -> list[Figure]:
-    """Where the time of a run went: by epoch; on several ranks also by rank, and which ranks were late."""
+    """Where the time of a run went: by epoch and, with several ranks, by rank, and which ranks were late."""
     epochs = [epoch for epoch in run.epochs if epoch.get("seconds")]
     if not epochs:
         return []
@@ -242,31 +242,36 @@ def time_figures(run: Run) -> list[Figure]:
     before = [float(epoch.get("seconds_before") or 0.0) for epoch in epochs]
     ranks = min(len(epoch["seconds"]) for epoch in epochs)
     by_epoch = [
-        (name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in one["seconds"]) for one in epochs]) for name in names
+        (name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in epoch["seconds"]) for epoch in epochs])
+        for name in names
     ]
     if any(before):
         by_epoch.append((BEFORE, len(names), before))
     mean = "mean over the ranks" if ranks > 1 else ""
-    found = [Figure("time", "Each epoch's time", mean, bars=Bars([one["epoch"] for one in epochs], by_epoch, "epoch"))]
+    found = [Figure("time", "Each epoch's time", mean, bars=Bars([epoch["epoch"] for epoch in epochs], by_epoch, "epoch"))]
     if ranks > 1:
         rows = [
-            (name, _color(names, name), [_mean(one["seconds"][rank].get(name, 0.0) for one in epochs) for rank in range(ranks)])
+            (
+                name,
+                _color(names, name),
+                [_mean(epoch["seconds"][rank].get(name, 0.0) for epoch in epochs) for rank in range(ranks)],
+            )
             for name in names
         ]
         bars = Bars([f"rank {rank}" for rank in range(ranks)], rows, "", horizontal=True)
         found.append(Figure("ranks", "Each rank's time", "mean over the epochs", bars=bars))
-        own = [[_own_work(one["seconds"][rank]) for one in epochs] for rank in range(ranks)]
+        own = [[_own_work(epoch["seconds"][rank]) for epoch in epochs] for rank in range(ranks)]
         usual = [median(column) for column in zip(*own, strict=True)]
         late = [[value / middle - 1 if middle else None for value, middle in zip(row, usual, strict=True)] for row in own]
         rounded: list[Values] = [[round(value, 3) for value in row] for row in own]
-        heat = Heat([one["epoch"] for one in epochs], list(range(ranks)), late, rounded)
+        heat = Heat([epoch["epoch"] for epoch in epochs], list(range(ranks)), late, rounded)
         found.append(
             Figure("stragglers", "Slow ranks", "own work (computing and waiting for data) against the median rank", heat=heat)
         )
-    padded = [one for one in run.epochs if one.get("padding")]
-    keys = dict.fromkeys(key for one in padded for key in one["padding"])
+    padded = [epoch for epoch in run.epochs if epoch.get("padding")]
+    keys = dict.fromkeys(key for epoch in padded for key in epoch["padding"])
     curves = [
-        Curve(key, positions(run, padded), [finite(one["padding"].get(key)) for one in padded], number)
+        Curve(key, positions(run, padded), [finite(epoch["padding"].get(key)) for epoch in padded], number)
         for number, key in enumerate(keys)
     ]
     return found + (
@@ -274,8 +279,8 @@ def time_figures(run: Run) -> list[Figure]:
     )
 
 
-def compared_time(runs: list[Run]) -> list[Figure]:
-    """The mean time of an epoch of several runs, by activity."""
+def time_comparison(runs: list[Run]) -> list[Figure]:
+    """The mean time of an epoch by activity, for several runs."""
     names = activities(runs)
     known = [run for run in runs if any(epoch.get("seconds") for epoch in run.epochs)]
     series = []
@@ -319,7 +324,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def finite(value: Any) -> float | None:
-    """A number of a report; None for one that is missing or not finite (scores.jsonl has the string 'nan' for it).
+    """A number of a report; None if it is missing or not finite (scores.jsonl has strings such as 'nan').
 
     >>> finite(0.5), finite("nan"), finite(None)
     (0.5, None, None)
@@ -332,27 +337,27 @@ def finite(value: Any) -> float | None:
 
 
 def positions(run: Run, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Values]:
-    """Where the ends of epochs are: in epochs, in steps of the whole training, and in seconds."""
+    """The ends of epochs on the x axes: in epochs, in steps of the whole training, and in seconds."""
     ends = _ends(run)
     return {
-        "epoch": [one["epoch"] for one in epochs],
-        "step": [ends[one["epoch"]][0] for one in epochs],
-        "seconds": [round(ends[one["epoch"]][1], 3) for one in epochs],
+        "epoch": [epoch["epoch"] for epoch in epochs],
+        "step": [ends[epoch["epoch"]][0] for epoch in epochs],
+        "seconds": [round(ends[epoch["epoch"]][1], 3) for epoch in epochs],
     }
 
 
 def _ends(run: Run) -> dict[int, tuple[int, float]]:
     """By epoch, the steps done and the seconds passed at its end."""
     ends, steps, seconds = {}, 0, 0.0
-    for one in run.epochs:
-        steps = int(one.get("global_step") or steps + int(one.get("steps") or 0))
-        seconds += seconds_of(one)
-        ends[one["epoch"]] = (steps, seconds)
+    for epoch in run.epochs:
+        steps = int(epoch.get("global_step") or steps + int(epoch.get("steps") or 0))
+        seconds += seconds_of(epoch)
+        ends[epoch["epoch"]] = (steps, seconds)
     return ends
 
 
 def seconds_of(epoch: Mapping[str, Any]) -> float:
-    """The seconds of an epoch with evaluation and saving, on rank 0, and those before it was resumed."""
+    """Rank 0's seconds of an epoch, including evaluation, saving, and the time before it was resumed."""
     if not epoch.get("seconds"):
         return float(epoch.get("elapsed") or 0.0)
     return sum(epoch["seconds"][0].values(), float(epoch.get("seconds_before") or 0.0))
@@ -361,7 +366,7 @@ def seconds_of(epoch: Mapping[str, Any]) -> float:
 def _step_curves(
     run: Run, name: str, value: Callable[[Mapping[str, Any]], Any], color: int, dash: str = "solid", *, smooth: bool = True
 ) -> Iterable[Curve]:
-    """The curve of a value within epochs: as it is, faintly, and smoothed."""
+    """The curve of a value within epochs: the values themselves, faintly, and smoothed."""
     lines = [(line, number) for line in run.steps if (number := finite(value(line))) is not None]
     if not lines:
         return
@@ -392,11 +397,11 @@ def _step_curves(
 
 
 MIN_TO_SMOOTH = 20
-"""Points that a curve needs to be smoothed."""
+"""A curve with at least this many points is smoothed."""
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Means over a window around every point, a fiftieth of the curve wide, at least five points.
+    """Means over a window around every point: a fiftieth of the curve, but at least five points.
 
     >>> moving_mean([0.0, 0.0, 5.0, 0.0, 0.0, 10.0])
     [1.6666666666666667, 1.25, 1.0, 3.0, 3.75, 3.3333333333333335]
@@ -410,7 +415,7 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 
 
 def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """The places of at most `limit` values: the ends, and the lowest and highest of every stretch, so that peaks stay visible.
+    """The indices of at most `limit` values: the ends, and the minimum and maximum of every interval, so that peaks stay visible.
 
     >>> decimate([1, 2, 3, 9, 3, 2, 1, 0, 1, 2], limit=4)
     [0, 3, 7, 9]
@@ -418,7 +423,7 @@ def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
-    for stretch in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
-        part = numpy.asarray(values)[stretch]
-        kept |= {int(stretch[part.argmin()]), int(stretch[part.argmax()])}
+    for interval in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
+        part = numpy.asarray(values)[interval]
+        kept |= {int(interval[part.argmin()]), int(interval[part.argmax()])}
     return sorted(kept)

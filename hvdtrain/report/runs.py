@@ -1,4 +1,4 @@
-"""The record of a training's starts (starts.jsonl), and reading finished or running trainings back from their folders."""
+"""The record of a training's starts (starts.jsonl), and reading finished or running trainings from their folders."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.report.json_lines import NO_LINE
+from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
 from hvdtrain.version import __version__
 
-PACKAGES = (*(name for each in FRAMEWORKS.values() for name in each.distributions), "horovod", "mpi4py", "numpy", "h5py")
+PACKAGES = (
+    *(name for framework in FRAMEWORKS.values() for name in framework.distributions),
+    "horovod",
+    "mpi4py",
+    "numpy",
+    "h5py",
+)
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """The versions of Python, hvdtrain and `PACKAGES`, found without importing them."""
+    """The versions of Python, hvdtrain and `PACKAGES`, determined without importing them."""
     found = {"hvdtrain": __version__, "Python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -40,7 +46,7 @@ def versions() -> Mapping[str, str]:
 
 
 def command_text(arguments: Sequence[str]) -> str:
-    """A command as one would type it.
+    """A command as a user would type it.
 
     >>> print(command_text(["/lib/hvdtrain/__main__.py", "g2p.py", "++optimizer", "{'class': 'sgd'}"]))
     python -m hvdtrain g2p.py ++optimizer "{'class': 'sgd'}"
@@ -73,7 +79,7 @@ class Start:
     versions: Mapping[str, str] = field(default_factory=versions)
 
 
-def note_start(folder: Path, start: Start) -> None:
+def append_start(folder: Path, start: Start) -> None:
     """Append a line to the folder's starts.jsonl. Raises: ConfigError, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,14 +92,14 @@ def note_start(folder: Path, start: Start) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A training as its folder records it.
+    """A training, read from its folder.
 
     Attributes:
-        name: the folder's name, with as many parent folders as it takes to distinguish the runs.
-        epochs: the lines of scores.jsonl in the order of epochs; the last line of an epoch that was trained twice.
+        name: the folder's name, with as many parent folders as are needed to distinguish the runs.
+        epochs: the lines of scores.jsonl in the order of epochs; the last line for an epoch that was trained twice.
         starts: the lines of starts.jsonl, oldest first.
-        steps: the lines of steps.jsonl in the order of steps; of steps that were trained twice, those of the last time.
-        summary: the model layer by layer, as in summary.json; None: not known.
+        steps: the lines of steps.jsonl in the order of steps; the last ones for steps that were trained twice.
+        summary: the model layer by layer, as in summary.json; None: unknown.
     """
 
     name: str
@@ -104,11 +110,11 @@ class Run:
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
-        found = [(one["epoch"], float(one["scores"][name])) for one in self.epochs if name in one["scores"]]
+        found = [(line["epoch"], float(line["scores"][name])) for line in self.epochs if name in line["scores"]]
         return [epoch for epoch, _ in found], [value for _, value in found]
 
     def setting(self, name: str) -> Any:
-        """A key's value at the last start; None if it is not known, or not a Python literal."""
+        """A key's value at the last start; None if it is unknown or not a Python literal."""
         text = (self.starts[-1].get("settings", {}).get(name) or ["None"])[0] if self.starts else "None"
         with suppress(ValueError, SyntaxError):
             return literal_eval(text)
@@ -116,30 +122,30 @@ class Run:
 
     @property
     def measure(self) -> str | None:
-        """The score that tells which epoch is the best one: that of the config, or the loss that is minimized."""
+        """The score that determines the best epoch: the config's, or the loss that is minimized."""
         wanted = self.setting("early_stopping_measure") or self.setting("learning_rate_control_error_measure")
-        history = [EpochRecord(one["epoch"], 0.0, one["scores"], one.get("losses") or {}) for one in self.epochs]
+        history = [EpochRecord(line["epoch"], 0.0, line["scores"], line.get("losses") or {}) for line in self.epochs]
         return Measure(wanted_of(wanted), self.setting("higher_is_better") or []).name(history)
 
     def is_higher_better(self, name: str) -> bool:
-        """Whether the config counts a score as better where it is higher."""
+        """Whether higher values of a score are better, according to the config."""
         return is_higher_better(name, self.setting("higher_is_better") or [])
 
     def best(self, name: str) -> tuple[int, float] | None:
         """The first epoch with the best value of a score, and that value; None if no epoch has a finite one."""
         found = [(epoch, value) for epoch, value in zip(*self.scores(name), strict=True) if math.isfinite(value)]
         sign = -1 if self.is_higher_better(name) else 1
-        return min(found, key=lambda one: sign * one[1], default=None)
+        return min(found, key=lambda pair: sign * pair[1], default=None)
 
 
 def read_runs(folders: list[Path], *, running: bool = False) -> list[Run]:
     """Read several runs.
 
     Args:
-        running: whether a run may be without a finished epoch, since it is looked at while it trains.
+        running: whether the runs are still training, so that they may have no finished epoch yet.
 
     Raises:
-        DataError: scores.jsonl is missing, or no line of it has an epoch. Other damaged lines are a warning on stderr.
+        DataError: scores.jsonl is missing, or none of its lines has an epoch. Other damaged lines cause warnings on stderr.
     """
     return [_read(folder, name, running) for folder, name in zip(folders, _names(folders), strict=True)]
 
@@ -152,13 +158,13 @@ def _read(folder: Path, name: str, running: bool) -> Run:
         raise DataError(problems[0] if problems else f"{scores}: expected at least one finished epoch, got none")
     starts, more = _lines(folder / "starts.jsonl", _start) if (folder / "starts.jsonl").exists() else ([], [])
     for problem in () if running else (*problems, *more):
-        print(f"warning: {problem}; the page is without it", file=sys.stderr)  # noqa: T201 this is a command
+        print(f"warning: {problem}; the page omits it", file=sys.stderr)  # noqa: T201 this is a command
     return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"), _summary(folder))
 
 
 def _summary(folder: Path) -> Mapping[str, Any] | None:
-    """The model layer by layer; None if the file is not there, or damaged."""
-    with suppress(OSError, *NO_LINE, AttributeError):
+    """The model layer by layer; None if the file is missing or damaged."""
+    with suppress(OSError, *DAMAGED_LINE_ERRORS, AttributeError):
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         layers = [
             {
@@ -167,7 +173,8 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
                 "num_parameters": int(row["num_parameters"]),
                 "num_trainable": int(row["num_trainable"]),
                 "parameters": [
-                    {"name": str(one["name"]), "shape": [int(size) for size in one["shape"]]} for one in row["parameters"]
+                    {"name": str(parameter["name"]), "shape": [int(size) for size in parameter["shape"]]}
+                    for parameter in row["parameters"]
                 ],
             }
             for row in summary["layers"]
@@ -177,16 +184,16 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of a steps.jsonl; none without the file.
+    """The lines of a steps.jsonl; none if it does not exist.
 
-    Lines that are damaged, as a killed training or a full disk leave them, are skipped. If a training went on from an older
+    Damaged lines, which a killed training or a full disk may leave, are skipped. If a training was resumed from an older
     checkpoint, the steps after it are in the file twice: the later lines are returned.
     """
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(*NO_LINE, AttributeError):
+        with suppress(*DAMAGED_LINE_ERRORS, AttributeError):
             line = json.loads(text)
             position = _position(line)
             line = {name: value for name, value in line.items() if name not in STEP or _is_like(value, STEP[name])}
@@ -199,23 +206,23 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def _position(line: Mapping[str, Any]) -> tuple[int, int]:
     """Epoch and step of a line of steps.jsonl. Raises: KeyError or TypeError, if these or its share of the epoch are missing."""
-    float(line["progress"])
+    float(line["progress"])  # a line without it cannot be placed on an axis
     return int(line["epoch"]), int(line["step"])
 
 
 def _epoch(line: Any) -> dict[str, Any]:
-    """A line of scores.jsonl as training writes it: entries of other types are left out. Raises one of `NO_LINE`."""
+    """A line of scores.jsonl, without entries of unexpected types. Raises one of `DAMAGED_LINE_ERRORS`."""
     scores = {str(name): float(value) for name, value in dict(line["scores"]).items()}
     kept = {name: value for name, value in line.items() if name in EPOCH and _is_like(value, EPOCH[name])}
     if not kept.get("elapsed"):
-        kept.pop("computing", None)  # a share of nothing
+        kept.pop("computing", None)  # a share of no time
     if not kept.get("seconds"):
         kept.pop("seconds", None)
     return {"learning_rate": None, **kept, "epoch": int(line["epoch"]), "scores": scores}
 
 
 def _start(line: Any) -> dict[str, Any]:
-    """A line of starts.jsonl. Raises one of `NO_LINE`."""
+    """A line of starts.jsonl. Raises one of `DAMAGED_LINE_ERRORS`."""
     if not isinstance(line, dict):
         raise TypeError("no dict")
     kept: dict[str, Any] = {name: value for name, value in line.items() if name not in START or _is_like(value, START[name])}
@@ -232,13 +239,13 @@ EPOCH: Mapping[str, Any] = {
     **dict.fromkeys(("padding", "learning_rates", "losses"), {"": NUMBER}),
     "seconds": [{"": NUMBER}],
 }
-"""What the entries of a line of scores.jsonl look like."""
+"""Examples of the entries of a line of scores.jsonl, for their types."""
 
 STEP: Mapping[str, Any] = {
     **dict.fromkeys(("progress", "elapsed", "learning_rate", "sequences_per_second", "memory", "computing", "data_wait"), NUMBER),
     "frames_per_second": {"": NUMBER},
 }
-"""What the entries of a line of steps.jsonl look like, but for scores and the gradients' norm."""
+"""Examples of the entries of a line of steps.jsonl, except for scores and the gradients' norm."""
 
 START: Mapping[str, Any] = {
     **dict.fromkeys(("directory", "time", "command"), ""),
@@ -247,11 +254,11 @@ START: Mapping[str, Any] = {
     "settings": {"": [""]},
     "hosts": [[""]],
 }
-"""What the entries of a line of starts.jsonl look like."""
+"""Examples of the entries of a line of starts.jsonl."""
 
 
 def _is_like(value: Any, example: Any) -> bool:
-    """Whether a value is made of the same types as an example, or is None.
+    """Whether a value has the same types as an example throughout, or is None.
 
     >>> _is_like([{"compute": 1.5}], [{"": 0.0}]), _is_like("<img>", 0.0), _is_like([["host", "CPU"]], [[""]])
     (True, False, True)
@@ -260,17 +267,19 @@ def _is_like(value: Any, example: Any) -> bool:
         return True
     if isinstance(example, dict):
         return isinstance(value, dict) and all(
-            one is not None and _is_like(one, inner) for inner in example.values() for one in value.values()
+            entry is not None and _is_like(entry, inner) for inner in example.values() for entry in value.values()
         )
     if isinstance(example, list):
-        return isinstance(value, list) and all(one is not None and _is_like(one, inner) for inner in example for one in value)
+        return isinstance(value, list) and all(
+            entry is not None and _is_like(entry, inner) for inner in example for entry in value
+        )
     if isinstance(example, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, str) and isinstance(example, str)
 
 
-def _lines(path: Path, sound: Callable[[Any], dict[str, Any]] = _epoch) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines of a file, without one at its end that is still being written, and what is wrong with those that are damaged.
+def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of a file, without an unfinished one at its end, and the problems with its damaged lines.
 
     Raises:
         DataError: the file cannot be read.
@@ -279,14 +288,14 @@ def _lines(path: Path, sound: Callable[[Any], dict[str, Any]] = _epoch) -> tuple
         *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(
-            f"{path}: expected the file that a training writes beside its model, got: {error.strerror} "
-            "(the folder is that of the key `model`)"
+            f"{path}: expected the file that a training writes next to its model, got: {error.strerror} "
+            "(the key `model` of the config determines the folder)"
         ) from None
     found, problems = [], []
     for number, line in enumerate([*lines, last], start=1):
         try:
-            found.append(sound(json.loads(line.decode("utf-8"))))
-        except (*NO_LINE, AttributeError) as error:
+            found.append(parse(json.loads(line.decode("utf-8"))))
+        except (*DAMAGED_LINE_ERRORS, AttributeError) as error:
             if number > len(lines):
                 break
             problems.append(f"{path}, line {number}: expected JSON, got: {getattr(error, 'msg', repr(error))}")
@@ -294,7 +303,7 @@ def _lines(path: Path, sound: Callable[[Any], dict[str, Any]] = _epoch) -> tuple
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths that differ from each other."""
+    """The shortest suffixes of the paths that are all different."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(len(path) for path in parts) + 1):
         names = ["/".join(path[-length:]) for path in parts]

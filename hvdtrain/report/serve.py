@@ -1,4 +1,4 @@
-"""`hvdtrain report --serve`: a page about trainings that follows them while they run, for browsers of this machine only."""
+"""`hvdtrain report --serve`: a page that follows trainings while they run, for browsers on this machine only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hvdtrain.report.runs import read_runs
 LOCAL = "127.0.0.1"
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names of this machine that a request may be for: another site's name that resolves to this machine is refused. Any port is
-accepted, as that of an SSH tunnel may be another one."""
+"""Host names that a request may have: another site's name that resolves to this machine (DNS rebinding) is refused. Any port is
+accepted, since an SSH tunnel may use another one."""
 
 FILES = ("scores.jsonl", "starts.jsonl", "steps.jsonl", "summary.json")
-"""The files of a run that a page is made of."""
+"""The files of a run that a page shows."""
 
 
-class Watched:
-    """The content of a page about runs, made anew when their files have changed.
+class LivePage:
+    """The content of a page about runs, rebuilt when their files have changed.
 
     Args:
         folders: the runs' folders.
@@ -42,9 +42,9 @@ class Watched:
         return page.page(read_runs(self._folders, running=True), live=True).encode()
 
     def newer_than(self, version: str) -> bytes | None:
-        """The content as JSON; None if it is still that of `version`. Raises: DataError, if a file is malformed."""
+        """The content as JSON; None if `version` is still current. Raises: DataError, if a file is malformed."""
         with self._lock:
-            now = [_state(folder / name) for folder in self._folders for name in FILES]
+            now = [_file_state(folder / name) for folder in self._folders for name in FILES]
             if now != self._seen:
                 content = page.content(read_runs(self._folders, running=True))
                 self._version, self._json = content["version"], json.dumps(content, allow_nan=False).encode()
@@ -52,8 +52,8 @@ class Watched:
             return None if self._version == version else self._json
 
 
-def _state(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written to; None without the file."""
+def _file_state(path: Path) -> tuple[int, int] | None:
+    """The modification time and size of a file; None if it does not exist."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -65,21 +65,21 @@ def open_server(folders: list[Path], port: int) -> tuple[ThreadingHTTPServer, st
     """Open a server on this machine's loopback address.
 
     Args:
-        port: 0: a free one.
+        port: 0 takes a free one.
 
     Returns:
         The server, and the address of the page. The address contains a random token, since every user of this machine can
-        connect to the port. Any other address is answered with status 404.
+        connect to the port. Requests for other addresses get status 404.
 
     Raises:
         DataError: a folder does not exist, or the port is taken.
     """
-    page.plotly_script()  # tells now that the package is missing, not in the browser
+    page.plotly_script()  # raises an error now, rather than at the browser's first request, if the package is missing
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         raise DataError(f"hvdtrain report: expected folders of trainings, got {', '.join(missing)}, which do not exist")
     token = secrets.token_urlsafe(24)
-    watched = Watched(folders)
+    live_page = LivePage(folders)
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "hvdtrain", ""
@@ -89,15 +89,15 @@ def open_server(folders: list[Path], port: int) -> tuple[ThreadingHTTPServer, st
             if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
                 return self._answer(404)
             if secrets.compare_digest(address.path.encode(), f"/{token}/".encode()):
-                return self._content("text/html; charset=utf-8", watched.page)
+                return self._content("text/html; charset=utf-8", live_page.page)
             if secrets.compare_digest(address.path.encode(), f"/{token}/data.json".encode()):
                 have = parse_qs(address.query).get("have", [""])[0]
-                return self._content("application/json", lambda: watched.newer_than(have))
+                return self._content("application/json", lambda: live_page.newer_than(have))
             return self._answer(404)
 
-        def _content(self, kind: str, made: Callable[[], bytes | None]) -> None:
+        def _content(self, kind: str, make: Callable[[], bytes | None]) -> None:
             try:
-                body = made()
+                body = make()
             except (DataError, OSError) as error:
                 return self._answer(503, f"{error}\n".encode(), "text/plain; charset=utf-8")
             return self._answer(204) if body is None else self._answer(200, body, kind)
@@ -113,7 +113,7 @@ def open_server(folders: list[Path], port: int) -> tuple[ThreadingHTTPServer, st
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged: the address has the token in it."""
+            """Log nothing: the address contains the token."""
 
     try:
         server = ThreadingHTTPServer((LOCAL, port), Handler)
@@ -134,5 +134,5 @@ def serve(folders: list[Path], port: int, announce: Callable[[str], None]) -> in
             announce(f"{address}  (Ctrl-C ends it)")
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            pass  # the way to end it
+            pass  # this is how users end it
     return 0

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from hvdtrain.report.runs import Start
 
 Status = Literal["finished", "stopped", "failed"]
-"""How a training ended: after its last epoch or by early stopping; with a checkpoint from which it can go on; with an error."""
+"""How a training ended: after its last epoch or by early stopping; with a checkpoint to resume from; with an error."""
 
 METHODS = ("begin", "log_epoch", "log_steps", "artifact", "end")
-"""What a tracker may have."""
+"""The methods that a tracker may have."""
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a tracker is told of a training.
+    """A training, as described to a tracker.
 
     Attributes:
-        name: of the folder with the model.
-        folder: this folder.
-        id: what `begin` returned when the training began, if it now goes on: the run is to be continued. None: a new run.
+        name: the name of the folder with the model.
+        folder: the folder with the model.
+        id: of the run to continue: what `begin` returned when the training started. None: a new run.
         step: steps done so far.
-        config: every key in effect; numbers, strings, bools, None, and lists and dicts of them as they are, else as text.
-        git: `commit`, `branch` and whether there are uncommitted changes (`dirty`), of the repository with the config; empty if
-            there is none.
+        config: every key in effect; values that are not Python literals are given as text.
+        git: `commit`, `branch` and `dirty` (whether there are uncommitted changes) of the config's repository; empty if there is
+            none.
         start: hosts and devices by rank, versions, command, the origin of every key, the first epoch, the number of parameters.
     """
 
@@ -50,7 +50,7 @@ class RunDescription:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What belongs to the run beside its config."""
+        """Facts about the run that are not in its config."""
         start = self.start
         hosts = [f"rank {rank}: {host} ({device})" for rank, (host, device) in enumerate(start.hosts)]
         facts = {"git": dict(self.git), "hosts": hosts, "num_ranks": len(hosts), "num_parameters": start.num_parameters}
@@ -58,19 +58,19 @@ class RunDescription:
 
 
 class Tracker:
-    """A base class for trackers, whose methods do nothing. A class of a config need not be derived from it: those of these
-    methods that it has are called, on rank 0, in a thread of their own, one after the other.
+    """A base class for trackers, whose methods do nothing. A config's class need not be derived from it: any of these methods
+    that it has are called on rank 0, in a separate thread, one after the other.
     """
 
     def begin(self, run: RunDescription) -> str | None:
-        """Begin a run, or go on with the one that `run.id` names. Returns its id, if there is one."""
+        """Begin a run, or continue the one that `run.id` names. Returns its id, if there is one."""
         return None
 
     def log_epoch(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a finished epoch, after `step` steps of the whole training."""
 
     def log_steps(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
-        """Log numbers within an epoch, at the times of the log's lines about steps."""
+        """Log numbers within an epoch, whenever the log has a line about a step."""
 
     def artifact(self, path: Path, name: str) -> None:
         """Keep a file with the run. At the end of a training, this is the report page."""
@@ -80,7 +80,7 @@ class Tracker:
 
 
 class Wandb:
-    """Weights & Biases. The arguments are those of `wandb.init`; `settings` is a dict of those of `wandb.Settings`."""
+    """Weights & Biases. Takes the arguments of `wandb.init`; `settings` is a dict of the arguments of `wandb.Settings`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Wandb:
     def begin(self, run: RunDescription) -> str | None:
         import wandb
 
-        # It neither asks for a key on the terminal nor prints there, and leaves stdout and the progress bar alone.
+        # wandb must not ask for a key on the terminal, print there, or capture stdout and the progress bar.
         quiet = {"console": "off", "silent": True}
         wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
@@ -124,7 +124,7 @@ class Wandb:
 
     @property
     def place(self) -> str:
-        """Where the run can be looked at."""
+        """Where to look at the run."""
         return str(self._run.url or self._run.settings.sync_dir)
 
     def log_epoch(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
@@ -148,8 +148,8 @@ class MLflow:
     """MLflow, or Databricks.
 
     Args:
-        tracking_uri: a server, a folder, or anything else that MLflow takes; None: MLflow's own default, MLFLOW_TRACKING_URI.
-        experiment_name: is created if there is none; None: MLFLOW_EXPERIMENT_NAME, or "hvdtrain".
+        tracking_uri: a server, a folder, or anything else that MLflow accepts; None: MLflow's default, MLFLOW_TRACKING_URI.
+        experiment_name: created if it does not exist; None: MLFLOW_EXPERIMENT_NAME, or "hvdtrain".
         run_name: None: the name of the folder with the model.
     """
 
@@ -175,7 +175,7 @@ class MLflow:
         from mlflow import environment_variables as environment
 
         uri = str(self._tracking_uri or mlflow.get_tracking_uri())
-        if "://" not in uri or uri.startswith("file:"):  # a folder: MLflow 3 wants to be told that this is meant
+        if "://" not in uri or uri.startswith("file:"):  # MLflow 3 accepts a folder only if this variable allows it
             allow = getattr(environment, "MLFLOW_ALLOW_FILE_STORE", None)
             if allow is not None and self._tracking_uri is not None:
                 allow.set(True)
@@ -184,21 +184,23 @@ class MLflow:
         known = self._client.get_run(self._id).data.params
         wanted = {_mlflow_name(name): str(value)[:6000] for name, value in _flat({**run.config, **run.facts})}
         params = [mlflow.entities.Param(name, value) for name, value in wanted.items() if name not in known]
-        changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}  # params are for ever
+        changed = {
+            name: value for name, value in wanted.items() if known.get(name, value) != value
+        }  # MLflow's params cannot be changed
         tags = [mlflow.entities.RunTag(f"resumed.{name}", value) for name, value in changed.items()]
-        for several in _pieces(params):
-            self._client.log_batch(self._id, params=several)
-        for several in _pieces(tags):
-            self._client.log_batch(self._id, tags=several)
+        for batch in _batches(params):
+            self._client.log_batch(self._id, params=batch)
+        for batch in _batches(tags):
+            self._client.log_batch(self._id, tags=batch)
         return self._id
 
     @property
     def place(self) -> str:
-        """Where the run can be looked at."""
+        """Where to look at the run."""
         return f"{self._client.tracking_uri}, run {self._id}"
 
     def _existing(self, run_id: str) -> str | None:
-        """The run that was begun before; None: it was deleted meanwhile."""
+        """The id of the earlier run, set to running; None if it was deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -228,8 +230,8 @@ class MLflow:
 
         now = int(time.time() * 1000)
         metrics = [Metric(_mlflow_name(name), float(value), now, step) for name, value in {"epoch": epoch, **numbers}.items()]
-        for several in _pieces(metrics):
-            self._client.log_batch(self._id, metrics=several)
+        for batch in _batches(metrics):
+            self._client.log_batch(self._id, metrics=batch)
 
     log_steps = log_epoch
 
@@ -240,8 +242,8 @@ class MLflow:
         self._client.set_terminated(self._id, self.STATUS[status])
 
 
-def _pieces(entries: Sequence[Any], size: int = 100) -> Iterator[Sequence[Any]]:
-    """Entries in pieces of the size that MLflow takes in one call."""
+def _batches(entries: Sequence[Any], size: int = 100) -> Iterator[Sequence[Any]]:
+    """Split entries into batches of at most the size that MLflow accepts in one call."""
     return (entries[first : first + size] for first in range(0, len(entries), size))
 
 
@@ -271,28 +273,28 @@ SERVICES = {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"}
 """By the name in a config, the class."""
 
 INSTALLED_BY = {"wandb": "wandb", "mlflow": "mlflow-skinny", "tensorboard": "tensorboard"}
-"""By package, what pip installs."""
+"""The name of each package for pip."""
 
 
 def require(package: str, key: str) -> None:
     """Check that a package is installed. Raises: ConfigError.
 
-    That of a service is imported, so that its own thread does not do it while a framework imports something, too.
+    A service's package is imported here, so that the tracker's thread does not import it while a framework imports modules.
     """
-    how = f"(pip install {INSTALLED_BY[package]})"
+    hint = f"(pip install {INSTALLED_BY[package]})"
     if find_spec(package) is None:
-        raise ConfigError.of("missing-package", f"{key}: expected the package {package}, got none {how}")
+        raise ConfigError.of("missing-package", f"{key}: expected the package {package}, got none {hint}")
     if package in SERVICES:
         try:
             import_module(package)
-        except Exception as error:  # of any kind, where what it needs is of another version
+        except Exception as error:  # incompatible dependencies raise errors of any kind
             raise ConfigError.of(
-                "missing-package", f"{key}: expected the package {package}, got {type(error).__name__}: {error} {how}"
+                "missing-package", f"{key}: expected the package {package}, got {type(error).__name__}: {error} {hint}"
             ) from error
 
 
 def config_values(settings: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """The values of keys, given as text with their origins.
+    """The values of keys, parsed where their text is a Python literal.
 
     >>> config_values({"max_seqs": ("12", "default"), "get_model": ("<function get_model in g2p.py>", "g2p.py")})
     {'max_seqs': 12, 'get_model': '<function get_model in g2p.py>'}

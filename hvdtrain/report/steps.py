@@ -1,4 +1,4 @@
-"""Numbers within an epoch: what rank 0 records of a step now and then, and who receives the records."""
+"""Numbers within an epoch: the records that rank 0 makes of some steps, and their receivers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class StepRecord:
         global_step: completed steps of the whole training; steps.jsonl does not have it.
         progress: the share of the epoch that is done, from 0 to 1.
         elapsed: seconds since the epoch began, without those between a stop and a resume.
-        learning_rate: that the optimizer used in the last update, on all ranks; before the first one, that of the next.
+        learning_rate: of the last update; before the first one, of the next.
         scores: means by name over rank 0's batches since the last record; on a GPU, over those whose losses have arrived.
-        gradient_norm: the global norm before clipping, of the last update that is known; of the reduced gradients, or of rank 0's
-            own where ranks update apart. None without `gradient_clip_global_norm`, which computes it.
+        gradient_norm: the global norm before clipping, of the last update for which it has arrived; of the reduced gradients, or
+            of rank 0's if ranks update independently. None without `gradient_clip_global_norm`, which computes it.
         sequences_per_second, frames_per_second: of all ranks, the latter by data key without padding; those of rank 0 where
             every rank goes through all data in its own order. Of chunks, sequences are counted where their first one is.
         memory: the largest number of bytes so far that rank 0 used of its GPU's memory; on a CPU, of the host's (RSS).
@@ -54,10 +54,10 @@ class StepRecord:
 
 
 StepReceiver = Callable[[StepRecord], None]
-"""Gets every record, on rank 0, between two steps: it has to be quick. If it raises an exception, training goes on."""
+"""Receives every record on rank 0, between two steps, so it has to be fast. If it raises an exception, training goes on."""
 
 
-class ReceivesBoth(Reporter, Protocol):
+class EpochAndStepReceiver(Reporter, Protocol):
     """Receives the reports of epochs and the records of steps."""
 
     def step(self, record: StepRecord) -> None: ...
@@ -65,11 +65,11 @@ class ReceivesBoth(Reporter, Protocol):
 
 @dataclass(frozen=True)
 class Reporters:
-    """Who receives rank 0's reports; nobody on the other ranks.
+    """The receivers of rank 0's reports; none on the other ranks.
 
     Attributes:
         epochs: called with the report of every finished epoch.
-        steps: called with the record of a step now and then, at the times of the log's lines about steps.
+        steps: called with the record of a step whenever the log has a line about it.
         services: as `epochs`, and called after them; they may take as long as they need, for which all ranks wait.
     """
 
@@ -77,14 +77,14 @@ class Reporters:
     steps: Sequence[StepReceiver] = ()
     services: Sequence[Reporter] = ()
 
-    def and_(self, others: Iterable[ReceivesBoth]) -> Reporters:
-        """Those who receive reports of both kinds are added."""
+    def with_receivers(self, others: Iterable[EpochAndStepReceiver]) -> Reporters:
+        """These reporters and others that receive both kinds of reports."""
         more = list(others)
-        return Reporters([*self.epochs, *more], [*self.steps, *(one.step for one in more)], self.services)
+        return Reporters([*self.epochs, *more], [*self.steps, *(receiver.step for receiver in more)], self.services)
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """All numbers of a record that are there, by names with a group: `steps/train/ce`, `steps/learning_rate`."""
+    """All numbers that a record has by name, with the group as prefix: `steps/train/ce`, `steps/learning_rate`."""
     numbers: dict[str, float | None] = {f"steps/train/{name}": value for name, value in record.scores.items()}
     for name in ("learning_rate", "gradient_norm", "sequences_per_second", "memory", "computing", "data_wait"):
         numbers[f"steps/{name}"] = getattr(record, name)
@@ -92,19 +92,19 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-Work = Callable[[int, int], tuple[int, Mapping[str, int]]]
-"""The number of sequences in the batches from one position of an epoch's plan to another, and by data key their frames."""
+WorkCounter = Callable[[int, int], tuple[int, Mapping[str, int]]]
+"""Counts the sequences in the batches between two positions of an epoch's plan, and their frames by data key."""
 
 
-def work_of(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len) -> Work:
-    """What counts the sequences and frames in some batches of a plan.
+def work_counter(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len) -> WorkCounter:
+    """A function that counts the sequences and frames in some batches of a plan.
 
     Args:
-        lengths: by data key, the frames of what the plan's indices refer to.
-        num_sequences: the number of sequences among such indices, which may be those of chunks.
+        lengths: by data key, the frames of the sequences or chunks that the plan's indices refer to.
+        num_sequences: counts the sequences among such indices.
 
     >>> plan = Plan(numpy.array([2, 0, 1]), numpy.array([0, 1, 3]))
-    >>> work_of(plan, {"data": numpy.array([5, 6, 7])})(1, 2)
+    >>> work_counter(plan, {"data": numpy.array([5, 6, 7])})(1, 2)
     (2, {'data': 11})
     """
 
@@ -116,11 +116,11 @@ def work_of(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[A
 
 
 class StepNumbers:
-    """Makes records and hands them on. Waits neither for a GPU nor for other ranks.
+    """Makes records and passes them on, without waiting for a GPU or other ranks.
 
     Args:
-        receivers: get every record.
-        timer: knows the seconds that rank 0 waits for data and for averages of parameters.
+        receivers: called with every record.
+        timer: has the seconds that rank 0 waited for data and for averaging parameters.
         meter: of rank 0's learner.
     """
 
@@ -130,11 +130,11 @@ class StepNumbers:
         self._timer = timer
         self._meter = meter
 
-    def begin(self, work: Work, position: int) -> None:
+    def begin(self, work: WorkCounter, position: int) -> None:
         """The training of an epoch begins or goes on.
 
         Args:
-            work: counts what is in its batches.
+            work: counts the content of its batches.
             position: the number of batches of its plan that are done.
         """
         self._work, self._position = work, position
@@ -176,7 +176,7 @@ class StepNumbers:
         for number, receiver in enumerate(self._receivers):
             try:
                 receiver(record)
-            except Exception as error:  # who only looks on never ends a training
+            except Exception as error:  # an observer never ends a training
                 if number not in self._failed:
                     self._failed.add(number)
                     log.warning(
@@ -184,7 +184,7 @@ class StepNumbers:
                     )
 
     def _seconds_so_far(self) -> tuple[float, float]:
-        """Seconds of waiting for data, and of computing as in the report of an epoch, since some fixed time."""
+        """Seconds spent waiting for data, and computing as in the report of an epoch, since a fixed time."""
         seconds = self._timer.seconds
         return seconds.get("data wait", 0.0), self._meter.step_seconds() + seconds.get("parameter sync", 0.0)
 

@@ -1,4 +1,4 @@
-"""Reports to experiment trackers: objects and a function of the config for any service, and event files for TensorBoard."""
+"""Reports to experiment trackers: the config's objects and function for any service, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hvdtrain.runtime import log
 
 
 def metrics(report: EpochReport) -> dict[str, float]:
-    """All numbers of a report, by names with a group: `dev/ce`, `time/compute`, `padding/data`.
+    """All numbers of a report by name, with the group as prefix: `dev/ce`, `time/compute`, `padding/data`.
 
     Seconds are averaged over the ranks; shares refer to the summed time of all ranks.
     """
@@ -58,8 +58,8 @@ class TrackEpoch:
         self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
 
 
-class Tolerant:
-    """Hands reports on. If that fails, it is told once, and training goes on."""
+class BestEffortReporter:
+    """Passes reports on to a reporter; logs its first failure, and never raises."""
 
     def __init__(self, name: str, reporter: Reporter) -> None:
         self._name = name
@@ -76,40 +76,39 @@ class Tolerant:
 
 
 MAX_WAITING = 1000
-"""If a service is this many calls behind, numbers within an epoch are left out."""
+"""If a service is this many calls behind, records within an epoch are dropped."""
 
 PATIENCE: Mapping[Status, float] = {"finished": 60.0, "stopped": 20.0, "failed": 5.0}
-"""For how many seconds the end of a training waits for a service that is behind."""
+"""How many seconds the end of a training waits for a service that is behind, by how the training ended."""
 
 
-class InBackground:
-    """Calls a tracker in a thread of its own, one call after the other: a slow service does not slow training down.
+class BackgroundTracker:
+    """Calls a tracker in a separate thread, one call after the other, so that a slow service does not slow down the training.
 
-    A call that fails is told, the first time, and the next ones are tried nevertheless; but where `begin` fails, or making the
-    tracker, there are no more of them.
+    The first call that fails is logged, and later calls are still made; if creating the tracker or `begin` fails, no more are.
 
     Args:
-        label: how messages call it.
-        make: returns the tracker; called in its thread, too.
-        began: called with the id that `begin` returned.
+        label: its name in messages.
+        make: creates the tracker; called in the thread as well.
+        on_begin: called with the id that `begin` returned.
 
     Attributes:
         num_failures: the number of calls that failed.
     """
 
-    def __init__(self, label: str, make: Callable[[], Any], began: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, label: str, make: Callable[[], Any], on_begin: Callable[[str], None] = lambda _: None) -> None:
         self._label = label
         self._make = make
-        self._began = began
+        self._on_begin = on_begin
         self._tracker: Any = None
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._is_off = False
+        self._is_disabled = False
         self.num_failures = 0
-        self._num_left_out = 0
+        self._num_dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {label}", daemon=True)
 
     def begin(self, run: RunDescription) -> None:
-        """Begin, and start the thread."""
+        """Start the thread, whose first call is `begin`."""
         self._calls.put(("begin", (run,)))
         self._thread.start()
 
@@ -118,15 +117,15 @@ class InBackground:
 
     def step(self, record: StepRecord) -> None:
         if self._calls.qsize() >= MAX_WAITING:
-            self._num_left_out += 1
+            self._num_dropped += 1
         else:
             self._calls.put(("log_steps", (record.epoch, record.global_step, step_metrics(record))))
 
-    def ask_to_end(self, status: Status, files: Mapping[str, Path]) -> None:
-        """Hand over the last calls.
+    def request_end(self, status: Status, files: Mapping[str, Path]) -> None:
+        """Queue the last calls.
 
         Args:
-            files: what to keep with the run, by name.
+            files: files to keep with the run, by name.
         """
         for name, file in files.items():
             self._calls.put(("artifact", (file, name)))
@@ -134,19 +133,19 @@ class InBackground:
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until all is done, for so many seconds at most, and tell what was not."""
+        """Wait until all calls are made, for at most this many seconds, and log what was not done."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            log.warning(f"trackers: {self._label} is still busy and is left behind; {self._calls.qsize()} calls were not made")
+            log.warning(f"trackers: {self._label} is still busy and was abandoned; {self._calls.qsize()} calls were not made")
         if self.num_failures > 1:
             log.warning(f"trackers: {self.num_failures} calls of {self._label} failed")
-        if self._num_left_out:
-            log.warning(f"trackers: {self._label} was too slow for {self._num_left_out} records within epochs")
+        if self._num_dropped:
+            log.warning(f"trackers: {self._label} was too slow; {self._num_dropped} records within epochs were dropped")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             name, arguments = call
-            if self._is_off:
+            if self._is_disabled:
                 continue
             try:
                 if self._tracker is None:
@@ -154,71 +153,71 @@ class InBackground:
                 method = getattr(self._tracker, name, None)
                 result = None if method is None else method(*arguments)
                 if name == "begin":
-                    self._has_begun(result)
-            except BaseException as error:  # a SystemExit, too: it would end the thread in silence
-                self._is_off = name == "begin"
+                    self._record_begin(result)
+            except BaseException as error:  # even a SystemExit, which would end the thread silently
+                self._is_disabled = name == "begin"
                 if not self.num_failures:
-                    without = " without it" if self._is_off else ""
-                    log.warning(f"trackers: {self._label} failed in {name}, training goes on{without}: {_of(error)}")
+                    without = " without it" if self._is_disabled else ""
+                    log.warning(f"trackers: {self._label} failed in {name}, training goes on{without}: {_error_text(error)}")
                 self.num_failures += 1
 
-    def _has_begun(self, run_id: Any) -> None:
+    def _record_begin(self, run_id: Any) -> None:
         if run_id is not None:
             try:
-                self._began(str(run_id))
+                self._on_begin(str(run_id))
             except OSError as error:
                 log.warning(
-                    f"trackers: {self._label}: the id of the run was not stored, a resume begins another one: {_of(error)}"
+                    f"trackers: {self._label}: the run's id was not stored, a resume will begin another run: {_error_text(error)}"
                 )
         place = getattr(self._tracker, "place", None)
         log.info(f"trackers: {self._label}: {run_id if place is None else place}")
 
 
-def _of(error: BaseException) -> str:
-    """An error in a line."""
+def _error_text(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 class RunIds:
-    """The ids of the runs of a training's trackers, in a file beside the model: a training that goes on continues them."""
+    """The ids of the trackers' runs, in a file next to the model: a resumed training continues these runs."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "trackers.json"
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, str]:
-        """By tracker; empty where nothing is known."""
+        """The ids by tracker; empty if none are known."""
         with suppress(OSError, ValueError):
             return dict(json.loads(self._path.read_text(encoding="utf-8")))
         return {}
 
-    def note(self, label: str, run_id: str) -> None:
-        """Called in the threads of the trackers."""
+    def store(self, label: str, run_id: str) -> None:
+        """Store the id of a tracker's run. Called in the threads of the trackers."""
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".unfinished")
             unfinished.write_text(json.dumps({**self.read(), label: run_id}, indent=1) + "\n", encoding="utf-8")
             os.replace(unfinished, self._path)
 
 
-def report_page(folder: Path) -> dict[str, Path]:
-    """Write the page about a training, `report.html` in its folder; nothing where that fails, which is told."""
-    from hvdtrain.report.__main__ import main  # takes a library for figures
+def write_report_page(folder: Path) -> dict[str, Path]:
+    """Write `report.html`, the page about a training, into its folder; returns no file if that fails, which is logged."""
+    from hvdtrain.report.__main__ import main  # here, since it needs plotly
 
-    page, said = folder / "report.html", io.StringIO()
+    page, output = folder / "report.html", io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(output), redirect_stderr(output):
             failed = main([str(folder), "--out", str(page)])
     except Exception as error:
         failed = True
-        said.write(_of(error))
+        output.write(_error_text(error))
     if failed:
-        log.warning(f"trackers: there is no report page: {said.getvalue().strip()}")
+        log.warning(f"trackers: no report page was written: {output.getvalue().strip()}")
         return {}
     return {"report": page}
 
 
 class TensorBoard:
-    """Writes an event file for TensorBoard, which hides what an earlier run wrote beyond the step where this one starts.
+    """Writes an event file for TensorBoard, which then hides what an earlier run wrote after the step at which this one starts.
 
     The records use TensorBoard's own messages, but not its `SummaryWriter`, which imports TensorFlow if that is installed.
 
@@ -269,13 +268,13 @@ class TensorBoard:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             writer = self._writer(file)
-            for one in [*self._begin, event]:
-                writer.write(one.SerializeToString())
+            for message in [*self._begin, event]:
+                writer.write(message.SerializeToString())
         self._begin = []
 
 
 BINS = 64
-"""Bins of a histogram."""
+"""The number of bins of a histogram."""
 
 
 def histogram(values: Array) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a config imports: whether it needs the package `returnn`, which then gets the config and hvdtrain's log."""
+"""Watches a config's imports: if it imports the package `returnn`, that gets the config and hvdtrain's log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hvdtrain.runtime import log as program_log
 ROOT = "returnn"
 
 MOVED = {"returnn.torch.context": "returnn.frontend", "returnn.datasets.util.hdf": "returnn.datasets.hdf"}
-"""Modules that recipes import and that today's RETURNN does not have, by the module that has their names. One that the installed
-RETURNN has is its own."""
+"""Modules that recipes import but today's RETURNN no longer has, each with the module that now has its names. If the installed
+RETURNN has such a module, that one is imported."""
 
 RENAMED = {"returnn.torch.engine": {"TrainCtx": "returnn.frontend.run_ctx:RunCtx"}}
-"""Names that modules of today's RETURNN do not have any more, by module; each with where it is."""
+"""Names that modules of today's RETURNN no longer have, by module, each with its new place."""
 
 
 class WatchedImports:
-    """The imports of one config, which are Python's own.
+    """Watches the imports of one config, which are otherwise those of Python.
 
     Attributes:
         has_returnn: whether the config, or a module that it imported, has imported `returnn`.
@@ -45,7 +45,7 @@ class WatchedImports:
         return {**vars(builtins), "__import__": self._import}
 
     def set_config(self, values: Mapping[str, Any]) -> None:
-        """Set the values that RETURNN's `get_global_config()` has from now on, instead of those in the file."""
+        """Set the values that RETURNN's `get_global_config()` returns from now on, instead of those in the file."""
         self._config.typed_dict = dict(values)
 
     def _import(
@@ -61,7 +61,7 @@ class WatchedImports:
             self._begin()
         elif name in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist, level)
-        with self._watching():
+        with self._watch_imports():
             module = builtins.__import__(name, globals, locals, fromlist, level)
             for old in fromlist or ():
                 place = RENAMED.get(name, {}).get(old)
@@ -71,8 +71,8 @@ class WatchedImports:
         return module
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Notice imports of `returnn` by the modules that are imported inside of the `with` block."""
+    def _watch_imports(self) -> Iterator[None]:
+        """Also watch the imports of modules that are imported inside the `with` block."""
         original = builtins.__import__
 
         def watched(
@@ -93,14 +93,14 @@ class WatchedImports:
             builtins.__import__ = original
 
     def _begin(self) -> None:
-        """The config's first import: RETURNN gets the config's names, as far as the file has set them, and hvdtrain's log.
+        """Pass the config's names, as far as the file has set them, and hvdtrain's log to RETURNN, at its first import.
 
         Raises:
             MissingPackage: RETURNN is not installed.
         """
         if self.has_returnn:
             return
-        self.has_returnn = True  # RETURNN's own imports are watched, too
+        self.has_returnn = True  # set first, since RETURNN's imports of itself are watched, too
         try:
             importlib.import_module(ROOT)
         except ModuleNotFoundError as error:
@@ -110,8 +110,8 @@ class WatchedImports:
             from hvdtrain.data.formats.returnn_reading import INSTALL  # here, as it imports numpy
 
             raise MissingPackage(f"expected the package returnn, got none {INSTALL}", name=ROOT) from None
-        if not any(isinstance(finder, Moved) for finder in sys.meta_path):
-            sys.meta_path.append(Moved())
+        if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+            sys.meta_path.append(MovedModules())
         config, log = (importlib.import_module(f"returnn.{name}") for name in ("config", "log"))
         self._config = config.Config()
         self._config.typed_dict = self._names
@@ -123,7 +123,7 @@ class WatchedImports:
 
 
 class Stream:
-    """A text stream whose lines go to hvdtrain's log, with a `log_verbosity` from which they are shown."""
+    """A text stream that writes its lines to hvdtrain's log, at a level of `log_verbosity`."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -136,11 +136,11 @@ class Stream:
         return len(text)
 
     def flush(self) -> None:
-        """Does nothing: whole lines are logged at once, and an unfinished line waits for its end."""
+        """Do nothing: complete lines are logged immediately, and an unfinished line waits for its end."""
 
 
-class Moved(Loader):
-    """A finder and loader of Python's import system for the modules in `MOVED`; it is asked last."""
+class MovedModules(Loader):
+    """A finder and loader of Python's import system for the modules in `MOVED`; it is the last in the list of finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -154,16 +154,16 @@ class Moved(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: `create_module` returns the complete module."""
+        """Do nothing: `create_module` returns the complete module."""
 
 
 def select_torch(behavior_version: int | None) -> None:
-    """Let RETURNN's functions compute with PyTorch, and as that version of their behaviour asks for (None: not set)."""
+    """Select PyTorch and a behaviour version (None: not set) for RETURNN's functions."""
     from returnn.frontend import select_backend_torch
     from returnn.util.basic import BackendEngine, BehaviorVersion
 
     if BehaviorVersion.get_if_set() != behavior_version:
-        BehaviorVersion._reset()  # of another config in this process
+        BehaviorVersion._reset()  # another config in this process may have set it
     select_backend_torch()
     BackendEngine.selected_engine = BackendEngine.Torch
     if behavior_version is not None:

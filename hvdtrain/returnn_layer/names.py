@@ -1,4 +1,4 @@
-"""Keys of RETURNN with another name in hvdtrain, keys that are not supported, and keys that have no effect here."""
+"""Keys of RETURNN that have another name in hvdtrain, are not supported, or have no effect here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIASES = {
     "learning_rate_growth": "newbob_learning_rate_growth",
     "torch_amp": "mixed_precision",
 }
-"""hvdtrain's key for RETURNN's other name of it."""
+"""By RETURNN's name of a key, hvdtrain's name."""
 
 UNSUPPORTED = {
     "network": "hvdtrain trains configs that define get_model and train_step",
@@ -29,7 +29,7 @@ UNSUPPORTED = {
     "packed_batch_cost": "set packed_batch_size",
     "packed_tensors": "batches are padded: pack them in train_step, with rf.pack_padded or pack_padded_sequence",
     "use_last_best_model": "none",
-    "torch_batching": "batches are planned from the lengths, on every rank, not made of a stream: set batch_size, max_seqs or "
+    "torch_batching": "batches are planned from the lengths, on every rank, not made from a stream: set batch_size, max_seqs or "
     "max_pad_size, seq_ordering in the dataset's dict, shuffle_batches; docs/batches.md has all limits",
     "seq_drop": "none",
     "dataset_random_seed_offset": "set random_seed_offset in the dataset's dict",
@@ -41,30 +41,29 @@ UNSUPPORTED = {
     "grad_norm_to_clip_to_zero": "none",
     "maximize_grad_norm": "none",
 }
-"""Keys of RETURNN that are refused, as ignoring them would change the training, with what to do instead."""
+"""Keys of RETURNN that are refused, since ignoring them would change the training, with what to do instead."""
 
 TORCH_DISTRIBUTED = {
     "class": "gradients are reduced without a wrapper around the model",
     "options": "gradients are reduced without a wrapper around the model",
     "sync_on_cpu": "backend 'gloo' averages on the CPU",
-    "sync": "set reduce_type, param_sync_step and what belongs to them",
-    "sync_optimizer_state": "every rank keeps the state of its own optimizer",
+    "sync": "set reduce_type, param_sync_step and the related keys",
+    "sync_optimizer_state": "every rank keeps the state of its optimizer",
     "sync_at_epoch_end": "the ranks always have the same parameters at the end of an epoch",
     "sync_complete_frac": "every rank knows how many steps an epoch has",
 }
-"""Entries of the dict torch_distributed that RETURNN has and hvdtrain has no use for, with the reason."""
+"""RETURNN's entries of the dict torch_distributed that hvdtrain does not need, with the reason."""
 
 OF_THE_WRAPPER = (
     "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
 )  # fmt: skip
-"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients: there is no wrapper to take
-them."""
+"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients; there is no wrapper here."""
 
 NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "context_window": (1,), "default_float_dtype": ("float32",)}
-"""Values of unsupported keys that ask for nothing, beside None, False, 0, '' and empty lists and dicts."""
+"""Values of unsupported keys without effect, in addition to None, False, 0, '' and empty lists and dicts."""
 
 OFF_WORDS = ("false", "no", "off", "none", "0", "0.0")
-"""Such values in words."""
+"""Such values as words."""
 
 ELSEWHERE = {
     "stop_for_resubmission_when_low_time_left": "set time_limit, or submit with hvdtrain submit",
@@ -74,12 +73,12 @@ ELSEWHERE = {
     "torch_profile": "hvdtrain doctor",
     "file_cache_opts": "set cache_dir",
     "use_cache_manager": "set cache_dir",
-    "log_format": "the log has a format of its own",
+    "log_format": "the format of the log is fixed",
 }
-"""For some keys without effect, what does here what they do in RETURNN."""
+"""For some keys without effect, hvdtrain's counterpart."""
 
 BY_VALUES = frozenset(("use_dummy_datasets", "dummy_dataset_num_seqs", "train_dummy_dataset_num_seqs"))
-"""Names that `returnn_layer/values.py` reads, in configs for RETURNN."""
+"""Names that `returnn_layer/values.py` reads in configs for RETURNN."""
 
 READ_BY_RETURNN = frozenset(
     """
@@ -101,8 +100,8 @@ READ_BY_RETURNN = frozenset(
     output_per_seq_format packed_fallback_allowed param_dropout param_dropout_min_ndim param_variational_noise patch_atfork
     pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate pretrain_repetitions
     propagate_behavior_version_to_subprocs reinit_network_each_epoch reset_dev_memory_caches reset_updater_vars_mod_step
-    restart_after_num_net_reinit rmsprop save_epoch1_initial_model search_do_eval search_output_file search_output_file_format
-    search_output_layer search_train_network_layers seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
+    restart_after_num_net_reinit rmsprop save_epoch1_initial_model search_do_eval
+    search_train_network_layers seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
     sprint_interface_custom_dataset sprint_interface_dataset_opts sprint_trainer_exec_path start_batch statistics
     statistics_dtype statistics_save_prefix stop_for_resubmission_safety_factor stop_for_resubmission_when_low_time_left
     store_metadata_mod_step store_tf_profile target tensorboard_opts tf_amp tf_cudnn_autotune tf_data_provider_capacity tf_jit
@@ -113,16 +112,16 @@ READ_BY_RETURNN = frozenset(
     web_server_port wrap_tf_session
     """.split()
 )
-"""Names that RETURNN reads from a config and hvdtrain does not; where a config sets one, the log says so.
+"""Names that RETURNN reads from a config and hvdtrain does not; if a config sets one, the log says so.
 
 They are the arguments of `config.value("...")`, `config.typed_value("...")`, `config.bool("...")` and the like, and of
 `typed_dict["..."]`, in the sources of RETURNN 1.20261022 (`tools/returnn_keys.py` prints them), without hvdtrain's own keys,
-the tables above, and behavior_version and rf_*, which concern nothing but returnn.frontend.
+the tables above, and behavior_version and rf_*, which concern only returnn.frontend.
 """
 
 
 def is_no_op(name: str, value: Any) -> bool:
-    """Whether the value of a key of RETURNN asks for nothing, or the name is that of a module or a class."""
+    """Whether the value of a key of RETURNN has no effect, or is a module or a class, so that the name is no key."""
     if value is None or value is False or isinstance(value, (ModuleType, type)):
         return True
     if isinstance(value, str) and value.lower() in OFF_WORDS:
@@ -135,14 +134,14 @@ def is_no_op(name: str, value: Any) -> bool:
 
 
 def without_effect(values: Mapping[str, Any]) -> list[str]:
-    """The keys in a config that RETURNN reads and hvdtrain ignores, each with what to set instead, if there is something."""
+    """The keys in a config that RETURNN reads and hvdtrain ignores, each with its counterpart, if there is one."""
     found = [name for name in values if name in READ_BY_RETURNN and not is_no_op(name, values[name])]
     found += [f"{name}.{entry}" for name in ("train", "dev", "eval") for entry in _entries(values.get(name), "use_cache_manager")]
     return [f"{name} ({ELSEWHERE[last]})" if (last := name.split(".")[-1]) in ELSEWHERE else name for name in found]
 
 
 def _entries(dataset: Any, wanted: str) -> Iterator[str]:
-    """Where an entry that is set stands in a dataset's dict and those inside it."""
+    """The paths at which an entry is set in a dataset's dict and in the dicts inside it."""
     if not isinstance(dataset, Mapping):
         return
     if dataset.get(wanted):

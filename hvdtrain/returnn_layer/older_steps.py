@@ -1,7 +1,7 @@
-"""Steps in the form that RETURNN's first PyTorch engine called: `train_step(*, model, data, run_ctx, **_)`.
+"""Steps with the arguments of RETURNN's first PyTorch engine: `train_step(*, model, data, run_ctx, **_)`.
 
 `data` is a dict of raw tensors: 'x', and its sizes as 'x:size1'. Today's RETURNN passes a TensorDict as `extern_data` and no run
-context, but most public recipes are of this form. A few also name `train_ctx` or `global_train_step`.
+context, but most public recipes have this form. Some also take `train_ctx` or `global_train_step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdtrain.context import get_run_ctx
 
 
 def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a config as one with today's arguments; the function itself if it has them already."""
+    """Wrap a config's function to take today's arguments; return the function itself if it already does."""
     try:
         named = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -28,7 +28,7 @@ def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if "extern_data" in named:
         wanted |= {"extern_data"}
-    elif any(one.kind is one.VAR_KEYWORD for one in named.values()):
+    elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
         wanted |= {"data", "run_ctx"}
 
     def step(*, extern_data: Any, **others: Any) -> Any:
@@ -41,7 +41,7 @@ def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 class RawTensors(dict[str, Any]):
     """The raw tensors of a TensorDict, with 'x:sizeN' for the sizes of axis N of 'x' on the CPU.
 
-    'x:seq_len' is 'x:size1'. The tags of the sequences, 'seq_tag', are read when they are asked for.
+    'x:seq_len' is 'x:size1'. The sequences' tags, 'seq_tag', are read when they are used.
     """
 
     def __init__(self, extern_data: Any) -> None:
@@ -52,7 +52,7 @@ class RawTensors(dict[str, Any]):
                 self._add(name, tensor)
 
     def _add(self, name: str, tensor: Any) -> None:
-        """Add a tensor, and its sizes where they are not fixed; of the batch, the number of sequences."""
+        """Add a tensor and its sizes that are not fixed; for the batch axis, the number of sequences."""
         self[name] = tensor.raw_tensor
         for axis, dim in enumerate(tensor.dims):
             sizes = None if dim.dyn_size_ext is None else dim.dyn_size_ext.raw_tensor
@@ -63,7 +63,7 @@ class RawTensors(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if name == "seq_tag":
-            self[name] = self._extern_data["seq_tag"].raw_tensor  # raises a KeyError of its own
+            self[name] = self._extern_data["seq_tag"].raw_tensor  # raises a KeyError if there are no tags
         elif name.endswith(":seq_len") and (size := name.replace(":seq_len", ":size1")) in self:
             self[name] = self[size]
         else:
@@ -77,11 +77,11 @@ OLDER: dict[str, Callable[[Any], Any]] = {
     "train_ctx": lambda extern_data: OlderRunCtx(extern_data),
     "global_train_step": lambda _: get_run_ctx().step,
 }
-"""Arguments that recipes for RETURNN name in their steps and that its engine of today does not pass, by the batch."""
+"""Arguments that recipes take in their steps but RETURNN no longer passes; each is a function of `extern_data`."""
 
 
 class OlderRunCtx:
-    """The run context of the step that is running, with what it had at first.
+    """The run context of the current step, with the attributes of the first PyTorch engine.
 
     Attributes:
         device: of the batch.
@@ -97,7 +97,7 @@ class OlderRunCtx:
         return next((str(device) for device in devices if device is not None), "cpu")
 
     def mark_as_loss(self, loss: Any, name: str, *, inv_norm_factor: Any | None = None, **options: Any) -> None:
-        """As today, with the older name of `custom_inv_norm_factor`."""
+        """As today, but also accept the older name of `custom_inv_norm_factor`."""
         if inv_norm_factor is not None:
             options["custom_inv_norm_factor"] = inv_norm_factor
         self._context.mark_as_loss(loss, name, **options)

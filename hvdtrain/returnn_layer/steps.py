@@ -1,8 +1,8 @@
-"""The functions of a config that imports `returnn`: RETURNN's tensors and run context around them, hvdtrain's outside.
+"""Wraps the functions of a config that imports `returnn`: they see RETURNN's tensors and run context, hvdtrain sees its own.
 
-A step gets a TensorDict with real Tensors. It marks losses and outputs in RETURNN's run context, and they are marked in
-hvdtrain's when it returns. A model of `returnn.frontend` is wrapped by RETURNN's own conversion to a `torch.nn.Module`, whose
-parameters are those of the model: this is what hvdtrain trains, saves and loads, while the config's functions get the model.
+A step gets a TensorDict with real Tensors. It marks losses and outputs in RETURNN's run context; when it returns, they are marked
+in hvdtrain's. A model of `returnn.frontend` is converted by RETURNN to a `torch.nn.Module` with the same parameters, which
+hvdtrain trains, saves and loads, while the config's functions get the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from returnn.torch.data.extern_data import extern_data_template_from_config_opts
 from returnn.torch.frontend.bridge import rf_module_to_pt_module, wrapped_pt_module_to_rf_module
 
 from hvdtrain.config.source import Source
-from hvdtrain.context import RunContext, get_run_ctx
+from hvdtrain.context import RunContext, get_run_ctx, is_size, size_name
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
@@ -33,41 +33,49 @@ Stage = Literal["train_step", "forward_step"]
 STAGES: tuple[Stage, ...] = ("train_step", "forward_step")
 
 FOR_TORCH_ONLY = ("torch_compile", "sync_batch_norm")
-"""Keys that concern the modules of PyTorch, of which an rf.Module calls none."""
+"""Keys for modules of PyTorch; an rf.Module calls none."""
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Values of `default_float_dtype`."""
 
 SEED = 42
-"""RETURNN's default of `random_seed`, as hvdtrain's."""
+"""The default of `random_seed`, in RETURNN as in hvdtrain."""
 
 
-def adapted(source: Source, imports: WatchedImports) -> Source:
-    """The config with wrapped functions."""
+def wrap_functions(source: Source, imports: WatchedImports) -> Source:
+    """The config with its functions wrapped."""
     imports.set_config(source.values)
     values, problems = dict(source.values), []
     try:
         select_torch(values.get("behavior_version"))
-    except Exception as error:  # an assert, or an error of several kinds
+    except Exception as error:  # RETURNN raises errors of several kinds, or an assert fails
         problems += problem(
             "unknown-value",
-            f"behavior_version: expected one that RETURNN has for PyTorch, got {values['behavior_version']!r}: {error}",
+            f"behavior_version: expected one that RETURNN supports with PyTorch, got {values['behavior_version']!r}: {error}",
         )
     templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
     outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
     precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
-    steps = Steps(templates, outputs, precision, has_callback=values.get("forward_callback") is not None)
+    steps = Steps(
+        templates,
+        outputs,
+        precision,
+        hands_on=values.get("forward_callback") is not None or bool(values.get("search_output_file")),
+    )
     values |= _wrapped_functions(values, steps, precision)
-    return replace(source, values=values, problems=(*source.problems, *problems, *of_data, *of_outputs))
+    origins = dict(source.origins)
+    if "search_labels" in values:
+        origins.setdefault("search_labels", origins.get("search_output_file", ""))
+    return replace(source, values=values, origins=origins, problems=(*source.problems, *problems, *of_data, *of_outputs))
 
 
 def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Precision) -> dict[str, Any]:
-    """The functions of the config that get or return tensors or the model."""
+    """Wrappers of the config's functions that take or return tensors or the model."""
     wrapped: dict[str, Any] = {}
     for stage in STAGES:
         if callable(values.get(stage)):
             step = with_older_arguments(values[stage])
-            wrapped[stage] = _like(functools.partial(steps.run, stage, step), step)
+            wrapped[stage] = _copy_metadata(functools.partial(steps.run, stage, step), step)
     if callable(values.get("get_model")):
         wrapped["get_model"] = _model_maker(values["get_model"], values, precision)
     for name in ("epoch_start", "epoch_end"):
@@ -75,7 +83,9 @@ def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Preci
             wrapped[name] = _with_own_model(values[name])
     hooks = values.get("load_model_post_hooks")
     if isinstance(hooks, (list, tuple)):
-        wrapped["load_model_post_hooks"] = [precision.within(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
+        wrapped["load_model_post_hooks"] = [precision.wrap(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
+    if values.get("search_output_file") and values.get("search_labels") is None:
+        wrapped["search_labels"] = steps.text
     callback = values.get("forward_callback")
     if callback is not None and not isinstance(callback, str):
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
@@ -104,17 +114,17 @@ def _older_extern_data(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class BatchEntry(Protocol):
-    """One data key of a batch, as hvdtrain's learner passes it to a step."""
+    """The data of one key of a batch, as hvdtrain's learner passes it to a step."""
 
     raw_tensor: Any
     seq_lens: torch.Tensor
 
 
 class Precision:
-    """`default_float_dtype`: the type of the parameters, of the data and of what functions make.
+    """`default_float_dtype`: the type of the parameters, of the data and of tensors that functions create.
 
     Args:
-        name: of the type; None: that of PyTorch and RETURNN.
+        name: the name of the type; None: the default of PyTorch and RETURNN.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -137,22 +147,22 @@ class Precision:
         finally:
             torch.set_default_dtype(before)
 
-    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, called with this default."""
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that calls the given one with this default."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             with self.default():
                 return function(*arguments, **options)
 
-        return _like(call, function)
+        return _copy_metadata(call, function)
 
 
-def _like(wrapper: Callable[..., Any], function: Any) -> Callable[..., Any]:
+def _copy_metadata(wrapper: Callable[..., Any], function: Any) -> Callable[..., Any]:
     return functools.update_wrapper(wrapper, function, updated=())
 
 
 def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
-    """RETURNN's templates for the data keys of `extern_data` or `model_outputs` (`key`), and the problems in it."""
+    """RETURNN's templates for the entries of `extern_data` or `model_outputs` (`key`), and problems with them."""
     if given is None:
         return None, []
     if not isinstance(given, Mapping):
@@ -163,12 +173,12 @@ def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
             templates.update({name: options}, auto_convert=True)
         except Exception as error:  # RETURNN raises errors of many kinds
             reason = str(error) or type(error).__name__
-            problems += problem("wrong-type", f"{key}.{name}: expected what RETURNN makes a Tensor of, got {options!r}: {reason}")
+            problems += problem("wrong-type", f"{key}.{name}: expected options of RETURNN's Tensor, got {options!r}: {reason}")
     return templates, problems
 
 
 def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precision: Precision) -> Callable[..., torch.nn.Module]:
-    """A get_model with RETURNN's random numbers, that returns a torch.nn.Module."""
+    """A get_model that returns a torch.nn.Module, initialized with RETURNN's random numbers."""
 
     def get_model(*, epoch: int, step: int, **others: Any) -> Any:
         seed = int(values.get("random_seed", SEED))
@@ -184,38 +194,36 @@ def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precis
             raise ConfigError([Problem.of("wrong-result", f"{name}: {rule}") for name in wanted])
         return precision.cast(rf_module_to_pt_module(model))
 
-    return _like(get_model, function)
+    return _copy_metadata(get_model, function)
 
 
 def own_model(model: torch.nn.Module) -> Any:
-    """The config's model: an rf.Module, or the torch.nn.Module itself."""
+    """The model that the config defines: an rf.Module, or the torch.nn.Module itself."""
     return wrapped_pt_module_to_rf_module(model) or model
 
 
 def _with_own_model(function: Callable[..., Any]) -> Callable[..., Any]:
-    return _like(lambda *, model, **others: function(model=own_model(model), **others), function)
+    return _copy_metadata(lambda *, model, **others: function(model=own_model(model), **others), function)
 
 
 class Steps:
     """Calls the config's steps.
 
     Args:
-        templates: of `extern_data`; None: the data determines them.
-        outputs: of `model_outputs`; None: the config has none.
-        precision: of the data.
-        has_callback: whether the outputs go to a forward_callback.
+        templates: for `extern_data`; None: they are derived from the data.
+        outputs: templates for `model_outputs`; None: the config has none.
+        precision: the type of the data.
+        hands_on: whether the outputs go to a forward_callback or into search_output_file.
 
     Attributes:
-        seen: by output, one that was marked, whose dims tell a callback what the axes are.
+        seen: by output, a template of a marked tensor, from which a callback gets the dims.
     """
 
-    def __init__(
-        self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, has_callback: bool
-    ) -> None:
+    def __init__(self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, hands_on: bool) -> None:
         self._templates = templates
         self._precision = precision
         self._outputs = outputs
-        self._has_callback = has_callback
+        self._hands_on = hands_on
         self.seen: dict[str, Tensor] = {} if outputs is None else dict(outputs.data)
         self._batch_axis: Dim = batch_dim
 
@@ -228,9 +236,9 @@ class Steps:
         extern_data: Mapping[str, BatchEntry],
         **others: Any,
     ) -> None:
-        """Call a step, and mark in hvdtrain's run context what it marks in RETURNN's. Raises: ConfigError."""
+        """Call a step, and copy its marks from RETURNN's run context to hvdtrain's. Raises: ConfigError."""
         context = get_run_ctx()
-        device = next((str(one.raw_tensor.device) for one in extern_data.values() if _is_tensor(one.raw_tensor)), "cpu")
+        device = next((str(entry.raw_tensor.device) for entry in extern_data.values() if _is_tensor(entry.raw_tensor)), "cpu")
         if self._outputs is not None:
             self._outputs.reset_content()
         given = self._tensors(extern_data, context, stage, device)
@@ -249,10 +257,12 @@ class Steps:
             reset_run_ctx()
 
     def _tensors(self, batch: Mapping[str, BatchEntry], context: RunContext, stage: Stage, device: str) -> TensorDict:
-        """A batch as `extern_data`. Raises: ConfigError, if the data does not match it."""
+        """A batch as a TensorDict. Raises: ConfigError, if the data does not match `extern_data`."""
         templates = self._templates
         if templates is None:
-            templates = extern_data_template_from_config_opts({name: _options_of(one.raw_tensor) for name, one in batch.items()})
+            templates = extern_data_template_from_config_opts(
+                {name: _options_of(entry.raw_tensor) for name, entry in batch.items()}
+            )
         is_training = stage == "train_step"
         wanted = TensorDict()
         raw: dict[str, Any] = {}
@@ -260,7 +270,7 @@ class Steps:
             if name == "seq_tag" or not (is_training or template.available_for_inference):
                 continue
             wanted.data[name] = template
-            raw[name], raw[f"{name}:seq_len"] = _raw(name, template, batch)
+            raw[name], raw[f"{name}:seq_len"] = _raw_values(name, template, batch)
         tensors: TensorDict = raw_dict_to_extern_data(
             raw,
             extern_data_template=wanted,
@@ -273,12 +283,20 @@ class Steps:
             tensors.data["seq_tag"] = SeqTags(self._batch_axis, context.seq_tags)
         return tensors
 
+    def text(self, *, name: str, numbers: Array) -> str | None:
+        """The text of an output by RETURNN's vocabulary: its own, or that of the target in `extern_data`; None: there is none."""
+        dims = [self.seen[name].sparse_dim] if name in self.seen else []
+        templates = {} if self._templates is None else self._templates.data
+        dims += [templates[key].sparse_dim for key in ("classes", "targets") if key in templates]
+        vocabulary = next((dim.vocab for dim in dims if dim is not None and dim.vocab is not None), None)
+        return None if vocabulary is None else str(vocabulary.serialize_labels(numbers))
+
     def is_batch_axis(self, dim: Dim) -> bool:
-        """Whether a dim is that of the batch: RETURNN takes the first one of `extern_data` for it, of whatever kind that is."""
+        """Whether a dim is the batch axis. RETURNN uses the first dim of `extern_data` for it, whatever its kind."""
         return bool(dim == self._batch_axis or dim.is_batch_dim())
 
     def _mark_outputs(self, marked: Any, context: RunContext) -> None:
-        """Mark the outputs of every sequence, without padding. Raises: ConfigError."""
+        """Mark the outputs of every sequence, without padding, in hvdtrain's run context. Raises: ConfigError."""
         missing = [name for name in self._outputs.data if name not in marked.outputs.data] if self._outputs is not None else []
         if missing:
             raise ConfigError.of(
@@ -295,18 +313,18 @@ class Steps:
             context.mark_as_output(_rows(first, sizes), name)
             self.seen[name] = first.copy_template()
             for number, values in enumerate(sizes):
-                if self._has_callback and values is not None and values.ndim > 1:  # several hypotheses
+                if self._hands_on and values is not None and values.ndim > 1:  # several hypotheses
                     context.mark_as_output(list(values), size_name(name, number))
 
 
 def mark_losses(losses: Mapping[str, Any], context: RunContext) -> None:
-    """Mark what was marked in RETURNN's run context in hvdtrain's: one number for each element, and zeros in the padding."""
+    """Mark the losses of RETURNN's run context in hvdtrain's: one number for each element, and zeros in the padding."""
     for name, loss in losses.items():
         count = loss.custom_inv_norm_factor
         if count is None or isinstance(count, Tensor):
             count = loss.get_inv_norm_factor()
         values = loss.loss
-        # A packed Tensor has no raw tensor of PyTorch: RETURNN sums it.
+        # A packed Tensor has no raw tensor of PyTorch, so only RETURNN can sum it.
         values = values.copy_masked(0.0).raw_tensor if _is_tensor(values.raw_tensor) else loss.get_summed_loss().raw_tensor
         context.mark_as_loss(
             values,
@@ -319,7 +337,7 @@ def mark_losses(losses: Mapping[str, Any], context: RunContext) -> None:
 
 
 class SeqTags(Tensor):  # type: ignore[misc]
-    """`extern_data["seq_tag"]`, which is read when it is used.
+    """`extern_data["seq_tag"]`, which is read only when it is used.
 
     Args:
         batch_axis: its only dim.
@@ -345,7 +363,7 @@ class SeqTags(Tensor):  # type: ignore[misc]
 
     @property
     def _raw_backend(self) -> Any:
-        """Asked for by functions of returnn.frontend, which then use what the base class holds."""
+        """Called by functions of returnn.frontend, which afterwards use the raw tensor of the base class."""
         self._raw_tensor = self.raw_tensor  # type: ignore[misc]  # a slot of the base class
         return get_backend_by_raw_tensor_type(numpy.ndarray)
 
@@ -366,7 +384,7 @@ class Callback:
     def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
         tensors = TensorDict()
         for name, output in outputs.items():
-            if name not in self._steps.seen and ":size" in name:
+            if name not in self._steps.seen and is_size(name):
                 continue  # the sizes of an axis of another output
             tensors.data[name] = self._tensor(name, output.raw_tensor, outputs)
         self._inner.process_seq(seq_tag=seq_tag, outputs=tensors)
@@ -375,10 +393,10 @@ class Callback:
         self._inner.finish()
 
     def _tensor(self, name: str, raw: Array, outputs: Mapping[str, Any]) -> Tensor:
-        """An output of one sequence. Its dims have the sizes of this sequence."""
+        """An output of one sequence, whose dims have the sizes of this sequence."""
         like = self._steps.seen.get(name)
         dtype = "string" if raw.dtype.kind == "U" else str(raw.dtype)
-        if like is None or len(like.dims) != raw.ndim + 1:  # another rank computed it, and model_outputs does not tell
+        if like is None or len(like.dims) != raw.ndim + 1:  # another rank computed it, and model_outputs has no template
             return Tensor(
                 name,
                 [Dim(size, name=f"{name}:axis-{axis + 1}") for axis, size in enumerate(raw.shape)],
@@ -387,22 +405,17 @@ class Callback:
             )
         dims: list[Dim] = []
         for axis, (dim, size) in enumerate(zip(self._without_batch(like.dims), raw.shape, strict=True)):
-            if dim.is_static():  # an axis of a raw tensor has the size that it has in this batch
+            if dim.is_static():  # the axis of a raw tensor, which may have another size in this batch
                 dims.append(dim if dim.dimension == size else Dim(size, name=dim.name))
                 continue
-            several = outputs.get(size_name(name, axis))  # a size for each hypothesis
-            sizes = numpy.array(size, dtype=numpy.int32) if several is None else several.raw_tensor
-            own = [] if several is None else self._without_batch(dim.dyn_size_ext.dims)
-            dims.append(Dim(Tensor(dim.name, own, str(sizes.dtype), raw_tensor=sizes), name=dim.name, kind=dim.kind))
+            of_hypotheses = outputs.get(size_name(name, axis))
+            sizes = numpy.array(size, dtype=numpy.int32) if of_hypotheses is None else of_hypotheses.raw_tensor
+            size_dims = [] if of_hypotheses is None else self._without_batch(dim.dyn_size_ext.dims)
+            dims.append(Dim(Tensor(dim.name, size_dims, str(sizes.dtype), raw_tensor=sizes), name=dim.name, kind=dim.kind))
         return Tensor(name, dims, dtype, sparse_dim=like.sparse_dim, raw_tensor=raw)
 
     def _without_batch(self, dims: Sequence[Dim]) -> list[Dim]:
         return [dim for dim in dims if not self._steps.is_batch_axis(dim)]
-
-
-def size_name(name: str, axis: int) -> str:
-    """The name under which an output's sizes of an axis (without the batch) go to the rank with the callback."""
-    return f"{name}:size{axis}"
 
 
 def _is_tensor(value: Any) -> bool:
@@ -410,15 +423,15 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _options_of(raw: Any) -> dict[str, Any]:
-    """An entry of `extern_data` derived from the data."""
+    """An entry of `extern_data`, derived from the data."""
     sizes = tuple(raw.shape[2:])
     is_sparse = not sizes and not (_is_tensor(raw) and raw.is_floating_point())
     dtype = str(raw.dtype).removeprefix("torch.") if _is_tensor(raw) else "string"
     return {"shape": (None, *sizes), "dim": None if is_sparse or not sizes else sizes[-1], "sparse": is_sparse, "dtype": dtype}
 
 
-def _raw(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[Any, torch.Tensor]:
-    """The values of a data key, and the lengths of the sequences. Raises: ConfigError, if they do not match the template."""
+def _raw_values(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[Any, torch.Tensor]:
+    """The values of a data key and the lengths of its sequences. Raises: ConfigError, if they do not match the template."""
     if name not in batch:
         raise ConfigError.of(
             "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
@@ -437,7 +450,7 @@ def _raw(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[
 
 
 def _sizes(dim: Dim, batch_axis: Dim) -> Array | None:
-    """The sizes of an axis, shape (batch, ...); None if it is as long in every sequence. Raises: ConfigError."""
+    """The sizes of an axis, shape (batch, ...); None if they are the same for all sequences. Raises: ConfigError."""
     if dim.dimension is not None or dim.dyn_size_ext is None or not dim.dyn_size_ext.dims:
         return None
     sizes = dim.dyn_size_ext
@@ -457,6 +470,6 @@ def _rows(tensor: Tensor, sizes: Sequence[Array | None]) -> list[Any]:
     longest = [None if values is None else values.reshape(len(values), -1).max(axis=1).tolist() for values in sizes]
     rows = []
     for number, row in enumerate(tensor.raw_tensor):
-        within = tuple(slice(None) if own is None else slice(own[number]) for own in longest)
+        within = tuple(slice(None) if lengths is None else slice(lengths[number]) for lengths in longest)
         rows.append(row[within] if within else numpy.array(row) if isinstance(row, str) else row)
     return rows

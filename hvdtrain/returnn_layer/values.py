@@ -1,7 +1,7 @@
-"""Values of keys as RETURNN takes them: those that mean off or default there, and keys that change others.
+"""Values of keys as RETURNN interprets them: those that mean off or default there, and keys that change others.
 
-RETURNN asks `if value:` of most keys, so that 0, "", an empty list and None turn them off. hvdtrain's own checks would refuse
-them. What is taken here is the value's meaning, before the checks.
+RETURNN tests `if value:` for most keys, so that 0, "", an empty list and None turn them off. hvdtrain's checks would refuse them,
+so they are replaced by their meaning before the checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FALSE: tuple[Any, ...] = (None, False, 0, "", (), [], {})
 """What is false in Python."""
 
 NO_DATA: tuple[Any, ...] = (None, False, 0, "", {})
-"""For a dataset. An empty list is refused: a pattern may have found no files."""
+"""Values for no dataset. An empty list is refused, since a pattern may have matched no files."""
 
 OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "accum_grad_multiple_step": ((None, 0), DEFAULT),
@@ -64,13 +64,15 @@ OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "output_file": ((None, ""), DEFAULT),
     "preload_from_files": (FALSE, DEFAULT),
     "search_data": (NO_DATA, DEFAULT),
+    "search_output_file": ((None, ""), DEFAULT),
+    "search_output_file_format": ((None,), DEFAULT),
     "start_epoch": ((None,), DEFAULT),
     "startup_callback": ((None, False), DEFAULT),
     "task": ((None, ""), DEFAULT),
     "torch_distributed": ((None,), DEFAULT),
 }
-"""By key, under hvdtrain's name: the values that turn it off in RETURNN, or stand for its default there; and what stands for them
-here. `tools/returnn_keys.py` writes the page docs/returnn_keys.md of it, next to RETURNN's defaults."""
+"""By hvdtrain's name of a key: the values that turn it off or select its default in RETURNN, and the value that replaces them.
+`tools/returnn_keys.py` writes docs/returnn_keys.md from it, next to RETURNN's defaults."""
 
 
 IGNORED_WITH_TORCH = (
@@ -82,13 +84,13 @@ IGNORED_WITH_TORCH = (
     "seq_drop",
     "inc_seq_length",
 )
-"""Keys that RETURNN reads for TensorFlow only: without effect in a config for its PyTorch engine, and refused elsewhere."""
+"""Keys that RETURNN reads only for TensorFlow: without effect in a config for its PyTorch engine, and refused otherwise."""
 
 DATASETS = ("dev", "eval", "forward_data", "search_data")
 
 
 def is_off(name: str, value: Any) -> bool:
-    """Whether a value of a key turns it off in RETURNN, or stands for its default there.
+    """Whether a value of a key turns it off or selects its default in RETURNN.
 
     >>> is_off("gradient_clip", 0.0), is_off("gradient_clip", 5.0), is_off("load_epoch", -1), is_off("load_epoch", False)
     (True, False, True, False)
@@ -97,53 +99,53 @@ def is_off(name: str, value: Any) -> bool:
 
 
 def _equal(value: Any, off: Any) -> bool:
-    """Whether two values are the same, of the same kind: 0 is 0.0, but not False."""
+    """Whether two values are equal and of the same kind: 0 is 0.0, but not False."""
     if isinstance(off, Real) and not isinstance(off, bool):
         return isinstance(value, Real) and not isinstance(value, bool) and bool(value == off)
     return type(value) is type(off) and bool(value == off)
 
 
-def understood(
+def convert_values(
     values: Mapping[str, Any], origins: Mapping[str, str], booleans: Collection[str] = (), *, for_returnn: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values with RETURNN's meaning, in hvdtrain's words.
+    """Convert RETURNN's values to hvdtrain's with the same meaning.
 
     Args:
-        values: by hvdtrain's names.
+        values: the config's values by hvdtrain's names.
         booleans: the keys that are true or false.
         for_returnn: whether the config was written for RETURNN.
 
     Returns:
-        The values, and remarks for the log about those that are not taken as they stand.
+        The values, and remarks for the log about changed ones.
     """
-    taken, remarks = dict(values), []
+    converted, remarks = dict(values), []
     for name, value in values.items():
         if value is None and name in booleans:
-            taken[name] = False
+            converted[name] = False
         if is_off(name, value):
             meaning = OFF[name][1]
             if meaning is DEFAULT:
-                del taken[name]
+                del converted[name]
             else:
-                taken[name] = meaning
-    both = taken.get("use_horovod") and "torch_distributed" in taken
+                converted[name] = meaning
+    both = converted.get("use_horovod") and "torch_distributed" in converted
     if both and not {origins.get("use_horovod"), origins.get("torch_distributed")}.intersection(OVERRIDING):
-        taken["use_horovod"] = False
-        remarks.append("use_horovod: without effect beside torch_distributed, which connects the ranks, as in RETURNN")
+        converted["use_horovod"] = False
+        remarks.append("use_horovod: without effect, since torch_distributed connects the ranks, as in RETURNN")
     for task in ("forward", "search"):
         name = f"{task}_data"
-        if isinstance(taken.get(name), str) and taken[name] in ("train", "dev", "eval"):
-            taken[name] = taken.get(taken[name])
-    if _is_true(taken.get("dry_run")) and taken.get("task", "train") == "train":
-        taken["task"], taken["dry_run"] = "dry_run", None
-        remarks.append("dry_run: some steps are tried and nothing is written, as with --dry-run")
-    if for_returnn and _is_true(taken.get("use_dummy_datasets")) and taken.get("extern_data"):
-        taken |= dummy_datasets(taken)
-        remarks.append("use_dummy_datasets: RETURNN makes up the data")
-    measure = taken.get("learning_rate_control_error_measure")
+        if isinstance(converted.get(name), str) and converted[name] in ("train", "dev", "eval"):
+            converted[name] = converted.get(converted[name])
+    if _is_true(converted.get("dry_run")) and converted.get("task", "train") == "train":
+        converted["task"], converted["dry_run"] = "dry_run", None
+        remarks.append("dry_run: runs some steps and writes nothing, as --dry-run does")
+    if for_returnn and _is_true(converted.get("use_dummy_datasets")) and converted.get("extern_data"):
+        converted |= dummy_datasets(converted)
+        remarks.append("use_dummy_datasets: RETURNN generates the data")
+    measure = converted.get("learning_rate_control_error_measure")
     if for_returnn and measure:
-        taken["learning_rate_control_error_measure"] = [*([measure] if isinstance(measure, str) else measure), FALLBACK]
-    return taken, remarks
+        converted["learning_rate_control_error_measure"] = [*([measure] if isinstance(measure, str) else measure), FALLBACK]
+    return converted, remarks
 
 
 def _is_true(value: Any) -> bool:
@@ -151,7 +153,7 @@ def _is_true(value: Any) -> bool:
 
 
 def dummy_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The datasets that RETURNN takes with `use_dummy_datasets`, instead of those that are given."""
+    """The datasets that RETURNN uses with `use_dummy_datasets` instead of the given ones."""
 
     def dummy(num_seqs: int, **more: Any) -> dict[str, Any]:
         return {"class": "DummyGenericDataset", "data_template": values["extern_data"], "num_seqs": num_seqs, **more}
@@ -159,19 +161,19 @@ def dummy_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     def fixed(name: str) -> dict[str, Any]:
         return dummy(num_seqs, fixed_random_seed=crc32(name.encode()))
 
-    asked: int | None = values.get("dummy_dataset_num_seqs")
-    num_train: int = values.get("train_dummy_dataset_num_seqs", asked) or 1000
-    num_seqs = asked or (max(num_train // 20, 1) if values.get("train") else 100)
-    made = {name: fixed(name) for name in DATASETS if values.get(name)}
+    given: int | None = values.get("dummy_dataset_num_seqs")
+    num_train: int = values.get("train_dummy_dataset_num_seqs", given) or 1000
+    num_seqs = given or (max(num_train // 20, 1) if values.get("train") else 100)
+    datasets = {name: fixed(name) for name in DATASETS if values.get(name)}
     if values.get("train"):
-        made["train"] = dummy(num_train)
+        datasets["train"] = dummy(num_train)
     if values.get("eval_datasets"):
-        made["eval_datasets"] = {name: fixed(name) for name in values["eval_datasets"]}
-    return made
+        datasets["eval_datasets"] = {name: fixed(name) for name in values["eval_datasets"]}
+    return datasets
 
 
 def ignored_by_returnn(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that a config for RETURNN's PyTorch engine sets, and that only its TensorFlow engine reads."""
+    """The keys that a config for RETURNN's PyTorch engine sets but only its TensorFlow engine reads."""
     if values.get("backend", "torch") != "torch" or not values.get("get_model"):
         return ()
     return tuple(name for name in IGNORED_WITH_TORCH if name in values and not is_no_op(name, values[name]))

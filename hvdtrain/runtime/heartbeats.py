@@ -1,8 +1,8 @@
-"""Who hangs: the ranks' watchdogs tell each other over UDP what their ranks do, also while a collective waits.
+"""Which rank hangs: the watchdogs of all ranks exchange heartbeats over UDP, even while a collective blocks.
 
-Every rank sends rank 0 a datagram about once a second, and rank 0 answers with what it concludes from all of them. A datagram
-needs no connection: a rank that is stopped blocks nobody, and a lost one is followed by the next. Where none gets through, each
-rank judges by what it knows itself.
+Every rank sends rank 0 a datagram about once a second, and rank 0 replies with its diagnosis of the whole job. Datagrams need no
+connection, so a stopped rank blocks no other one, and a lost datagram is made up for by the next. Where none gets through, each
+rank makes its own diagnosis from what it can observe.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hvdtrain.runtime.peers import (
     Address,
     Datagrams,
     Process,
-    authenticated,
-    body_of,
     end_daemon_later,
     network,
     open_datagrams,
+    sign,
+    verify,
 )
 
 INTERVAL = 1.0
@@ -38,31 +38,31 @@ INTERVAL = 1.0
 MANY = 200
 
 SILENT = 5.0
-"""A rank of which nothing has been heard for this many seconds (or this many of its intervals) gives no sign of life."""
+"""A rank that has sent nothing for this many seconds (or this many of its intervals) is silent."""
 
 SECONDS_FOR_LAUNCHERS = 3.0
-"""How long a rank waits for one that has ended. Most launchers, and most transports, end it sooner; srun with MPI does not."""
+"""How long a rank keeps waiting for one that has ended. Most launchers and transports end it sooner; srun with MPI does not."""
 
 SECONDS_FOR_DAEMONS = 10.0
 """How long mpirun has to end a job that hangs."""
 
 SHOWN = 16
-"""How many ranks a message names, at most."""
+"""The most ranks that a message names."""
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
-"""On this signal, a process under a watchdog prints its stack: also if it holds Python's lock, so that no thread can do it."""
+"""Makes a process under a watchdog print its stack, even if it holds the GIL, so that no Python thread could."""
 
 ENDED, FAILED = "ended", "failed"
-"""What a rank sends that ends in an orderly way, or because of an error."""
+"""The last message of a rank that ends in an orderly way, or because of an error."""
 
 
 @dataclass(frozen=True)
 class Contact:
-    """A rank as the others know it.
+    """What the other ranks need to know to watch this one.
 
     Attributes:
         names: names and addresses of its host; 127.0.0.1 may be among them.
-        port: where it listens; None: it cannot.
+        port: the port it listens on; None: it cannot listen.
         token: a secret of the job, which authenticates its datagrams. Rank 0's is used.
     """
 
@@ -75,14 +75,14 @@ class Contact:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life.
+    """What a rank regularly reports.
 
     Attributes:
-        activity: what the rank does.
+        activity: what the rank is doing.
         idle: seconds since it last made progress.
         beats: how often it has made progress.
-        waits: whether it waits for other ranks.
-        overdue: whether it makes no progress for longer than its watchdog's patience.
+        waits: whether it is waiting for other ranks.
+        overdue: whether it has made no progress for longer than its watchdog allows.
     """
 
     activity: str
@@ -97,10 +97,10 @@ class Diagnosis:
     """Why the job makes no progress.
 
     Attributes:
-        hanging: the ranks that wait for no other one.
-        silent: the ranks that give no sign of life.
+        hanging: the ranks that are waiting for no other one.
+        silent: the ranks that have stopped sending heartbeats.
         gone: the ranks that have ended, or whose hosts are lost, while others wait for them.
-        ends: no rank is waited for any longer.
+        ends: the job ends now, without waiting for any rank to recover.
     """
 
     hanging: tuple[int, ...] = ()
@@ -109,20 +109,20 @@ class Diagnosis:
     ends: bool = False
 
 
-def waits_long(sign: Heartbeat) -> bool:
-    """Whether a rank has waited for others for so long that it will not get on if one of them has ended."""
-    return sign.waits and sign.idle > SECONDS_FOR_LAUNCHERS
+def has_waited_long(heartbeat: Heartbeat) -> bool:
+    """Whether a rank has waited for others for so long that, if one of them has ended, it will not continue."""
+    return heartbeat.waits and heartbeat.idle > SECONDS_FOR_LAUNCHERS
 
 
-def diagnose(signs: Mapping[int, Heartbeat], silent: Collection[int], gone: Collection[int] = ()) -> Diagnosis | None:
-    """Who hangs; None: no rank is overdue, and none waits for one that has ended.
+def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], gone: Collection[int] = ()) -> Diagnosis | None:
+    """Find the ranks that hang; None: no rank is overdue, and none is waiting for one that has ended.
 
-    Ranks that have ended come first; then those that give no sign of life; then those that wait for no other rank, and of these
-    the ones that are furthest behind, as GPUs let a rank run ahead of a collective. If all ranks wait, any of them may hang.
+    Blame ranks that have ended first, then silent ones, then those that are waiting for no other rank. Of the last, blame the
+    ones furthest behind, as GPUs let a rank run ahead of a collective. If all ranks are waiting, any of them may hang.
 
     Args:
-        signs: by rank.
-        silent: the ranks whose sign is old.
+        heartbeats: by rank.
+        silent: the ranks whose heartbeat is old.
         gone: the ranks that have ended, or whose hosts are lost.
 
     >>> waits, works = Heartbeat("step 5", 20.0, 6, True, True), Heartbeat("step 5", 20.0, 6, False, False)
@@ -131,41 +131,42 @@ def diagnose(signs: Mapping[int, Heartbeat], silent: Collection[int], gone: Coll
     >>> diagnose({0: waits, 1: works}, (), {2}), diagnose({0: works, 1: works}, (), {2}) is None
     (Diagnosis(hanging=(), silent=(), gone=(2,), ends=True), True)
     """
-    if gone and any(waits_long(sign) for rank, sign in signs.items() if rank not in gone):
+    if gone and any(has_waited_long(heartbeat) for rank, heartbeat in heartbeats.items() if rank not in gone):
         return Diagnosis(gone=tuple(sorted(gone)), ends=True)
-    heard = {rank: sign for rank, sign in signs.items() if rank not in silent}
-    if not any(sign.overdue for sign in heard.values()):
+    recent = {rank: heartbeat for rank, heartbeat in heartbeats.items() if rank not in silent}
+    idle_of_overdue = [heartbeat.idle for heartbeat in recent.values() if heartbeat.overdue]
+    if not idle_of_overdue:
         return None
     if silent:
         return Diagnosis(silent=tuple(sorted(silent)))
-    longest = max(sign.idle for sign in heard.values() if sign.overdue)
-    working = {rank: sign for rank, sign in heard.items() if not sign.waits and sign.idle > longest / 2}
-    fewest = min((sign.beats for sign in working.values()), default=0)
-    hanging = [rank for rank, sign in sorted(working.items()) if sign.beats == fewest]
-    return Diagnosis(tuple(hanging) or tuple(sorted(heard)))
+    longest = max(idle_of_overdue)
+    working = {rank: heartbeat for rank, heartbeat in recent.items() if not heartbeat.waits and heartbeat.idle > longest / 2}
+    fewest = min((heartbeat.beats for heartbeat in working.values()), default=0)
+    hanging = [rank for rank, heartbeat in sorted(working.items()) if heartbeat.beats == fewest]
+    return Diagnosis(tuple(hanging) or tuple(sorted(recent)))
 
 
 @dataclass
-class _Heard:
-    """A rank of which something was heard. Attributes: sign: None of rank 0; at: when; address: from where."""
+class _LastDatagram:
+    """The last datagram from a rank; rank 0 sends no heartbeat."""
 
-    sign: Heartbeat | None
-    at: float
+    heartbeat: Heartbeat | None
+    received_at: float
     address: Address
 
 
 @dataclass
 class Heartbeats:
-    """What one rank's watchdog knows of the others. Without others, it knows itself.
+    """What one rank's watchdog knows about all ranks. In a job of one rank, it knows only itself.
 
-    Only the watchdog's thread uses it, after it was made.
+    Once constructed, it is used by the watchdog's thread only.
 
     Args:
         contacts: of all ranks, by rank.
-        datagrams: None: there are no others, or they cannot be heard.
-        addresses: where rank 0 may be reached from another rank.
-        together: whether a rank ends if another one has ended; False: a launcher connects those that are left anew.
-        restarts: whether the launcher starts the ranks again, so that they end if a host does not answer.
+        datagrams: None: there are no other ranks, or they cannot be reached.
+        addresses: addresses at which another rank may reach rank 0.
+        together: whether a rank ends if another one has ended; False: a launcher reconnects the remaining ranks.
+        restarts: whether the launcher restarts the ranks, so that they end if a host does not answer.
     """
 
     rank: int
@@ -174,14 +175,16 @@ class Heartbeats:
     addresses: Sequence[Address] = ()
     together: bool = True
     restarts: bool = False
-    _heard: dict[int, _Heard] = field(default_factory=dict)  # on rank 0 of all others, on the others of rank 0
+    _last: dict[int, _LastDatagram] = field(default_factory=dict)  # by sender: on rank 0 all others, on the others rank 0
     _ended: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)  # because of an error, or killed
     _lost: set[int] = field(default_factory=set)  # their hosts do not answer
-    _answer: Diagnosis | None = None  # of rank 0, on the others
-    _last_diagnosis: Diagnosis | None = None  # what rank 0 last told everyone
+    _reply: Diagnosis | None = None  # from rank 0, on the others
+    _last_diagnosis: Diagnosis | None = None  # that rank 0 broadcast
     _number_sent: int = 0
-    _number_received: dict[int, int] = field(default_factory=dict)  # by rank: an old datagram, sent again, is no sign of life
+    _number_received: dict[int, int] = field(
+        default_factory=dict
+    )  # by sender, so that a replayed datagram does not count as a heartbeat
 
     @property
     def interval(self) -> float:
@@ -190,54 +193,54 @@ class Heartbeats:
 
     @property
     def decides(self) -> bool:
-        """Whether this rank judges: it is rank 0, or rank 0 is not heard."""
-        return self.rank == 0 or 0 not in self._heard or 0 in self._gone or 0 in self._silent()
+        """Whether this rank makes the diagnosis: it is rank 0, or it receives nothing from rank 0."""
+        return self.rank == 0 or 0 not in self._last or 0 in self._gone or 0 in self._silent()
 
     def listen(self, seconds: float) -> None:
-        """Take in what others send, for this long."""
+        """Handle the datagrams of other ranks for this long."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if self.datagrams is None:
                 time.sleep(left)
             elif (received := self.datagrams.receive(left)) is not None:
-                self._take(*received)
+                self._handle(*received)
 
-    def _take(self, data: bytes, address: Address) -> None:
-        # Nothing is parsed before it is known to be the job's own: whoever reaches the port could send what the parser chokes on.
-        if (body := body_of(self.contacts[0].token, data)) is None:
+    def _handle(self, data: bytes, address: Address) -> None:
+        # Authenticate before parsing: anyone who can reach the port could send input that breaks the parser.
+        if (body := verify(self.contacts[0].token, data)) is None:
             return
         sender, number, what = json.loads(body)
-        # What a stranger has recorded may come once more, or to another rank: rank 0 hears all others, which hear rank 0.
+        # Refuse replayed datagrams, also on another rank: only rank 0 listens to the others, and they listen to rank 0 only.
         if number <= self._number_received.get(sender, 0) or (sender == 0) == (self.rank == 0):
             return
         self._number_received[sender] = number
         if what == ENDED:
-            self._heard.pop(sender, None)
+            self._last.pop(sender, None)
             self._ended.add(sender)
         elif what == FAILED:
             self._gone.add(sender)
         elif self.rank == 0:
-            self._heard[sender] = _Heard(Heartbeat(**what), time.monotonic(), address)
-            self._send(self._last_diagnosis and asdict(self._last_diagnosis), address)
+            self._last[sender] = _LastDatagram(Heartbeat(**what), time.monotonic(), address)
+            self._send_to(self._last_diagnosis and asdict(self._last_diagnosis), address)
         else:
-            self._heard[0] = _Heard(None, time.monotonic(), address)
-            self._answer = what and Diagnosis(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
+            self._last[0] = _LastDatagram(None, time.monotonic(), address)
+            self._reply = what and Diagnosis(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
 
-    def tell(self, sign: Heartbeat | str) -> None:
-        """Send rank 0 a sign of life, or ENDED or FAILED, of which rank 0 tells the others."""
-        what = sign if isinstance(sign, str) else asdict(sign)
+    def send(self, message: Heartbeat | str) -> None:
+        """Send rank 0 a heartbeat, ENDED or FAILED. Rank 0 sends its own ENDED or FAILED to all others."""
+        what = message if isinstance(message, str) else asdict(message)
         if self.rank == 0:
-            for heard in list(self._heard.values()) if isinstance(sign, str) else ():
-                self._send(what, heard.address)
+            for last in list(self._last.values()) if isinstance(message, str) else ():
+                self._send_to(what, last.address)
             return
-        for address in [self._heard[0].address] if 0 in self._heard.keys() - self._silent() else self.addresses:
-            self._send(what, address)
+        for address in [self._last[0].address] if 0 in self._last.keys() - self._silent() else self.addresses:
+            self._send_to(what, address)
 
-    def _send(self, what: object, address: Address) -> None:
+    def _send_to(self, what: object, address: Address) -> None:
         if self.datagrams is not None:
             self._number_sent += 1
             body = json.dumps([self.rank, self._number_sent, what]).encode()
-            self.datagrams.send(authenticated(self.contacts[0].token, body), address)
+            self.datagrams.send(sign(self.contacts[0].token, body), address)
 
     def close(self) -> None:
         """Close the socket."""
@@ -245,166 +248,170 @@ class Heartbeats:
             self.datagrams.close()
 
     def conclude(self, own: Heartbeat) -> Diagnosis | None:
-        """Why the job makes no progress, as far as it is known here; None: it makes progress."""
-        self._look_for_lost()
+        """Why the job makes no progress, as far as this rank can tell; None: it makes progress."""
+        self._find_lost_hosts()
         if not self.decides:
-            return self._answer
-        self._look_for_gone()
-        # Ranks end in an orderly way once all of them are about to: who is slower then waits for nobody.
-        in_vain = self.together and not self._ended
-        return diagnose(self._heartbeats_of(own), self._silent(), self._gone | self._lost if in_vain else ())
+            return self._reply
+        self._find_gone_ranks()
+        # A rank ends in an orderly way only when all are about to, so a slower one is not blocked on it.
+        are_blocked = self.together and not self._ended
+        return diagnose(self._heartbeats(own), self._silent(), self._gone | self._lost if are_blocked else ())
 
-    def _look_for_gone(self) -> None:
-        """Find out which ranks have ended without a word: those of this host have no process any more, and of silent ones
-        elsewhere their hosts say that nobody listens on their ports.
+    def _find_gone_ranks(self) -> None:
+        """Find the ranks that ended without sending a message: on this host, their processes are gone; on other hosts, they are
+        silent, and the kernel reports that their ports are closed.
         """
-        others = set(self._here()) - {self.rank} - self._ended
+        others = set(self._local_ranks()) - {self.rank} - self._ended
         self._gone |= {rank for rank in others if self.contacts[rank].process.has_ended()}
         if self.datagrams is None:
             return
-        for rank in self._silent() & self._heard.keys() - self._gone:
-            heard = self._heard[rank]
-            if self.datagrams.refused.get(heard.address, -math.inf) > heard.at:
+        for rank in self._silent() & self._last.keys() - self._gone:
+            last = self._last[rank]
+            if self.datagrams.refused.get(last.address, -math.inf) > last.received_at:
                 self._gone.add(rank)
             else:
-                self.datagrams.probe(heard.address)
+                self.datagrams.probe(last.address)
 
     def wait_for_ended(self, seconds: float) -> list[str]:
-        """Which ranks have ended, after a collective has failed because of one; waits until there is one, for so long at most.
+        """After a collective failed, wait at most this long for a rank that has ended; return a line for each one found.
 
-        Unlike the other methods, this one is for any thread, while the watchdog's receives what the hosts answer.
+        Unlike the other methods, this one may be called from any thread, while the watchdog's thread receives the replies.
         """
         began = time.monotonic()
         while True:
-            found = self._gone | {rank for rank in self._here() if self.contacts[rank].process.has_ended()}
-            for rank, heard in list(self._heard.items()):
+            found = self._gone | {rank for rank in self._local_ranks() if self.contacts[rank].process.has_ended()}
+            for rank, last in list(self._last.items()):
                 if self.datagrams is not None:
-                    found |= {rank} if self.datagrams.refused.get(heard.address, -math.inf) > began else set()
-                    self.datagrams.probe(heard.address)
+                    found |= {rank} if self.datagrams.refused.get(last.address, -math.inf) > began else set()
+                    self.datagrams.probe(last.address)
             if found - self._ended or time.monotonic() - began > seconds:
-                return [self._has_ended(rank) for rank in sorted(found - self._ended)][:SHOWN]
+                return [self._ended_line(rank) for rank in sorted(found - self._ended)][:SHOWN]
             time.sleep(0.05)
 
-    def _has_ended(self, rank: int) -> str:
+    def _ended_line(self, rank: int) -> str:
         return f"rank {rank} on {self.contacts[rank].host} has ended"
 
-    def _look_for_lost(self) -> None:
-        """Find out which silent ranks are on hosts that do not answer any more.
+    def _find_lost_hosts(self) -> None:
+        """Find the silent ranks whose hosts no longer answer.
 
-        All hosts are asked at the start, when their ranks are heard, since behind a firewall they may never answer. Of the ranks
-        of this host only the first one asks: other kernels limit how often they answer it.
+        Ask every host as soon as its ranks send heartbeats: one behind a firewall never answers, and must not count as lost. Only
+        the first rank of each host asks, as kernels limit how often they answer the same host.
         """
         self._lost = set()
-        if self.datagrams is None or not self.restarts or self.rank != self._here()[0]:
+        if self.datagrams is None or not self.restarts or self.rank != self._local_ranks()[0]:
             return
-        ranks: dict[str, set[int]] = defaultdict(set)
-        for rank in self._heard.keys() - self._gone:
-            ranks[self._heard[rank].address[0]].add(rank)
+        by_host: dict[str, set[int]] = defaultdict(set)
+        for rank in self._last.keys() - self._gone:
+            by_host[self._last[rank].address[0]].add(rank)
         silent = self._silent()
-        for name, there in ranks.items():
+        for name, ranks in by_host.items():
             host = self.datagrams.hosts[name]
-            if host.answers and not there <= silent:
+            if host.answers and not ranks <= silent:
                 host.asked = 0
             else:
                 self.datagrams.ask(name)
             if host.is_lost:
-                self._lost |= there
+                self._lost |= ranks
 
     def broadcast(self, diagnosis: Diagnosis | None) -> None:
-        """On rank 0: tell the others the diagnosis, at once and with every answer from now on."""
+        """On rank 0: send the diagnosis to all others, now and with every reply from now on."""
         self._last_diagnosis = diagnosis
-        for heard in self._heard.values() if self.rank == 0 else ():
-            self._send(diagnosis and asdict(diagnosis), heard.address)
+        for last in self._last.values() if self.rank == 0 else ():
+            self._send_to(diagnosis and asdict(diagnosis), last.address)
 
-    def _heartbeats_of(self, own: Heartbeat) -> dict[int, Heartbeat]:
-        """By rank, what is known now."""
+    def _heartbeats(self, own: Heartbeat) -> dict[int, Heartbeat]:
+        """By rank, the last heartbeat, with the seconds since then counted as idle."""
         now = time.monotonic()
-        heard = {rank: (one.sign, now - one.at) for rank, one in self._heard.items()}
-        return {self.rank: own} | {rank: replace(sign, idle=sign.idle + age) for rank, (sign, age) in heard.items() if sign}
+        return {self.rank: own} | {
+            rank: replace(last.heartbeat, idle=last.heartbeat.idle + now - last.received_at)
+            for rank, last in self._last.items()
+            if last.heartbeat
+        }
 
     def _silent(self) -> set[int]:
         now = time.monotonic()
-        silent = {rank for rank, heard in self._heard.items() if now - heard.at > SILENT * self.interval}
+        silent = {rank for rank, last in self._last.items() if now - last.received_at > SILENT * self.interval}
         if self.rank != 0:
             return silent
-        unheard = set(self._here()) - {0} - self._heard.keys() - self._ended
-        return silent | {rank for rank in unheard if self.contacts[rank].process.describe()}
+        never_heard = set(self._local_ranks()) - {0} - self._last.keys() - self._ended
+        return silent | {rank for rank in never_heard if self.contacts[rank].process.describe()}
 
-    def forgive(self) -> None:
-        """After this process was suspended, it can't tell for how long others have been silent."""
-        for heard in self._heard.values():
-            heard.at = time.monotonic()
+    def reset_silence(self) -> None:
+        """Count the others' silence from now on, as this process was suspended and cannot know how long they have been silent."""
+        for last in self._last.values():
+            last.received_at = time.monotonic()
 
     def describe(self, diagnosis: Diagnosis, own: Heartbeat) -> str | None:
-        """The diagnosis in words; None: there is nothing to say beside what the ranks say of themselves."""
-        if len(self.contacts) < 2 or (not diagnosis.silent and not diagnosis.gone and (self.rank != 0 or not self._heard)):
+        """The diagnosis in words; None: the hanging ranks report everything themselves."""
+        if len(self.contacts) < 2 or (not diagnosis.silent and not diagnosis.gone and (self.rank != 0 or not self._last)):
             return None
         if diagnosis.gone:
-            ended = [self._has_ended(rank) for rank in diagnosis.gone if rank not in self._lost]
+            ended = [self._ended_line(rank) for rank in diagnosis.gone if rank not in self._lost]
             them = "it" if len(diagnosis.gone) == 1 else "them"
-            return f"{'; '.join([*ended[:SHOWN], *self._of_lost()])}: the other ranks wait for {them} in vain, and end, too"
-        signs = self._heartbeats_of(own)
+            lines = [*ended[:SHOWN], *self._lost_host_lines()]
+            return f"{'; '.join(lines)}: the remaining ranks are blocked on {them} and will exit"
         if diagnosis.silent:
-            return "; ".join(self._of_silent(rank) for rank in diagnosis.silent[:SHOWN])
-        waiting = [rank for rank in signs if rank not in diagnosis.hanging]
-        if not waiting and all(signs[rank].waits for rank in diagnosis.hanging if rank in signs):
-            each = "; ".join(
-                f"rank {rank}: {sign.activity}, for {sign.idle:.0f} s" for rank, sign in sorted(signs.items())[:SHOWN]
+            return "; ".join(self._silent_line(rank) for rank in diagnosis.silent[:SHOWN])
+        heartbeats = self._heartbeats(own)
+        waiting = [rank for rank in heartbeats if rank not in diagnosis.hanging]
+        if not waiting and all(heartbeats[rank].waits for rank in diagnosis.hanging if rank in heartbeats):
+            activities = "; ".join(
+                f"rank {rank}: {heartbeat.activity}, for {heartbeat.idle:.0f} s"
+                for rank, heartbeat in sorted(heartbeats.items())[:SHOWN]
             )
-            return f"every rank waits for others: was a connection lost, or do they call different collectives? {each}"
+            return f"every rank waits for others: was a connection lost, or do they call different collectives? {activities}"
         text = "; ".join(
-            f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {signs[rank].idle:.0f} s (watchdog_timeout) "
-            f"in {signs[rank].activity}"
+            f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {heartbeats[rank].idle:.0f} s (watchdog_timeout) "
+            f"in {heartbeats[rank].activity}"
             for rank in diagnosis.hanging[:SHOWN]
         )
         others = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
-        unknown = [str(rank) for rank in range(len(self.contacts)) if rank not in signs]
-        unheard = f"; nothing was heard of rank {', '.join(unknown[:SHOWN])}" if unknown else ""
+        unknown = [str(rank) for rank in range(len(self.contacts)) if rank not in heartbeats]
+        unheard = f"; no heartbeat from rank {', '.join(unknown[:SHOWN])}" if unknown else ""
         return text + (f"; {others} for {'it' if len(diagnosis.hanging) == 1 else 'them'}" if waiting else "") + unheard
 
-    def _of_lost(self) -> Iterator[str]:
+    def _lost_host_lines(self) -> Iterator[str]:
         for host in sorted({self.contacts[rank].host for rank in self._lost})[:SHOWN]:
-            there = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
-            seconds = time.monotonic() - max(self._heard[rank].at for rank in there if rank in self._lost)
-            ranks = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there[:SHOWN]))}"
-            yield f"{host} with {ranks} has not answered for {seconds:.0f} s, so its power or its network is lost"
+            ranks = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
+            seconds = time.monotonic() - max(self._last[rank].received_at for rank in ranks if rank in self._lost)
+            names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}"
+            yield f"{host} with {names} has not answered for {seconds:.0f} s, so it has lost power or its network connection"
 
-    def _of_silent(self, rank: int) -> str:
+    def _silent_line(self, rank: int) -> str:
         contact = self.contacts[rank]
-        heard = self._heard.get(rank)
-        since = "" if heard is None else f" for {time.monotonic() - heard.at:.0f} s"
-        last = "" if heard is None or heard.sign is None else f" (last in {heard.sign.activity})"
-        text = f"rank {rank} on {contact.host} has given no sign of life{since}{last}: its process {contact.process.pid}"
-        if not self._sees(rank):
-            return f"{text} is stopped, or its host or network is lost"
-        return f"{text} {contact.process.describe() or 'runs, but holds the lock of its Python'}"
+        last = self._last.get(rank)
+        since = "" if last is None else f" for {time.monotonic() - last.received_at:.0f} s"
+        activity = "" if last is None or last.heartbeat is None else f" (last in {last.heartbeat.activity})"
+        text = f"rank {rank} on {contact.host} has sent no heartbeat{since}{activity}: its process {contact.process.pid}"
+        if not self._is_local(rank):
+            return f"{text} is stopped, or its host or network is down"
+        return f"{text} {contact.process.describe() or 'is running, but does not release the GIL'}"
 
-    def _sees(self, rank: int) -> bool:
+    def _is_local(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""
-        one, own = self.contacts[rank], self.contacts[self.rank]
-        return (one.host, one.process.place) == (own.host, own.process.place)
+        other, own = self.contacts[rank], self.contacts[self.rank]
+        return (other.host, other.process.place) == (own.host, own.process.place)
 
-    def _here(self) -> list[int]:
-        """The ranks of this host."""
-        return [rank for rank in range(len(self.contacts)) if self._sees(rank)]
+    def _local_ranks(self) -> list[int]:
+        return [rank for rank in range(len(self.contacts)) if self._is_local(rank)]
 
-    def ask_for_stacks(self, silent: Collection[int]) -> None:
-        """Make silent ranks of this host print their stacks; of several ranks that could ask, the first one does."""
-        here = self._here()
-        if self.rank == next((rank for rank in here if rank not in silent), None):
-            for rank in set(here) & set(silent):
+    def request_stacks(self, silent: Collection[int]) -> None:
+        """Make silent ranks of this host print their stacks. Only the first rank of the host that is not silent does so."""
+        local = self._local_ranks()
+        if self.rank == next((rank for rank in local if rank not in silent), None):
+            for rank in set(local) & set(silent):
                 if self.contacts[rank].process.state() in ("R", "S", "D"):
                     self.contacts[rank].process.send(STACK_SIGNAL)
 
     def kill(self, silent: Collection[int]) -> None:
-        """End silent ranks of this host: a launcher asks them first, and waits in vain if they are stopped.
+        """Kill the silent ranks of this host: a launcher would ask a stopped process to end, and never get an answer.
 
-        Those of another host are the launcher's to end. If that host is lost, mpirun waits for it in vain.
+        Those of other hosts are left to the launcher. As mpirun never gives up on a lost host, its daemon is ended, too.
         """
         for rank in silent:
-            if self._sees(rank) and rank != self.rank:
+            if self._is_local(rank) and rank != self.rank:
                 self.contacts[rank].process.send(signal.SIGKILL)
-        if not all(self._sees(rank) for rank in silent):
+        if not all(self._is_local(rank) for rank in silent):
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
@@ -413,11 +420,11 @@ def exchange_contacts(
 ) -> Heartbeats:
     """Collective. Exchange addresses with the watchdogs of the other ranks.
 
-    Where all ranks are on one host, they listen on its loopback address, which no other host reaches.
+    If all ranks are on one host, they listen on its loopback address, which other hosts cannot reach.
 
     Args:
         names: names and addresses of this host.
-        gather: gives every rank's value, by rank.
+        gather: returns the values of all ranks, by rank.
         together, restarts: see `Heartbeats`.
     """
     on_one_host = len(set(gather(network()))) == 1
@@ -428,14 +435,14 @@ def exchange_contacts(
     if datagrams is not None and contacts[0].port is None:
         datagrams.close()
         datagrams = None
-    met = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
+    heartbeats = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
     if rank != 0:
-        met.addresses = _addresses(contacts[0], local=on_one_host or 0 in met._here())
-    return met
+        heartbeats.addresses = _addresses(contacts[0], local=on_one_host or 0 in heartbeats._local_ranks())
+    return heartbeats
 
 
 def _addresses(contact: Contact, local: bool) -> list[Address]:
-    """Where a rank may be reached. Names are looked up here, once: without a name server, that takes many seconds."""
+    """Addresses at which a rank may be reached. Names are looked up only here: without a name server, a lookup takes seconds."""
     found = []
     for name in (LOOPBACK,) if local else [name for name in contact.names if not name.startswith("127.")]:
         with suppress(OSError):

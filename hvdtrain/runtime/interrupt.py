@@ -75,7 +75,7 @@ class Stopped(HvdtrainError):
         repeatable: see `Outcome`.
 
     Attributes:
-        is_printed: the user has seen the message.
+        is_printed: the message has been printed already.
     """
 
     is_printed = False
@@ -84,8 +84,8 @@ class Stopped(HvdtrainError):
         super().__init__(message)
         self.outcome = Outcome(status, "all ranks", repeatable)
 
-    def after_printing(self) -> Self:
-        """The same error as one that the user has seen."""
+    def as_printed(self) -> Self:
+        """The same error, marked as printed."""
         return self._with(is_printed=True)
 
 
@@ -93,13 +93,13 @@ class Interrupt:
     """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
     SIGTERM, SIGUSR1 and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt, and
-    so does the first before `defer_sigint` is called, as there is nothing to save yet.
+    so does the first one before `defer_sigint` is called, as there is nothing to save yet.
 
     Args:
         seconds: the time limit; None: no limit.
 
     Attributes:
-        on_sigterm: what to do at once on SIGTERM, besides; it must not raise.
+        on_sigterm: called at once on the first SIGTERM; it must not raise.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,7 +127,7 @@ class Interrupt:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
+        """The reason to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
         if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/child.py
             return "the end of its launcher"
         if self._signal is not None:

@@ -1,7 +1,7 @@
 """What a program prints: the log, and a progress bar on the terminal.
 
 The log: rank 0 writes to stdout and to commands, and every rank writes its own file if `log` names one. The bar is tqdm's, also
-on the terminals that Open MPI gives its ranks; lines of the log, like all that Python prints meanwhile, stand above it.
+on the terminals that Open MPI gives its ranks; log lines, like everything else that Python prints meanwhile, appear above it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.runtime.peers import MPIRUN
 from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
@@ -33,17 +34,14 @@ DEFAULT_VERBOSITY = 3
 """The verbosity of a target beyond the end of the list `log_verbosity`."""
 
 EVERY = 0.2
-"""Seconds between two drawings of a progress bar."""
+"""Seconds between two updates of a progress bar."""
 
 BAR = "{l_bar}{bar:10}{r_bar}"
-"""tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
+"""tqdm's default format, but with a bar of a fixed width, as the losses after it would change the width with every update."""
 
 NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WIDE = 100
-"""The format in a terminal of fewer columns than that."""
-
-MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
-"""What Open MPI's launcher may be called."""
+"""NARROW is the format in a terminal with fewer columns than WIDE."""
 
 
 def _is_verbosity(value: int | list[int]) -> bool:
@@ -110,7 +108,7 @@ def write(level: int, message: str) -> None:
 
 
 def result(message: str) -> None:
-    """Log scores and what else a training leaves: level 1."""
+    """Log scores and other results of a training: level 1."""
     write(1, message)
 
 
@@ -168,7 +166,7 @@ def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> Non
 
 @contextmanager
 def programs_log() -> Iterator[None]:
-    """Around jobs in a program's process: afterwards its logger `hvdtrain` is as the program has configured it."""
+    """Restore the configuration of the program's logger `hvdtrain` at the end of a job in its process."""
     handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
     try:
         yield
@@ -181,11 +179,11 @@ def programs_log() -> Iterator[None]:
 
 
 TO_PROGRAM = {LEVELS[1]: logging.INFO}
-"""By level of a record, the one that a program's handlers get: scores come first in `log_verbosity`, but they are no errors."""
+"""The level that a program's handlers get, by level of the record: scores come first in `log_verbosity`, but are no errors."""
 
 
 class ToProgram(logging.Handler):
-    """Gives records to the handlers that the logger `hvdtrain`, and those above it, have when this is made."""
+    """Passes records on to the handlers that the logger `hvdtrain` and its parents have when this is constructed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +219,7 @@ class Command(logging.Handler):
     def __init__(self, command: str) -> None:
         super().__init__()
         self._command = command
-        # In a session of its own, so that the command survives Ctrl-C and gets the last lines of the training.
+        # A new session, so that the command survives Ctrl-C and gets the last lines of the training.
         self._process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, start_new_session=True)
         self._has_ended = False
 
@@ -262,12 +260,12 @@ def rank_file(path: Path, rank: int, size: int) -> Path:
 
 
 @contextmanager
-def watched(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterable[T]]:
+def progress_bar(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterable[T]]:
     """The same items, with a bar that counts them as the caller takes them, if stderr or stdout is a terminal.
 
     Args:
-        total: how many items there are, if that is known.
-        unit: what an item is called, for the rate.
+        total: the number of items, if it is known.
+        unit: the name of an item, for the rate.
     """
     with open_terminal(sys.stderr, sys.stdout) as terminal:
         if terminal is None:
@@ -278,7 +276,7 @@ def watched(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterab
 
 
 @contextmanager
-def noted(text: str) -> Iterator[None]:
+def status_line(text: str) -> Iterator[None]:
     """Show a line on the terminal inside the `with` block, if there is a terminal."""
     with open_terminal(sys.stderr, sys.stdout) as terminal:
         if terminal is None:
@@ -298,7 +296,7 @@ def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
     from tqdm import tqdm  # not needed by a program that draws no bar
 
     above = [LinesAbove(stream, found[0]) for stream in (sys.stdout, sys.stderr)]
-    with own_bars(tqdm), redirect_stdout(above[0]), redirect_stderr(above[1]):
+    with configured_tqdm(tqdm), redirect_stdout(above[0]), redirect_stderr(above[1]):
         try:
             yield Terminal(*found)
         finally:
@@ -307,9 +305,9 @@ def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
 
 
 @contextmanager
-def own_bars(tqdm: Any) -> Iterator[None]:
-    """Without tqdm's thread, which wakes up a bar (ours are drawn when something happens), and without its lock, which processes
-    share (only one process draws). Afterwards both are as before, for the bars of a calling program.
+def configured_tqdm(tqdm: Any) -> Iterator[None]:
+    """Turn off tqdm's monitor thread (our bars are updated when something happens) and the lock that it shares between processes
+    (only one process draws). Restore both at the end, for the bars of a calling program.
     """
     before = tqdm.monitor_interval, getattr(tqdm, "_lock", None)
     tqdm.monitor_interval = 0
@@ -325,10 +323,10 @@ def own_bars(tqdm: Any) -> Iterator[None]:
 
 
 def terminal_of(stream: IO[str]) -> int | None:
-    """A file descriptor that knows the width of the terminal that a stream prints to; None if it prints to a file or a pipe.
+    """A file descriptor of the terminal that a stream prints to, for its width; None if it prints to a file or a pipe.
 
-    Open MPI gives every rank a terminal, and passes on what is printed there to mpirun's own output. Whether that is a
-    terminal, and how wide it is now, only mpirun's process knows; the rank's terminal has the size of the start, or none.
+    Open MPI gives every rank a pseudo-terminal and forwards its output to that of mpirun. Only mpirun's file descriptors show
+    whether that is a terminal, and its current width: the rank's pseudo-terminal keeps the size it had at the start, or has none.
     """
     if not stream.isatty():
         return None
@@ -347,7 +345,7 @@ class Terminal:
 
     Args:
         stream: prints to the terminal.
-        window: a file descriptor that knows the terminal's width.
+        window: a file descriptor for the terminal's width.
     """
 
     def __init__(self, stream: IO[str], window: int) -> None:
@@ -356,26 +354,26 @@ class Terminal:
         self._columns = 79
 
     def bar(self, items: Iterable[Any] | None = None, **options: Any) -> Any:
-        """A tqdm bar, narrower than the terminal also when its width changes; rates are means. Closing the bar removes it.
+        """A tqdm bar that stays narrower than the terminal when its width changes; rates are means. Closing the bar removes it.
 
         Args:
-            items: what the bar is iterated over for, if it is.
-            options: tqdm's: desc, total, initial, unit, bar_format.
+            items: the items that iterating over the bar yields, if any.
+            options: of tqdm: desc, total, initial, unit, bar_format.
         """
         from tqdm import tqdm
 
         bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
-        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is old
+        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is outdated
         return bar
 
     @property
     def bar_format(self) -> str:
-        """For tqdm: a terminal with few columns needs the space of the bar for the losses."""
+        """tqdm's format. In a terminal with few columns, the losses take the space of the bar."""
         return BAR if self.columns >= WIDE else NARROW
 
     @property
     def columns(self) -> int:
-        """How many columns a bar may take. The last one stays empty: a character there makes some terminals wrap."""
+        """The number of columns a bar may take. The last one stays empty, as a character there makes some terminals wrap."""
         with suppress(OSError):  # a closed terminal has no size
             self._columns = (os.get_terminal_size(self._window).columns or 80) - 1
         return self._columns
@@ -407,7 +405,7 @@ class LinesAbove:
         return len(text)
 
     def end(self) -> None:
-        """Print what is left of a line that was not ended."""
+        """Print the rest of an unfinished line."""
         self._stream.write(self._begun)
         self._begun = ""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from hvdtrain.runtime.log import EVERY, own_bars
+from hvdtrain.runtime.log import EVERY, configured_tqdm
 
 
 def is_notebook() -> bool:
@@ -20,12 +20,12 @@ def is_notebook() -> bool:
 
 @contextmanager
 def open_notebook() -> Iterator[Notebook]:
-    """The cell that runs, for bars."""
+    """The running cell, for bars."""
     if find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm  # drawn as text
-    with own_bars(tqdm):
+    with configured_tqdm(tqdm):
         yield Notebook(tqdm)
 
 
@@ -43,5 +43,5 @@ class Notebook:
         self._tqdm = tqdm
 
     def bar(self, **options: Any) -> Any:
-        """A tqdm bar; rates are means. Unlike a terminal's, it stays, as all that a cell prints does."""
+        """A tqdm bar; rates are means. Unlike in a terminal, it stays, like everything that a cell prints."""
         return self._tqdm(mininterval=EVERY, smoothing=0, **options)

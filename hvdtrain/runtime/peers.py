@@ -1,7 +1,7 @@
-"""Other processes and hosts of the job, as kernels show them, whether or not a process can say it itself.
+"""The state of the job's processes and hosts as kernels report it, so that it is known even if a process cannot respond.
 
-Of processes on this host, /proc tells whether they run, are stopped or gone. On another one, the kernel answers datagrams to
-ports on which nobody listens: that tells a process that has ended from one that is stopped, and a lost host from one that runs.
+For processes on this host, /proc says whether they are running, stopped or gone. On another host, the kernel rejects datagrams to
+closed ports: this distinguishes a process that has ended from a stopped one, and a lost host from a running one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 STATES = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
-    "D": "waits for a disk or a network file system",
+    "D": "is waiting for a disk or a network file system",
     "Z": "has ended",
     "X": "has ended",
     "": "has ended",
 }
-"""What a process does that gives no sign of life, by the state in /proc."""
+"""Why a process is silent, by its state in /proc."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Process:
     """A process of the job.
 
     Attributes:
-        place: the same for two processes that see each other's ids.
-        began: when it was started, in the kernel's ticks; a later process with the same id has another one.
+        place: the host and its PID namespace; processes with the same one can signal each other.
+        began: when it was started, in the kernel's ticks; it distinguishes a later process with the same id.
     """
 
     pid: int
@@ -47,15 +47,15 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """A process that this one sees."""
+        """A process in this PID namespace."""
         with suppress(OSError):
             place = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
             return cls(pid, place, _stat(pid)[1])
-        return cls(pid, secrets.token_hex(), "")  # no /proc: it is seen by nobody
+        return cls(pid, secrets.token_hex(), "")  # no /proc: unlike the place of any other process
 
     def state(self) -> str:
-        """The letter of its state, as of `ps`; empty: it is gone; "?": this one has too many open files to look. Only where it is
-        seen.
+        """Its state, as the letter that `ps` shows; empty: it is gone; "?": /proc cannot be read, as with too many open files.
+        Only in the same place.
         """
         try:
             state, began = _stat(self.pid)
@@ -64,15 +64,15 @@ class Process:
         return state if began == self.began else ""
 
     def has_ended(self) -> bool:
-        """Whether it is gone, also if its launcher has not noticed yet. Only where it is seen."""
+        """Whether it is gone, even if its launcher has not noticed yet. Only in the same place."""
         return self.state() in ("Z", "X", "")
 
     def describe(self) -> str | None:
-        """What it does that explains that nothing is heard of it; None: it runs. Only where it is seen."""
+        """Why it is silent; None: it is running. Only in the same place."""
         return STATES.get(self.state())
 
     def send(self, number: int) -> None:
-        """Send a signal, if it is still there. Only where it is seen."""
+        """Send a signal, if it still exists. Only in the same place."""
         if self.state() not in ("", "?"):
             with suppress(OSError):
                 os.kill(self.pid, number)
@@ -81,13 +81,13 @@ class Process:
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 
 DAEMONS = (*MPIRUN, "orted", "prted")
-"""What starts the ranks of Open MPI, and waits for ever for a host that it does not know to be lost."""
+"""The programs that start the ranks of Open MPI. They wait forever for a lost host that they take for a running one."""
 
 END_LATER = 'sleep {seconds}; [ "$(cut -d " " -f 22 /proc/{pid}/stat)" = {began} ] && kill -KILL {pid}'
 
 
 def end_daemon_later(seconds: float) -> None:
-    """If Open MPI started this process, end the daemon that did, unless it has ended by then: another process does it, as the
+    """If Open MPI started this process, end the daemon that did, unless it has ended by then. A separate process does so, as the
     daemon may end this one first.
     """
     with suppress(OSError):
@@ -99,9 +99,9 @@ def end_daemon_later(seconds: float) -> None:
 
 
 def print_through_mpirun(text: str) -> bool:
-    """Print to the stderr of the mpirun that started this process on this host; whether that was possible.
+    """Print to the stderr of the mpirun that started this process on this host; return whether that was possible.
 
-    While mpirun ends its ranks, after Ctrl-C or SIGTERM, it does not read what they print.
+    After Ctrl-C or SIGTERM, mpirun no longer forwards the output of its ranks.
     """
     parent = os.getppid()
     try:
@@ -115,7 +115,7 @@ def print_through_mpirun(text: str) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """A process's state and start; empty if it is gone. Raises: OSError: it cannot be read."""
+    """A process's state and start; empty if it is gone. Raises: OSError, if it cannot be read."""
     try:
         parts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return parts[0], parts[19]
@@ -127,26 +127,26 @@ Address = tuple[str, int]
 """An IPv4 address and a port."""
 
 CLOSED_PORT = 1
-"""A port on which nobody listens: that of tcpmux, which does not use UDP."""
+"""A port that is always closed: that of tcpmux, which does not use UDP."""
 
 IP_RECVERR = 11
-"""Linux's option of a socket that receives errors; Python has a name for it since 3.14."""
+"""Linux's socket option to receive errors; Python has a name for it since 3.14."""
 
 ASK_EVERY = 1.0
-"""Seconds between two questions to a host. Linux answers each other host about once a second."""
+"""Seconds between two probes of a host. Linux answers each host at most about once a second."""
 
 SECONDS_TO_ANSWER = 10.0
-"""For how long a host is asked in vain before it is lost."""
+"""A host that has not answered for this long is lost."""
 
 
 @dataclass
 class Host:
-    """What is known of the kernel of a host.
+    """Whether a host's kernel answers.
 
     Attributes:
-        answers: whether it has ever answered; behind a firewall it may never do.
-        asked: how often it was asked in vain. Not seconds: they pass also while this process is suspended.
-        asked_at: when it was last asked.
+        answers: whether it has ever answered; behind a firewall it may never do so.
+        asked: the number of probes since its last answer. Not seconds, which would count the time this process is suspended.
+        asked_at: when it was last probed.
     """
 
     answers: bool = False
@@ -155,25 +155,25 @@ class Host:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was asked in vain for long, though it has answered before."""
+        """Whether it has stopped answering."""
         return self.answers and self.asked * ASK_EVERY > SECONDS_TO_ANSWER
 
 
 DIGEST = "sha256"
 
 DIGEST_BYTES = 32
-"""What every datagram begins with: an HMAC of the rest with the job's token, so that nothing of a stranger's is ever parsed."""
+"""Every datagram begins with an HMAC of the rest, keyed with the job's token, so that foreign data is never parsed."""
 
 
-def authenticated(token: str, body: bytes) -> bytes:
+def sign(token: str, body: bytes) -> bytes:
     """A datagram of the job with this token."""
     return hmac.digest(token.encode(), body, DIGEST) + body
 
 
-def body_of(token: str, datagram: bytes) -> bytes | None:
-    """What a datagram says; None: it does not come from the job with this token, or it was changed on its way.
+def verify(token: str, datagram: bytes) -> bytes | None:
+    """The body of a datagram; None: it does not come from the job with this token, or was altered on the way.
 
-    >>> body_of("ours", authenticated("ours", b"text")), body_of("ours", authenticated("theirs", b"text")), body_of("ours", b"[")
+    >>> verify("ours", sign("ours", b"text")), verify("ours", sign("theirs", b"text")), verify("ours", b"[")
     (b'text', None, None)
     """
     body = datagram[DIGEST_BYTES:]
@@ -182,12 +182,12 @@ def body_of(token: str, datagram: bytes) -> bytes | None:
 
 
 class Datagrams:
-    """A UDP socket that also learns which ports are closed: the kernels of their hosts say so (ICMP, port unreachable).
+    """A UDP socket that also learns which remote ports are closed (ICMP, port unreachable).
 
     Attributes:
-        host, port: where it listens; 0.0.0.0: on all interfaces.
+        host, port: the address it listens on; 0.0.0.0: on all interfaces.
         hosts: by address.
-        refused: when a host last said that nobody listens on a port.
+        refused: when a host last reported that a port is closed.
     """
 
     def __init__(self, udp: socket.socket) -> None:
@@ -204,7 +204,7 @@ class Datagrams:
 
     def send(self, data: bytes, address: Address) -> None:
         """Send a datagram, if that is possible."""
-        for _ in range(2):  # an error that an earlier one met is raised by the next call, which then sends nothing
+        for _ in range(2):  # the error of an earlier datagram is raised by the next call, which then sends nothing
             try:
                 self._udp.sendto(data, address)
                 return
@@ -212,18 +212,18 @@ class Datagrams:
                 self._take_errors()
 
     def probe(self, address: Address) -> None:
-        """Send a datagram that says nothing: if nobody listens there, the answer is found in `refused`."""
+        """Send an empty datagram: if the port is closed, `refused` gets the answer."""
         self.send(b"", address)
 
     def ask(self, name: str) -> None:
-        """Ask a host whether it is there. Call it again and again; one that never answers is left alone after some time."""
+        """Ask a host whether it is up. Call this repeatedly; a host that never answers is no longer asked after some time."""
         host, now = self.hosts[name], time.monotonic()
         if now - host.asked_at >= ASK_EVERY and (host.answers or host.asked * ASK_EVERY < SECONDS_TO_ANSWER):
             host.asked, host.asked_at = host.asked + 1, now
             self.probe((name, CLOSED_PORT))
 
     def receive(self, seconds: float) -> tuple[bytes, Address] | None:
-        """The next datagram; None: there was none within this time, or errors came instead."""
+        """The next datagram; None: there was none within this time, or only errors."""
         self._poll.poll(1000 * max(seconds, 0.001))
         self._take_errors()
         with suppress(OSError):
@@ -246,9 +246,9 @@ class Datagrams:
 
 
 def _refuses(error: bytes, host: str) -> bool:
-    """Whether an error of a socket (struct sock_extended_err, and who reports it) is a host's own answer that a port is closed.
+    """Whether an error of a socket (struct sock_extended_err, then its sender) comes from the host whose port is closed.
 
-    A router reports that it cannot reach a host, and a firewall may say anything in its own name.
+    A router that cannot reach the host, or a firewall, reports errors, too, but in its own name.
     """
     return struct.unpack_from("=I", error)[0] == errno.ECONNREFUSED and socket.inet_ntoa(error[20:24]) == host
 
@@ -257,14 +257,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def network() -> str:
-    """The same for two processes that reach each other on the loopback interface."""
+    """An id of the network namespace: processes with the same one reach each other on the loopback interface."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/net")
-    return secrets.token_hex()  # no /proc: it is unknown
+    return secrets.token_hex()  # no /proc: the namespace is unknown
 
 
 def open_datagrams(host: str = "") -> Datagrams | None:
-    """Datagrams on any port of one address, or of all; None on a host without IPv4."""
+    """Listen on a free port of an address, or of all addresses; None on a host without IPv4."""
     try:
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         udp.bind((host, 0))

@@ -1,4 +1,4 @@
-"""What hvdtrain may change of the process that it runs in: all of a process of its own, little of a calling program's."""
+"""What hvdtrain may change in its process: everything if it has started the process, little in that of a calling program."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Process:
-    """The process of a job. The defaults are those of the command line; `api.py` has others.
+    """The process of a job. The defaults are for the command line; `api.py` uses others.
 
     Attributes:
-        is_own: the process is there for this job only: stacks are printed when it crashes, and it ends where it hangs.
-        handles_signals: SIGTERM, SIGUSR1 and Ctrl-C stop a training with a checkpoint; else they do what they do in the program.
+        is_own: the process exists for this job only: its stacks are printed when it crashes, and it exits if it hangs.
+        handles_signals: SIGTERM, SIGUSR1 and Ctrl-C stop a training with a checkpoint; else the program handles them.
         prints_log: the log goes to stdout; else to the handlers of the program's `logging`.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, isfinite, nan
 
@@ -13,7 +13,7 @@ class Sum:
     """The sum of one loss or error in each batch, and the number of elements in each sum.
 
     Attributes:
-        scale: with which the loss was minimized in the last of these batches; 0.0: it was not.
+        scale: the weight with which the loss was minimized in the last of these batches; 0.0: it was not minimized.
     """
 
     totals: array[float] = field(default_factory=lambda: array("d"))
@@ -38,7 +38,7 @@ class Scores:
         self._sums: dict[str, Sum] = {}
 
     def add(self, name: str, total: float, count: float, scale: float = 0.0) -> None:
-        """Add a batch: the sum of `name` over its `count` elements is `total`; minimized with a scale, if that is not zero."""
+        """Add a batch: `total` is the sum of `name` over `count` elements, minimized with `scale` unless that is zero."""
         entry = self._sums.setdefault(name, Sum())
         entry.scale = scale or entry.scale
         entry.totals.append(total)
@@ -73,11 +73,11 @@ class Scores:
         return {name: entry.scale for name, entry in sorted(self._sums.items()) if entry.scale}
 
     @staticmethod
-    def merged(parts: Iterable[Scores]) -> Scores:
+    def merge(parts: Iterable[Scores]) -> Scores:
         """Combine the batches of all `parts`."""
         result = Scores()
         for part in parts:
-            for name, entry in part._items():
+            for name, entry in part._sums.items():
                 into = result._sums.setdefault(name, Sum())
                 into.totals.extend(entry.totals)
                 into.counts.extend(entry.counts)
@@ -85,15 +85,15 @@ class Scores:
         return result
 
     def compact(self) -> Scores:
-        """Reduce each sum to a few numbers. The means stay identical to the last bit, whatever is added later."""
+        """Reduce each sum to a few numbers. Means stay identical to the last bit, whatever is added later."""
         result = Scores()
-        for name, entry in self._items():
+        for name, entry in self._sums.items():
             result._sums[name] = Sum(array("d", _partials(entry.totals)), array("d", _partials(entry.counts)), entry.scale)
         return result
 
     def state(self) -> dict[str, list[list[float]]]:
         """Return all sums and counts as lists, for a checkpoint."""
-        return {name: [list(entry.totals), list(entry.counts), [entry.scale]] for name, entry in self._items()}
+        return {name: [list(entry.totals), list(entry.counts), [entry.scale]] for name, entry in self._sums.items()}
 
     @staticmethod
     def from_state(state: Mapping[str, list[list[float]]]) -> Scores:
@@ -103,14 +103,11 @@ class Scores:
             result._sums[name] = Sum(array("d", totals), array("d", counts), scale[0][0] if scale else 0.0)
         return result
 
-    def _items(self) -> Iterator[tuple[str, Sum]]:
-        return iter(self._sums.items())
 
-
-def of_dataset(name: str, means: Mapping[str, float]) -> dict[str, float]:
+def name_scores(name: str, means: Mapping[str, float]) -> dict[str, float]:
     """The scores of a dataset by their names in scores.jsonl and in keys.
 
-    >>> of_dataset("dev", {"ce": 2.0})
+    >>> name_scores("dev", {"ce": 2.0})
     {'dev_loss_ce': 2.0}
     """
     return {f"{name}_loss_{score}": mean for score, mean in means.items()}

@@ -53,7 +53,7 @@ class Timer:
                 value = next(iterator, end)
             if value is end:
                 return
-            yield value  # type: ignore[misc]  # mypy does not know that this is not the sentinel
+            yield value  # type: ignore[misc]  # mypy cannot tell that this is not the sentinel
 
     def book(self, name: str, seconds: float) -> None:
         """Move seconds from the open span to `name`: time that was measured elsewhere, such as within a TensorFlow graph.
@@ -102,7 +102,7 @@ class CpuClock:
         return seconds
 
     def known(self) -> float:
-        """All seconds so far."""
+        """All seconds so far, without those of an open span."""
         return self._taken + self._timer.seconds.get("step", 0.0)
 
 

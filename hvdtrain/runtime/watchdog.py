@@ -14,23 +14,23 @@ from types import TracebackType
 from typing import Literal
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Diagnosis, Heartbeat, Heartbeats, waits_long
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Diagnosis, Heartbeat, Heartbeats, has_waited_long
 
 Phase = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
-"""What a rank is busy with. Each takes its own time: 'unhurried' are callbacks, trackers and the end, as nobody knows how long
-the user's code takes; 'finishing' waits for what is saved in the background; 'between' is the rest of an epoch."""
+"""What a rank is doing. Each phase has its own timeout: 'unhurried' are callbacks, trackers and the end, as the user's code may
+take any time; 'finishing' waits for checkpoints that are written in the background; 'between' is the rest of an epoch."""
 
 UNKNOWN = 1800.0
-"""Seconds without progress that are allowed while nothing is known of a phase; in the first two, always."""
+"""Seconds without progress that are allowed before any interval of a phase is known; always, in the first two phases."""
 
 SECOND = 300.0
-"""At least so many are allowed while only its first interval is known, in which frameworks compile."""
+"""The least that is allowed while only the first interval is known, in which frameworks compile."""
 
 WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "tensorflow.python.eager.")
-"""The modules in which a rank waits for others. TensorFlow's graphs contain the collectives."""
+"""The modules in which a rank waits for others. TensorFlow runs the collectives inside its graphs."""
 
 SECONDS_TO_END = 1.0
-"""How long a process whose connections are closed may take to be gone. Launchers end those that are left soon after."""
+"""How long a process may take to exit once its connections are closed. Launchers end the other ranks soon after."""
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
@@ -38,12 +38,12 @@ LEAST, TIMES = 60.0, 20.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes of a job end in which some ranks hang.
+    """How the processes of a job exit when some ranks hang.
 
     Attributes:
         hung: the exit status of a rank that hangs.
-        waited: that of the others.
-        outlives: seconds for which the others outlive it.
+        waited: that of the other ranks.
+        outlives: seconds for which the other ranks outlive it.
     """
 
     hung: int = 1
@@ -53,26 +53,26 @@ class Ending:
 
 @dataclass
 class Patience:
-    """For how long a rank may be silent, by phase.
+    """How long a rank may make no progress, by phase.
 
-    The first interval of a phase counts only until the second one is known: frameworks compile in it. Nothing is compiled for a
-    plan, and that of the training, which is often the longest one, comes first.
+    The first interval of a phase counts only until the second one is known, as frameworks compile in it. Planning is an
+    exception: it compiles nothing, and its first interval, the plan of the training data, is often the longest one.
 
     Args:
-        fixed: the seconds instead, in all phases but the first two, which no step's time says anything about.
+        fixed: the seconds to allow instead in all phases but the first two, which are not bound by the time of a step.
 
     >>> patience = Patience()
-    >>> patience.allowed("steps")
+    >>> patience.seconds("steps")
     1800.0
     >>> patience.learn("steps", 100.0)
-    >>> patience.allowed("steps")
+    >>> patience.seconds("steps")
     2000.0
     >>> for seconds in (0.5, 4.0):
     ...     patience.learn("steps", seconds)
-    >>> patience.allowed("steps"), patience.allowed("evaluation"), Patience(fixed=15.0).allowed("steps")
+    >>> patience.seconds("steps"), patience.seconds("evaluation"), Patience(fixed=15.0).seconds("steps")
     (80.0, 1800.0, 15.0)
     >>> patience.learn("planning", 10.0)
-    >>> patience.allowed("planning")
+    >>> patience.seconds("planning")
     200.0
     """
 
@@ -81,14 +81,14 @@ class Patience:
     _longest: dict[Phase, float] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
-        """Take note of an interval between two signs of progress."""
+        """Record an interval between two signs of progress."""
         if phase in self._first or phase == "planning":
             self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
         else:
             self._first[phase] = seconds
 
-    def allowed(self, phase: Phase) -> float:
-        """Seconds."""
+    def seconds(self, phase: Phase) -> float:
+        """Seconds that are allowed without progress."""
         if phase in ("start-up", "unhurried"):
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
@@ -98,23 +98,23 @@ class Patience:
         return max(SECOND, TIMES * self._first[phase]) if phase in self._first else UNKNOWN
 
     @property
-    def of_silence(self) -> float:
-        """Seconds for which a rank waits for one in a callback of which nothing is heard any more: it may be stopped."""
+    def seconds_of_silence(self) -> float:
+        """Seconds that a rank waits for one in a callback that sends no more heartbeats: it may be stopped."""
         return LEAST if self.fixed is None else self.fixed
 
 
 class Watchdog:
     """A context manager with a thread that ends the process if a rank does not call `beat` for too long.
 
-    The ranks' watchdogs find out together who hangs (`Heartbeats`): rank 0 says it, and the rank itself prints the stack of every
-    thread. A rank that makes progress again meanwhile is let go on, and so is one that was itself suspended.
+    The watchdogs of all ranks find out together which rank hangs (`Heartbeats`). Rank 0 reports it, and the rank itself prints
+    the stack of every thread. A rank that makes progress again by then continues, and so does one that was suspended.
 
     Args:
         timeout: seconds without a call of `beat` after which to end the process; None: by `Patience`.
         rank: this process's rank, for the message.
-        heartbeats: what the ranks tell each other; None: this rank is watched alone.
-        ending: how the processes end.
-        owns_process: print the stacks of this process when it crashes, and leave the thread to end by itself; else wait for it.
+        heartbeats: connects it to the watchdogs of the other ranks; None: this rank is watched alone.
+        ending: how the processes exit.
+        owns_process: print the stacks of this process when it crashes, and do not wait for the thread to end.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class Watchdog:
         self._activity = "starting"
         self._phase: Phase = "start-up"
         self._done = threading.Event()
-        self._telling = threading.Lock()  # so that the last word is that this rank has ended
-        self._looked = self._last_beat
+        self._sending = threading.Lock()  # so that ENDED or FAILED is the last message
+        self._last_check = self._last_beat
         self._last_sent = -math.inf
         self._reported_at: float | None = None
-        self._has_shown_its_stack = False
+        self._has_printed_stacks = False
 
     def beat(self, activity: str, phase: Phase = "start-up") -> None:
-        """Reset the timeout, and record what the process does from now on, for the message."""
+        """Reset the timeout, and record what the process is about to do, for messages."""
         now = time.monotonic()
         self._patience.learn(self._phase, now - self._last_beat)
         self._last_beat = now
@@ -154,13 +154,12 @@ class Watchdog:
         self._activity, self._phase = activity, phase
 
     def ended_ranks(self, seconds: float) -> list[str]:
-        """Which other ranks have ended; waits for so long at most until there is one."""
+        """Wait at most this long until another rank has ended; return a line for each one that has."""
         return self._heartbeats.wait_for_ended(seconds) if self._heartbeats.together else []
 
     def __enter__(self) -> Watchdog:
-        if (
-            self._owns_process and sys.__stderr__ is not None
-        ):  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)
+        # Print Python's stack if native code crashes, or if a memory-mapped file was truncated (SIGBUS).
+        if self._owns_process and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
             faulthandler.register(STACK_SIGNAL, sys.__stderr__, all_threads=True)
         self._thread = threading.get_ident()
@@ -169,91 +168,93 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Of an error of all ranks, each has done what it had to: nobody waits in vain.
+        # All ranks raise an error of all ranks together, so none is left blocked on another.
         is_orderly = error is None or (isinstance(error, HvdtrainError) and error.on_every_rank)
-        with self._telling:
+        with self._sending:
             self._done.set()
-            self._heartbeats.tell(ENDED if is_orderly else FAILED)
+            self._heartbeats.send(ENDED if is_orderly else FAILED)
         if not self._owns_process and self._has_work:
             self._watcher.join()
 
     def _watch(self) -> None:
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         has_failed = False
         while not self._done.is_set():
             try:
-                self._look()
-            except Exception as error:  # a dead watchdog would let the job hang: it goes on, whatever it meets
+                self._check()
+            except Exception as error:  # never let the thread die: without a watchdog, the job could hang
                 if not has_failed:
                     has_failed = True
-                    _print(f"rank {self._rank}: the watchdog met an error and goes on watching: {error!r}")
+                    _print(f"rank {self._rank}: the watchdog had an error and keeps watching: {error!r}")
                 self._done.wait(self._interval)
         self._heartbeats.close()
 
-    def _look(self) -> None:
-        """Tell the others how this rank is, act on what all of them say, and listen to them for an interval."""
+    def _check(self) -> None:
+        """Send a heartbeat, act on the diagnosis of the job, and listen to the other ranks for an interval."""
         now = time.monotonic()
-        suspended = now - self._looked > 10 * self._interval + 5  # the whole process, by SIGSTOP or the batch system
-        self._looked = now
-        if suspended:
+        was_suspended = now - self._last_check > 10 * self._interval + 5  # the whole process, by SIGSTOP or the batch system
+        self._last_check = now
+        if was_suspended:
             self._last_beat = now
-            self._heartbeats.forgive()
-        own = self._sign()
+            self._heartbeats.reset_silence()
+        own = self._heartbeat()
         if own.overdue or now - self._last_sent >= self._heartbeats.interval:
-            with self._telling:
+            with self._sending:
                 if not self._done.is_set():
-                    self._heartbeats.tell(own)
+                    self._heartbeats.send(own)
             self._last_sent = now
-        if not suspended:
+        if not was_suspended:
             self._act(self._heartbeats.conclude(own), own)
         self._heartbeats.listen(self._interval)
 
-    def _sign(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         idle = time.monotonic() - self._last_beat
-        overdue = idle > self._patience.allowed(self._phase)
-        sign = Heartbeat(self._activity, idle, self._beats, _waits(self._thread), overdue)
-        if self._phase == "unhurried" and sign.waits and idle > self._patience.of_silence:
-            impatient = replace(sign, overdue=True)
-            diagnosis = self._heartbeats.conclude(impatient)
+        is_overdue = idle > self._patience.seconds(self._phase)
+        heartbeat = Heartbeat(self._activity, idle, self._beats, _is_waiting(self._thread), is_overdue)
+        # Another rank's callback may take its time, but a rank that is stopped in one never ends it.
+        if self._phase == "unhurried" and heartbeat.waits and idle > self._patience.seconds_of_silence:
+            overdue = replace(heartbeat, overdue=True)
+            diagnosis = self._heartbeats.conclude(overdue)
             if diagnosis is not None and diagnosis.silent:
-                return impatient
-        return sign
+                return overdue
+        return heartbeat
 
     def _act(self, diagnosis: Diagnosis | None, own: Heartbeat) -> None:
-        """Report that there is no progress, give the other ranks' watchdogs the time to do so, too, and end the process."""
+        """Report that there is no progress, give the other ranks time to report it, too, and end the process."""
         decides = self._heartbeats.decides
         if diagnosis is None:
             if self._reported_at is not None:
                 self._heartbeats.broadcast(None)
-                if self._has_shown_its_stack:
+                if self._has_printed_stacks:
                     _print(f"rank {self._rank}: makes progress again, in {self._activity}")
-            self._reported_at, self._has_shown_its_stack = None, False
+            self._reported_at, self._has_printed_stacks = None, False
             return
         if self._reported_at is None:
             self._reported_at = time.monotonic()
             if decides and (text := self._heartbeats.describe(diagnosis, own)) is not None:
                 _print(text)
-            self._heartbeats.ask_for_stacks(diagnosis.silent)
+            self._heartbeats.request_stacks(diagnosis.silent)
         ends = diagnosis.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
-        if self._rank in diagnosis.hanging and not self._has_shown_its_stack:
-            self._has_shown_its_stack = True
+        if self._rank in diagnosis.hanging and not self._has_printed_stacks:
+            self._has_printed_stacks = True
             _print(f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:")
             _print(_stacks())
         if decides:
             self._heartbeats.broadcast(replace(diagnosis, ends=ends))
-        if diagnosis.gone and not waits_long(own):  # it has something to do yet
+        if diagnosis.gone and not has_waited_long(own):  # this rank still has work to do
             return
         if ends and not self._done.is_set():
             if self._rank in diagnosis.hanging:
                 os._exit(self._ending.hung)
             self._heartbeats.kill(diagnosis.silent)
-            # What the launcher says of the first rank that ends is about one that hangs. Who has disconnected does not wait.
+            # The launcher reports the first rank that exits: let that be one that hangs. A rank that has disconnected exits at
+            # once.
             if not self._done.wait(self._ending.outlives):
                 os._exit(self._ending.waited)
 
 
 def _print(text: str) -> None:
-    """To stderr, whatever a test or a notebook has put in its place: what fails there must not end the watchdog."""
+    """Print to stderr, or to its replacement in a test or a notebook, whose errors must not end the watchdog."""
     for stream in (sys.stderr, sys.__stderr__):
         if stream is not None:
             with suppress(Exception):
@@ -262,7 +263,7 @@ def _print(text: str) -> None:
 
 
 def _stacks() -> str:
-    """Those of all threads. faulthandler, which reads no source code from a disk that may hang, wants a real file."""
+    """The stacks of all threads, from faulthandler: it reads no source code from a disk that may hang. It needs a real file."""
     try:
         with os.fdopen(os.memfd_create("stacks"), "r+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -272,7 +273,7 @@ def _stacks() -> str:
         return f"(no stack can be shown: {error})"
 
 
-def _waits(thread: int) -> bool:
+def _is_waiting(thread: int) -> bool:
     """Whether a thread is in code that waits for other ranks."""
     frame = sys._current_frames().get(thread)
     return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(WAITS_IN)

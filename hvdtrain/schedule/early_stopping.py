@@ -28,12 +28,12 @@ class EarlyStoppingKeys(Section):
     )
 
 
-def ends_early(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:
+def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:
     """The reason to end training after the epochs of a history, for the log; None: training continues.
 
     Args:
         history: the finished epochs, oldest first.
-        measure: compares them.
+        measure: compares epochs.
     """
     if keys.early_stopping_patience is None or not history:
         return None

@@ -8,7 +8,7 @@
     }
 
 It is the source of a Python dict. RETURNN and job managers evaluate it; here it is only parsed, and no code in it is run.
-Entries ':meta:...' are no scores: they say how and where an epoch was trained, under RETURNN's names.
+Entries ':meta:...' are not scores, but metadata about how and where an epoch was trained, under RETURNN's names.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NO_META: Mapping[int, Mapping[str, Any]] = {}
 NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 
 
-class Finished(Protocol):
-    """The report of a finished epoch, as far as the file needs it."""
+class FinishedEpoch(Protocol):
+    """The part of an epoch's report that the file needs."""
 
     @property
     def epoch(self) -> int: ...
@@ -43,8 +43,8 @@ class Finished(Protocol):
     def scores(self) -> Mapping[str, float]: ...
 
 
-class Trained(Finished, Protocol):
-    """The report of a finished epoch, as far as `epoch_meta` and `epoch_rate` need it."""
+class TrainedEpoch(FinishedEpoch, Protocol):
+    """The part of an epoch's report that `epoch_meta` and `epoch_rate` need."""
 
     @property
     def epoch_learning_rate(self) -> float | None: ...
@@ -59,8 +59,8 @@ class Trained(Finished, Protocol):
     def elapsed(self) -> float: ...
 
 
-def epoch_meta(report: Trained) -> dict[str, Any]:
-    """What the file notes of an epoch beside its scores: names and units are RETURNN's."""
+def epoch_meta(report: TrainedEpoch) -> dict[str, Any]:
+    """An epoch's metadata in the file, with RETURNN's names and units."""
     return {
         "effective_learning_rate": float(report.learning_rate),
         "epoch_num_train_steps": report.steps,
@@ -73,12 +73,12 @@ def epoch_meta(report: Trained) -> dict[str, Any]:
     }
 
 
-def epoch_rate(report: Trained) -> float:
-    """The rate of an epoch before anything scales it, from which the next one's follows."""
+def epoch_rate(report: TrainedEpoch) -> float:
+    """The unscaled rate of an epoch, from which the next epoch's rate is computed."""
     return report.learning_rate if report.epoch_learning_rate is None else report.epoch_learning_rate
 
 
-R = TypeVar("R", bound=Finished)
+R = TypeVar("R", bound=FinishedEpoch)
 
 
 class LearningRateFile(Generic[R]):
@@ -86,9 +86,9 @@ class LearningRateFile(Generic[R]):
 
     Args:
         records: the finished epochs of the checkpoint. Later epochs in an existing file are from a run that was stopped before
-            their checkpoint was written; they are replaced. What an existing file notes of the finished epochs stays.
-        meta: what to note of an epoch beside its scores.
-        rate: the learning rate to note.
+            their checkpoint was written; they are replaced. An existing file's metadata about finished epochs stays.
+        meta: returns the metadata to write for an epoch.
+        rate: returns the learning rate to write.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]
     """The contents of the file, with one score per line, in RETURNN's order.
 
     Args:
-        meta: by epoch, the entries that are no scores.
+        meta: by epoch, the entries that are not scores.
     """
     lines = ["{"]
     for record in records:
@@ -132,7 +132,7 @@ def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]
 
 
 def _read_meta(path: Path) -> dict[int, dict[str, Any]]:
-    """By epoch, the metadata of an existing file; what cannot be read is left out, since only people read it."""
+    """By epoch, the metadata of an existing file. Ignores unreadable entries, as metadata is informational only."""
     found: dict[int, dict[str, Any]] = {}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), mode="eval").body

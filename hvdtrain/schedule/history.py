@@ -44,13 +44,13 @@ class UsedRates:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What is known of a finished epoch.
+    """The record of a finished epoch.
 
     Attributes:
-        learning_rate: before a schedule scales it in each step.
-        scores: by their names, such as 'dev_loss_ce'.
-        losses: the scale of each loss that the epoch minimized, by the name that train_step gave it; empty: unknown, as in
-            checkpoints of before and of other programs.
+        learning_rate: the rate before a schedule scales it in each step.
+        scores: by name, such as 'dev_loss_ce'.
+        losses: the scale of each loss that the epoch minimized, by its name in train_step; empty: unknown, as in checkpoints of
+            earlier releases and other programs.
     """
 
     epoch: int

@@ -1,6 +1,6 @@
-"""Which score compares epochs, whether it is better if it is lower or higher, and which epoch is the best.
+"""The score that compares epochs, whether lower or higher is better, and which epoch is best.
 
-Unless a key names a score, it is the loss that is minimized: the only one, or the sum of several, each times its scale.
+Unless a key names a score, it is the minimized loss: the only one, or the sum of several, each times its scale.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hvdtrain.errors import Problem
 from hvdtrain.schedule.history import META, EpochRecord
 
 TOTALS = ("total", "total_minimized")
-"""The names of the sum of the losses that are minimized; the second one where train_step has a score of the first name."""
+"""The names for the sum of the minimized losses; the second one is used if train_step has a score of the first name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreKeys(Section):
-    """Which scores are better if they are higher; all others are better if they are lower."""
+    """Scores for which higher is better; for all others, lower is better."""
 
     higher_is_better: list[str] = key(
         [],
@@ -35,7 +35,7 @@ class Measure:
     """How epochs are compared.
 
     Attributes:
-        wanted: the names in the config, of which the first score that exists is used; empty: the loss that is minimized.
+        wanted: the names in the config, of which the first existing score is used; empty: the minimized loss.
         higher: the key higher_is_better.
 
     >>> history = [EpochRecord(1, 0.1, {"dev_loss_accuracy": 0.8, "dev_loss_ce": 0.4}, {"ce": 1.0})]
@@ -47,7 +47,7 @@ class Measure:
     higher: Collection[str] = ()
 
     def name(self, history: Sequence[EpochRecord]) -> str | None:
-        """The score that compares the epochs; None if none has it."""
+        """The score that compares the epochs; None if no epoch has one."""
         losses = minimized_in(history)
         names = (error_key(record.scores, self.wanted, losses, self.higher) for record in reversed(history))
         return next((name for name in names if name is not None), None)
@@ -62,7 +62,7 @@ class Measure:
         return is_higher_better(name, self.higher)
 
     def describe(self, history: Sequence[EpochRecord]) -> str:
-        """Score and direction, for the log."""
+        """The score and its direction, for the log."""
         name = self.name(history)
         if name is None and not self.wanted:
             return "the loss that is minimized, lower is better"
@@ -72,19 +72,19 @@ class Measure:
         return f"{name}, {self.direction(name)}"
 
     def direction(self, name: str) -> str:
-        """Which values of a score are better, for the log."""
+        """Whether lower or higher values of a score are better, for the log."""
         return f"{'higher' if self.is_higher_better(name) else 'lower'} is better"
 
 
 def minimized_in(history: Iterable[EpochRecord]) -> Mapping[str, float]:
-    """The losses that the last epoch of which it is known has minimized, each with its scale."""
+    """The minimized losses with their scales, from the newest epoch for which they are known."""
     return next((record.losses for record in reversed(list(history)) if record.losses), {})
 
 
 def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
-    """The scores of an epoch, and for each dataset the sum of the losses that are minimized, times their scales.
+    """The scores of an epoch, and for each dataset the sum of the minimized losses, times their scales.
 
-    A dataset with a single one of them needs no sum, unless the scale is negative: the sum then is better if it is lower, too.
+    A dataset with a single one needs no sum, unless its scale is negative: for the sum, lower is better again.
 
     >>> with_totals({"dev_loss_ce": 1.0, "dev_loss_ctc": 2.0, "dev_loss_fer": 0.5}, {"ce": 1.0, "ctc": 0.25})
     {'dev_loss_ce': 1.0, 'dev_loss_ctc': 2.0, 'dev_loss_fer': 0.5, 'dev_loss_total': 1.5}
@@ -100,7 +100,7 @@ def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dic
 
 
 def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]) -> list[EpochRecord]:
-    """The history with the sums of epochs that do not say what they minimized: of earlier releases or another program."""
+    """The history, with sums added to epochs whose minimized losses are unknown: those of earlier releases or another program."""
     return [
         record if record.losses else replace(record, scores=with_totals(record.scores, losses), losses=dict(losses))
         for record in history
@@ -108,7 +108,7 @@ def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]
 
 
 def total_name(names: Collection[str]) -> str:
-    """What the sum is called, where train_step marks scores of these names."""
+    """The name of the sum, given the names of train_step's scores."""
     return TOTALS[1] if TOTALS[0] in names else TOTALS[0]
 
 
@@ -121,15 +121,15 @@ def is_higher_better(score: str, names: Collection[str]) -> bool:
     return score in names or score.partition("_loss_")[2] in names
 
 
-def as_errors(history: list[EpochRecord], higher: Collection[str]) -> list[EpochRecord]:
-    """The same history with the scores negated whose higher values are better, so that lower ones are."""
+def negate_higher(history: list[EpochRecord], higher: Collection[str]) -> list[EpochRecord]:
+    """The same history, with scores negated if higher is better, so that lower is."""
     if not higher:
         return history
     return [replace(record, scores=errors_of(record.scores, higher)) for record in history]
 
 
 def errors_of(scores: Mapping[str, float], higher: Collection[str]) -> dict[str, float]:
-    """The same scores, negated where higher values are better."""
+    """The same scores, negated if higher is better."""
     return {name: -score if is_higher_better(name, higher) else score for name, score in scores.items()}
 
 
@@ -139,7 +139,7 @@ def best_of(
     """The first epoch with the best value of a score; None if no epoch has it, or NaN only.
 
     Args:
-        min_difference: an epoch is better if its score is by more than this.
+        min_difference: an epoch is better if its score is better by more than this.
     """
     best: EpochRecord | None = None
     lowest = inf
@@ -151,12 +151,12 @@ def best_of(
 
 
 def wanted_of(measure: str | Sequence[str] | None) -> list[str]:
-    """The names in a key that names a score, or several of which the first that exists is used."""
+    """The names in a key with a score, or with several scores of which the first existing one is used."""
     return [measure] if isinstance(measure, str) else list(measure or ())
 
 
 FALLBACK = "*"
-"""Behind the names of wanted scores, for a config whose training goes on then: another score, if there is none of them."""
+"""Allows, after the names of wanted scores, another score if none of them exists, instead of an error."""
 
 
 def error_key(
@@ -167,14 +167,14 @@ def error_key(
 ) -> str | None:
     """The score that controls the learning rate; None if there are no scores.
 
-    The first of the wanted ones that exists (each also with the suffix `_output`, the name of a network's main output), and None
-    if none of them does. If none is wanted, or `FALLBACK` is behind those that are missing, the loss that is minimized, or the
-    sum of several: of dev, else of the first other dataset by name, else of train. If it is not known which losses are
-    minimized, as in a history of another program's: dev_score, the first dev score in alphabetical order, train_score,
-    the first score in alphabetical order; without those whose names say that higher is better, unless `higher` has them.
+    The first wanted score that exists (each also with the suffix `_output`, the name of a network's main output), and None if
+    none does. If none is wanted, or if `FALLBACK` follows missing ones: the minimized loss, or the sum of several, of dev, else
+    of the first other dataset by name, else of train. If the minimized losses are unknown, as in the history of another
+    program: dev_score, the first dev score in alphabetical order, train_score, the first score in alphabetical order; without
+    scores whose names imply that higher is better, unless `higher` has them.
 
     Args:
-        losses: those that are minimized, with their scales; the scores have their sums (`with_totals`).
+        losses: the minimized losses with their scales; the scores include their sums (`with_totals`).
 
     >>> error_key({"train_loss_ce": 1.0, "dev_loss_wer": 0.2, "dev_loss_ce": 1.1})
     'dev_loss_ce'
@@ -189,7 +189,7 @@ def error_key(
         return found
     if losses and (name := _minimized(names, losses)) is not None:
         return name
-    names = [name for name in names if is_higher_better(name, higher) or not rises(base_of(name))] or names
+    names = [name for name in names if is_higher_better(name, higher) or not implies_higher_is_better(base_of(name))] or names
     candidates = ["dev_score", "dev_score_output"]
     candidates += [name for name in names if name == "dev_score_output/output" or name.startswith("dev_score_output/output_")]
     candidates += [name for name in names if name.startswith("dev_score_output/")]
@@ -199,7 +199,7 @@ def error_key(
 
 
 def _minimized(names: Sequence[str], losses: Mapping[str, float]) -> str | None:
-    """The score of the loss that is minimized, or of the sum of several."""
+    """The score of the minimized loss, or of the sum of several."""
     datasets = {name.partition("_loss_")[0] for name in names if "_loss_" in name}
     for dataset in sorted(datasets, key=lambda dataset: (dataset != "dev", dataset == "train", dataset)):
         parts = [f"{dataset}_loss_{name}" for name in losses if f"{dataset}_loss_{name}" in names]
@@ -217,22 +217,22 @@ def missing_scores(
     higher: Collection[str],
     origins: Mapping[str, str],
 ) -> list[Problem]:
-    """Problems with keys that name scores which none of the finished epochs has, with the scores that there are.
+    """Problems with keys that name scores that no finished epoch has, with the existing scores.
 
     Args:
-        measures: by key, the name of a score, or several of which one has to be there.
-        higher: the key higher_is_better, of which all have to be there.
+        measures: by key, the name of a score, or several of which one has to exist.
+        higher: the key higher_is_better, of which all have to exist.
         origins: by key, where it is set.
     """
-    there = sorted({name for record in history for name in record.scores if not name.startswith(META)})
+    existing = sorted({name for record in history for name in record.scores if not name.startswith(META)})
     wanted = [(key, wanted_of(measure)) for key, measure in measures.items()]
-    missing = [(key, names) for key, names in wanted if names and error_key(dict.fromkeys(there, 0.0), names) is None]
-    missing += [("higher_is_better", [name]) for name in higher if not any(is_higher_better(one, [name]) for one in there)]
+    missing = [(key, names) for key, names in wanted if names and error_key(dict.fromkeys(existing, 0.0), names) is None]
+    missing += [("higher_is_better", [name]) for name in higher if not any(is_higher_better(score, [name]) for score in existing)]
     return [
         Problem.of(
             "unknown-value",
-            f"{key}: expected one of the scores {', '.join(there)}, got {' or '.join(map(repr, names))} in "
-            f"{origins.get(key, 'the config')}{did_you_mean(names[0], there)}",
+            f"{key}: expected one of the scores {', '.join(existing)}, got {' or '.join(map(repr, names))} in "
+            f"{origins.get(key, 'the config')}{did_you_mean(names[0], existing)}",
         )
         for key, names in missing
     ]
@@ -242,21 +242,22 @@ RISING = frozenset(
     "acc accuracy accuracies auc auroc auprc bleu sacrebleu chrf cider coverage dice f1 fmeasure fscore hits iou kappa map mcc "
     "meteor miou mos mrr ndcg pearson pesq precision psnr r2 recall reward rouge sdr sisdr sisnr snr spearman ssim stoi".split()
 )
-"""Words in the name of a score that say that higher values are better. Digits behind them do not matter: bleu4, top5_acc."""
+"""Words in a score's name that imply that higher is better. Trailing digits are ignored: bleu4, top5_acc."""
 
 FALLING = frozenset("ce cer cost distance err error errors inverse loss neg negative nll per ter wer xent".split())
-"""Words in a name that say the opposite, whatever else is in it: bleu_loss, accuracy_error."""
+"""Words in a name that imply the opposite and take precedence: bleu_loss, accuracy_error."""
 
 
 def base_of(score: str) -> str:
-    """The name that train_step gave a score: `bleu` for `dev_loss_bleu`."""
+    """A score's name in train_step: `bleu` for `dev_loss_bleu`."""
     return score.partition("_loss_")[2] or score
 
 
-def rises(name: str) -> bool:
-    """Whether the name of a score says that higher values are better.
+def implies_higher_is_better(name: str) -> bool:
+    """Whether a score's name implies that higher is better.
 
-    >>> [name for name in ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc") if rises(name)]
+    >>> names = ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc")
+    >>> [name for name in names if implies_higher_is_better(name)]
     ['acc', 'frameAccuracy', 'BLEU4', 'top5-acc']
     """
     words = re.findall(r"[a-z0-9]+", f"{name} {re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', name)}".lower())
@@ -265,14 +266,16 @@ def rises(name: str) -> bool:
 
 
 def unclear_scores(history: Sequence[EpochRecord], higher: Collection[str]) -> list[str]:
-    """The scores of the last epoch whose names say that higher values are better, though `higher_is_better` does not.
+    """The scores of the last epoch whose names imply that higher is better, but which are not in `higher_is_better`.
 
-    A loss that is minimized is better if it is lower, whatever its name.
+    For a minimized loss, lower is better, whatever its name.
     """
     losses = minimized_in(history)
     names = history[-1].scores if history else {}
     return sorted(
-        name for name in names if rises(base_of(name)) and base_of(name) not in losses and not is_higher_better(name, higher)
+        name
+        for name in names
+        if implies_higher_is_better(base_of(name)) and base_of(name) not in losses and not is_higher_better(name, higher)
     )
 
 
@@ -283,11 +286,11 @@ def wrong_directions(
     higher: Collection[str],
     origins: Mapping[str, str],
 ) -> list[Problem]:
-    """Problems with keys that would take the worst epochs for the best ones: they use scores of `unclear_scores`.
+    """Problems with keys that would mistake the worst epochs for the best, as they use scores of `unclear_scores`.
 
     Args:
-        measures: by key, the name of a score, or several of which the first that exists is used.
-        keeps_best: whether cleanup_old_models keeps the best models, which it does by every score.
+        measures: by key, the name of a score, or several of which the first existing one is used.
+        keeps_best: whether cleanup_old_models keeps the best models, by each score.
         origins: by key, where it is set.
     """
     unclear = unclear_scores(history, higher)
@@ -306,36 +309,36 @@ def wrong_directions(
 
 
 def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None:
-    """The warning about scores of `unclear_scores` that no key uses; None: there are none."""
+    """The warning about unclear scores that no key uses; None: there are none."""
     names = list(dict.fromkeys(map(base_of, unclear_scores(history, measure.higher))))
     if not names:
         return None
-    return f"{', '.join(names)}: the name says that higher values are better, so no epoch is the best by it ({_remedy(*names)})"
+    return f"{', '.join(names)}: the name implies that higher is better, so no best epoch is chosen by it ({_remedy(*names)})"
 
 
-EXPLODED = 1000.0
-"""How many times the loss of the beginning is more than a loss gets while a model learns."""
+DIVERGENCE_FACTOR = 1000.0
+"""A loss above this multiple of the initial loss has diverged."""
 
 
-def exploded_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
-    """Warnings about losses of the last epoch that are far above those of the beginning: finite, so training goes on.
+def divergence_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
+    """Warnings about losses of the last epoch that are finite, but far above the initial ones.
 
     Args:
-        initial: the scores of the epoch's first batch by their names, such as 'train_loss_ce'; of the first epoch, these count.
+        initial: the scores of the epoch's first batch by name, such as 'train_loss_ce', to compare the first epoch with.
         learning_rate: of the epoch's last update.
 
-    >>> exploded_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
+    >>> divergence_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
     'train_loss_ce of epoch 1 is 4.8e+31, more than 1000 times that of its first batch'
     """
     last = history[-1]
     before, when = (initial, "its first batch") if len(history) == 1 else (history[0].scores, f"epoch {history[0].epoch}")
     names = [name for name in last.scores if base_of(name) in (*last.losses, *TOTALS) and not name.startswith(META)]
     return [
-        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {EXPLODED:g} times that of {when}, "
+        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {DIVERGENCE_FACTOR:g} times that of {when}, "
         f"{before[name]:.4g}: training diverges (learning rate {learning_rate:.4g}; a lower one, a warm-up in "
         "learning_rate_schedule, or gradient_clip_global_norm may help)"
         for name in names
-        if abs(last.scores[name]) > EXPLODED * abs(before.get(name, 0.0)) > 0
+        if abs(last.scores[name]) > DIVERGENCE_FACTOR * abs(before.get(name, 0.0)) > 0
     ]
 
 
@@ -345,10 +348,10 @@ def _remedy(*scores: str) -> str:
 
 
 def fallback_line(history: Sequence[EpochRecord], measure: Measure) -> str | None:
-    """The warning that another score is used than those that the config names; None: it is one of them."""
+    """The warning that the score in use is not one that the config names; None: it is."""
     names = [name for name in measure.wanted if name != FALLBACK]
     used = measure.name(history)
     if FALLBACK not in measure.wanted or used is None or used.removesuffix("_output") in names or used in names:
         return None
     missing = " or ".join(map(repr, names))
-    return f"learning_rate_control_error_measure: there is no score {missing}, so {used} is used"
+    return f"learning_rate_control_error_measure: no score {missing} exists, so {used} is used"

@@ -141,7 +141,7 @@ def next_rate(control: str, keys: NewbobKeys, first: float, epoch: int, history:
     if change is None:
         return last
     threshold = keys.newbob_error_threshold if control == "newbob_abs" else keys.newbob_relative_error_threshold
-    return _changed(keys, last, decays=change > threshold, grows=change <= threshold)
+    return _adjust_rate(keys, last, decays=change > threshold, grows=change <= threshold)
 
 
 def _next_rate_multi_epoch(keys: NewbobKeys, first: float, epoch: int, history: Sequence[EpochRecord]) -> float:
@@ -153,37 +153,36 @@ def _next_rate_multi_epoch(keys: NewbobKeys, first: float, epoch: int, history: 
     known = [change for change in changes if change is not None]
     if (interval > 1 and epoch % interval != 1) or not known or len(known) < len(changes):
         return last
-    # If changes of +inf (the error rose from zero) and -inf (it fell to zero) meet, the mean is NaN and the rate is kept.
+    # With changes of both +inf (the error rose from zero) and -inf (it fell to zero), the mean is NaN, and the rate is kept.
     mean = fmean(known) if all(isfinite(change) for change in known) else sum(known)
     grow_threshold = keys.newbob_relative_error_grow_threshold
     if grow_threshold is None:
         grow_threshold = keys.newbob_relative_error_threshold
-    return _changed(keys, last, decays=mean > keys.newbob_relative_error_threshold, grows=mean < grow_threshold)
+    return _adjust_rate(keys, last, decays=mean > keys.newbob_relative_error_threshold, grows=mean < grow_threshold)
 
 
 def absolute_change(keys: NewbobKeys, first: float, pair: Sequence[EpochRecord]) -> float | None:
-    """The increase of the error between two epochs; None if they do not both have it."""
+    """The increase of the error between two epochs; None unless both have it."""
     errors = _errors(keys, pair)
     return None if errors is None else errors[1] - errors[0]
 
 
 def relative_change(keys: NewbobKeys, first: float, pair: Sequence[EpochRecord]) -> float | None:
-    """The increase relative to the absolute error, and if configured, to the learning rate."""
+    """The increase of the error relative to its absolute value, and if configured, to the learning rate."""
     errors = _errors(keys, pair)
     if errors is None:
         return None
     old, new = errors
     size = abs(old if keys.newbob_relative_error_div_by_old else new)
     change = new - old
-    # The error may be zero.
-    relative = change / size if size else copysign(inf, change) if change else 0.0
+    relative = change / size if size else copysign(inf, change) if change else 0.0  # the error may be zero
     if keys.learning_rate_control_relative_error_relative_lr and pair[1].learning_rate > 0:
         relative /= pair[1].learning_rate / first
     return relative
 
 
 def _errors(keys: NewbobKeys, pair: Sequence[EpochRecord]) -> tuple[float, float] | None:
-    """The errors of two epochs; None unless the same score is the error of both."""
+    """The errors of two epochs; None unless both use the same score."""
     wanted = wanted_of(keys.learning_rate_control_error_measure)
     losses = minimized_in(pair)
     names = [error_key(record.scores, wanted, losses) for record in pair]
@@ -193,20 +192,20 @@ def _errors(keys: NewbobKeys, pair: Sequence[EpochRecord]) -> tuple[float, float
 
 
 def _must_keep_rate(needed: int, history: Sequence[EpochRecord]) -> bool:
-    """Whether the current rate has not been used for the needed number of epochs yet."""
+    """Whether the current rate has been used for fewer than the needed number of epochs."""
     if needed <= 1:
         return False
     recent = {record.learning_rate for record in history[-needed:]}
     return len(history) < needed or len(recent) > 1
 
 
-def _changed(keys: NewbobKeys, rate: float, *, decays: bool, grows: bool) -> float:
+def _adjust_rate(keys: NewbobKeys, rate: float, *, decays: bool, grows: bool) -> float:
     if decays:
-        return max(_applied(keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
-    return _applied(keys.newbob_learning_rate_growth, rate) if grows else rate
+        return max(_apply_change(keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
+    return _apply_change(keys.newbob_learning_rate_growth, rate) if grows else rate
 
 
-def _applied(change: float | Callable[[float], float], rate: float) -> float:
+def _apply_change(change: float | Callable[[float], float], rate: float) -> float:
     return float(change(rate)) if callable(change) else rate * change
 
 

@@ -2,8 +2,8 @@
 
     learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 4000, "final": 0.01}
 
-A factor is a pure function of the position in the training, so a schedule has no state in a checkpoint: a training that
-continues with more epochs, or on another number of ranks, uses the rates of its config.
+A factor is a pure function of the position in the training, so a checkpoint holds no state of a schedule: a training that
+continues with more epochs, or on a different number of ranks, uses the rates of its config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdtrain.config.keys import key, not_negative, positive, share
 from hvdtrain.errors import Problem, problem
 
 Unit = Literal["steps", "epochs"]
-"""What a length is given in; a step is a batch of every rank."""
+"""The unit of a length; a step is one batch on every rank."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class StepScheduleKeys:
-    """Beside `class` in `learning_rate_schedule`. Warm-up and end are each in steps (batches of every rank) or in epochs."""
+    """Besides `class` in `learning_rate_schedule`. Warm-up and end are each in steps (batches of every rank) or in epochs."""
 
     num_warmup_steps: float | None = key(None, "the factor rises to 1 within N steps", not_negative)
-    num_steps: float | None = key(None, "the schedule ends after N steps, the warm-up among them", positive)
+    num_steps: float | None = key(None, "the schedule ends after N steps, including the warm-up", positive)
     num_warmup_epochs: float | None = key(None, "the factor rises to 1 within N epochs, such as 0.5", not_negative)
     num_epochs: float | None = key(
         None,
-        "the schedule ends after N epochs, the warm-up among them; None, without num_steps: the config's num_epochs",
+        "the schedule ends after N epochs, including the warm-up; None, without num_steps: the config's num_epochs",
         positive,
     )
     initial: float | None = key(None, "the factor that the warm-up begins with; None: 0, or 0.04 for one_cycle", share)
@@ -54,7 +54,7 @@ class StepScheduleKeys:
 
     @property
     def end(self) -> Length | None:
-        """Where the schedule ends, if that is given."""
+        """The end of the schedule, if it is given."""
         return _length(self.num_steps, self.num_epochs)
 
     def problems(self) -> list[Problem]:
@@ -73,7 +73,7 @@ def _length(steps: float | None, epochs: float | None) -> Length | None:
 Shape = Callable[[float, float], float]
 """The factor after the warm-up, with a final factor of 0: a function of (fraction, warmups).
 
-`fraction` is the part of the way from the end of the warm-up to the end; `warmups` is the position in lengths of the warm-up.
+`fraction` is the progress from the end of the warm-up (0) to the end (1); `warmups` is the position in warm-up lengths.
 """
 
 
@@ -96,7 +96,7 @@ SHAPES: dict[str, Shape] = {
     "linear": _linear,
     "cosine": _cosine,
     "inverse_square_root": _inverse_square_root,
-    "one_cycle": _cosine,  # Smith and Topin, 2018; its warm-up is a cosine, too
+    "one_cycle": _cosine,  # Smith and Topin, 2018; its warm-up is also a cosine
 }
 """The schedules by name."""
 
@@ -110,7 +110,7 @@ class StepSchedule:
 
     Args:
         name: one of SHAPES.
-        warmup, end: lengths from the beginning of the training, in steps or epochs each; an endless schedule ignores `end`.
+        warmup, end: counted from the beginning of the training, each in steps or epochs; an endless schedule ignores `end`.
         initial, final: the factors at the beginning and at the end.
     """
 
@@ -124,12 +124,12 @@ class StepSchedule:
         """The factor on the epoch's learning rate.
 
         Args:
-            step: steps done in the whole training before the last step of this update.
-            epoch_continuous: epochs done so far, with the share of the current one.
+            step: the number of training steps done before the last step of this update.
+            epoch_continuous: the number of epochs done, including the fraction of the current one.
         """
         positions: dict[Unit, float] = {"steps": float(step), "epochs": epoch_continuous}
         position, length = positions[self.warmup.unit], self.warmup.number
-        # A warm-up by steps counts the present step, too: with a factor of 0 the first update would change nothing.
+        # A warm-up in steps counts the current step: otherwise the first update would have a factor of 0 and change nothing.
         warm = step + 1.0 if self.warmup.unit == "steps" else epoch_continuous
         if position < length:
             fraction = min(warm / length, 1.0)
@@ -140,9 +140,9 @@ class StepSchedule:
         return final + (1.0 - final) * SHAPES[self.name](self._fraction(positions), warmups)
 
     def _fraction(self, positions: Mapping[Unit, float]) -> float:
-        """The part of the way from the end of the warm-up to the end, once the warm-up is over.
+        """The progress from the end of the warm-up (0) to the end (1), once the warm-up is over.
 
-        Where they are in different units, the warm-up took that part of the way so far in the end's unit that it took in its own.
+        If their units differ, the warm-up's share of the position so far is the same in both units.
         """
         position, begin = positions[self.end.unit], self.warmup.number
         if self.warmup.unit != self.end.unit and begin:
@@ -157,7 +157,7 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
 
     Args:
         value: the value of the key.
-        num_epochs: the end of a schedule whose options do not set one.
+        num_epochs: the end of a schedule, unless its options set one.
     """
     if value is None:
         return None, []

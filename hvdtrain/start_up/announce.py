@@ -1,4 +1,4 @@
-"""What the log says before a training begins, and the record of the start."""
+"""The log lines before a training begins, and the record of its start."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import on_rank_zero, together
 from hvdtrain.data.feed import batch_lines, feed_lines
 from hvdtrain.learner.base import Learner
-from hvdtrain.learner.precision import cpu_lacks_bfloat16
+from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.json_lines import as_json, table, write_summary
-from hvdtrain.report.runs import Start, note_start
+from hvdtrain.report.runs import Start, append_start
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
-from hvdtrain.settings import Settings, effective
+from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.version import __version__
 
@@ -40,7 +40,7 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
 
 
 def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
-    """Log where the ranks are, and what is wrong with the way in which they were started."""
+    """Log where the ranks run, and warn of problems with the way in which they were started."""
     started = launch.launch()
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
     log.detail(f"hvdtrain {__version__}, {settings.run.backend}: {size} rank{'s' if size > 1 else ''}, {where}")
@@ -74,18 +74,18 @@ def log_model(settings: Settings, learner: Learner) -> None:
     """Log the size of the model, and how it is updated."""
     dtype = settings.precision.precision().dtype
     log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
-    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_emulates_bfloat16():
         log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
-    if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
-        many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
-        log.detail(f"updates: each adds up the gradients of several batches of every rank: {many}")
+    if (steps := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
+        count = f"{steps}" if isinstance(steps, int) else "as many as accum_grad_multiple_step says"
+        log.detail(f"updates: each adds up the gradients of several batches of every rank: {count}")
 
 
 def log_exchange(settings: Settings, session: Session) -> None:
-    """Log what several ranks exchange, and what their number changes."""
+    """Log what the ranks exchange, and which effects their number has."""
     size = session.comm.size
     log.detail(f"ranks: {session.reducer.description}")
-    if message := settings.reduce.without_effect:
+    if message := settings.reduce.ignored_key_line:
         log.warning(message)
     if settings.reduce.learning_rate_scale:
         factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, size)
@@ -95,30 +95,30 @@ def log_exchange(settings: Settings, session: Session) -> None:
 
 
 def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits) -> None:
-    """Log what a restart goes on from, which epoch will be the best, and whether all epochs are done."""
+    """Log from which epoch a restart goes on, how the best epoch is selected, and whether all epochs are done."""
     may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
     if may_restart and limits.save_steps is None and limits.save_minutes is None:
         log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
     log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
         early = limits.ends_early(progress.history)
-        # A program that varies keys, and not the folder, would take these for results of its keys.
+        # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
         level = 3 if settings.process.is_own else 2
         log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
-    """Collective. Append what a training is started with to starts.jsonl, and write the model's layers to summary.json.
+    """Collective. Append the settings and hosts of this start to starts.jsonl, and write the model's layers to summary.json.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
     folder = Path(settings.run.model).parent
 
     def note() -> None:
-        note_start(folder, start)
+        append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)
         for line in table(summary):

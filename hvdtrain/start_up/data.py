@@ -1,4 +1,4 @@
-"""Opening the datasets of a job: copies on local disks, caches, and what the keys expect of the data."""
+"""Opening the datasets of a job: copies on local disks, caches, and checks of the data against the keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
-from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
@@ -28,7 +28,7 @@ from hvdtrain.settings import Settings
 from hvdtrain.start_up.scanning import open_scanning
 
 MEMORY_SHARE = 0.8
-"""The share of a host's free memory that the caches of its ranks may fill together."""
+"""The share of a host's free memory that the caches of its ranks may use together."""
 
 
 NO_COPIES: Mapping[str, str] = {}
@@ -64,7 +64,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
 
 
 def changed_files(feeds: Iterable[Feed]) -> Iterator[tuple[str, DataError]]:
-    """The datasets, by name, with data files that are not those of the start any more, and how they differ."""
+    """The datasets, by name, whose data files have changed since the start, and how."""
     for feed in feeds:
         try:
             feed.check_files()
@@ -73,12 +73,12 @@ def changed_files(feeds: Iterable[Feed]) -> Iterator[tuple[str, DataError]]:
 
 
 @contextmanager
-def noting_changed_files(feeds: list[Feed]) -> Iterator[None]:
-    """Add to a crash, such as a class beyond the model's last one, that another process has written to the data meanwhile."""
+def note_changed_files(feeds: list[Feed]) -> Iterator[None]:
+    """If data files were changed meanwhile, add that as a note to a crash, which it may have caused."""
     try:
         yield
     except HvdtrainError:
-        raise  # has a message of its own
+        raise  # its message is complete
     except Exception as error:
         for name, changed in changed_files(feeds):
             error.add_note(f"in the meantime, the data of {name} was changed: {changed}")
@@ -109,8 +109,8 @@ def open_feeds(
 
 
 LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
-"""Keys with limits by data key, which hold for the data keys that a dataset has. A limit of a batch that holds for
-none would make batches of any size."""
+"""Keys with limits by data key, of which a dataset may have none. The other keys limit the size of batches, which would have no
+limit then."""
 
 
 def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
@@ -130,8 +130,8 @@ def open_datasets(
     scanning = open_scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
-    own_sizes = [spec.cache_byte_size or 0 for spec in specs]
-    memory = host_memory() if any(size != 0 for size in (*sizes, *own_sizes)) else None
+    spec_sizes = [spec.cache_byte_size or 0 for spec in specs]
+    memory = host_memory() if any(size != 0 for size in (*sizes, *spec_sizes)) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
 
@@ -143,7 +143,7 @@ def open_datasets(
 
 
 def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
-    """Open a dataset, and check it against what the config says of it. Raises: DataError."""
+    """Open a dataset, and check it against the config. Raises: DataError."""
     is_training, copies = spec is settings.train, context.copies
     batch_keys = settings.batch.of_each_of(comm.size)
     files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
@@ -160,7 +160,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         comm.rank,
         comm.size,
         settings.reduce.dataset_distribution if is_training else "shard",
-        subset=listed(dataset, spec.order.seq_list_filter_file),
+        subset=find_listed(dataset, spec.order.seq_list_filter_file),
         chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
         files=files,
         budget=context.budget,
@@ -173,7 +173,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
 
 
 def _check_fixed_order(feed: Feed, chunked: bool) -> None:
-    """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
+    """Refuse keys that change the order or need fixed lengths, for a dataset with a fixed order. Raises: DataError."""
     is_returnns = feed.dataset.window is None
     given = {
         "chunking": chunked,

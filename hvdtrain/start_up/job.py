@@ -13,8 +13,8 @@ from typing import Literal
 
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
-from hvdtrain.checkpoint.lock import only_training_of
-from hvdtrain.checkpoint.preload import constant_preloads, take_over
+from hvdtrain.checkpoint.lock import lock_model
+from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
@@ -43,19 +43,17 @@ from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open
 from hvdtrain.start_up.ranks import open_communicator, threads
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
-"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model,
-or to load it, without data; to measure steps of a new model."""
-
+"""The purpose of a job: train; train a few batches and write nothing; evaluate, forward or export a trained model; load it
+without data; measure steps of a new model."""
 
 WITH_TRAINED = ("evaluate", "forward", "export", "load")
 """The purposes that use a trained model."""
-
 
 BY_MPIRUN = (
     "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
     "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
 )
-"""Printed at once, as nobody knows whether there is time."""
+"""Printed at once, as mpirun may kill the ranks before a checkpoint is written."""
 
 
 @contextmanager
@@ -68,20 +66,20 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     Raises:
         HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
     """
-    with ExitStack() as watched:  # ends behind the connection: a rank may hang where the ranks disconnect, too
+    with ExitStack() as watched:  # closed after the connection, as a rank may hang while disconnecting, too
         session: Session | None = None
         try:
             with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
                 session = _open(settings, purpose, connection, watched, stack)
                 with ExitStack() as open_feeds:
-                    if not settings.process.is_own:  # a process of hvdtrain's own ends with an error, and its workers with it
+                    if not settings.process.is_own:  # else an error ends the process, and its workers with it
                         open_feeds.callback(close, session.feeds)
                     try:
                         yield session
                     except Stopped as stopped:
                         by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
                         if by_mpirun and print_through_mpirun(str(stopped)):
-                            raise stopped.after_printing() from None
+                            raise stopped.as_printed() from None
                         raise
                     finally:
                         session.watchdog.beat("closing the job", "unhurried")
@@ -90,9 +88,9 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
         except PeerFailure as failure:
             if session is None:
                 raise
-            # A data file that was truncated has killed the rank that read it (SIGBUS).
+            # A truncated data file kills the rank that reads it (SIGBUS).
             changed = [str(error) for _, error in changed_files(session.feeds)]
-            raise failure.having_seen((*session.watchdog.ended_ranks(SECONDS_TO_END), *changed)) from failure.__cause__
+            raise failure.with_causes((*session.watchdog.ended_ranks(SECONDS_TO_END), *changed)) from failure.__cause__
 
 
 def close(feeds: Iterable[Feed]) -> None:
@@ -105,8 +103,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     """Collective. Open everything but the connection.
 
     Args:
-        watched: gets the watchdog, which is closed when the ranks are disconnected.
-        stack: gets what has to be closed before.
+        watched: closes the watchdog once the ranks are disconnected.
+        stack: closes everything else before that.
     """
     launcher = launch.launcher()
     if launcher.restarts == "all ranks":
@@ -116,11 +114,14 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        _log_keys(settings)
+        for message in (*settings.warnings, *settings.misplaced_keys):
+            log.warning(message)
+        for message in settings.notes:
+            log.info(message)
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
-        lock = only_training_of(Path(settings.run.model))
+        lock = lock_model(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
     watchdog = watched.enter_context(_watchdog(settings, purpose, comm))
     if comm.rank == 0:
@@ -161,25 +162,18 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose != "measure" and settings.start.load_model_post_hooks:
         hooks = settings.start.load_model_post_hooks
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
-        if progress.current is None:  # within an epoch, the ranks may have models of their own
+        if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
 
 
-def _log_keys(settings: Settings) -> None:
-    """Log which keys of the config are not used as they may be meant."""
-    for message in (*settings.warnings, *settings.misplaced):
-        log.warning(message)
-    for message in settings.notes:
-        log.info(message)
-
-
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
-    """Collective. The watchdog of this rank, which knows those of the others."""
-    # Measurements have deadlines of their own. Alone in a program's process, nothing waits for a step that takes long, as in a
-    # debugger.
-    unwatched = purpose == "measure" or (comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None)
-    patience = inf if unwatched else settings.run.watchdog_timeout
+    """Collective. The watchdog of this rank, connected to those of the other ranks."""
+    # Measurements have deadlines. A single rank in a program's process blocks no other one, and may be paused in a debugger.
+    is_unwatched = purpose == "measure" or (
+        comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None
+    )
+    patience = inf if is_unwatched else settings.run.watchdog_timeout
     launcher, heartbeats = launch.launcher(), None
     if comm.size > 1 and purpose != "measure":
         heartbeats = exchange_contacts(
@@ -194,17 +188,17 @@ def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watch
 
 
 def _background(settings: Settings, stack: ExitStack) -> ThreadPoolExecutor | None:
-    """What writes checkpoints in the background, if the config asks for it."""
+    """The thread that writes checkpoints, if the config asks for it."""
     if not settings.saving.save_in_background:
         return None
     background = ThreadPoolExecutor(1, "saving")
-    stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the process's end waits for it
+    stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the interpreter waits for it at exit
     return background
 
 
 def _note_keys(progress: Progress, settings: Settings) -> None:
-    """Log which keys have other values than when training stopped, and note those in effect for the next checkpoints."""
-    keys = settings.of_results
+    """Log the keys whose values have changed since training stopped, and record the current ones for the next checkpoints."""
+    keys = settings.result_keys
     for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
         log.info(line)
     progress.keys = keys
@@ -213,11 +207,11 @@ def _note_keys(progress: Progress, settings: Settings) -> None:
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
     """Collective. The datasets that the purpose needs. Raises: DataError."""
     if purpose in WITH_TRAINED:
-        one = settings.datasets[:2][-1:]  # an evaluated dataset where there is one
-        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one, "load": ()}[purpose]
+        example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
+        of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
         watchdog.beat("opening the datasets")
-        there = [spec for spec in specs if spec is not None]
-        return together(comm, lambda: open_datasets(settings, comm, there, watchdog=watchdog), name="open_feeds")
+        specs = [spec for spec in of_purpose[purpose] if spec is not None]
+        return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
     copies = Copies()
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
@@ -242,7 +236,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if is_sharded and comm.size > 1 else None,
         bucket_bytes=comm.bucket_bytes,
-        constants=partial(take_over, constant) if constant else None,
+        constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
     )
     return framework.build(settings.learner, gradient_exchange, options)
@@ -250,7 +244,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
 
 def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
     """Collective. Raises: ConfigError, unless all ranks have the same keys, and models of the same shapes."""
-    keys = settings.of_all_ranks(update_together=update_together)
+    keys = settings.shared_keys(update_together=update_together)
     check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:
@@ -259,20 +253,20 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
-    """Note the types and shapes of a model's tensors; return the same tensors."""
+    """Record the types and shapes of a model's tensors; return the same tensors."""
     for number, tensor in enumerate(tensors):
         shapes[f"{kind}[{number}]"] = f"{tensor.dtype} {tuple(tensor.shape)}"
     return tensors
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
-    """Where the training's checkpoints are."""
+    """The folder of the training's checkpoints."""
     suffix = FRAMEWORKS[settings.run.backend].suffix
     return CheckpointFolder(Path(settings.run.model), suffix, settings.saving.checkpoint_format)
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
+    """The settings without the keys by which a training writes files before or within an epoch, or copies its data."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),

@@ -6,19 +6,19 @@ from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.runtime import log
-from hvdtrain.schedule.early_stopping import ends_early
+from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import as_errors
+from hvdtrain.schedule.measure import negate_higher
 from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 
 
 def open_limits(settings: Settings) -> TrainingLimits:
-    """When to save, to tell, and to end."""
+    """When to save and when to end."""
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
-        ends_early=lambda history: ends_early(settings.ending, history, settings.measure),
+        ends_early=lambda history: early_stop_reason(settings.ending, history, settings.measure),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
@@ -33,7 +33,7 @@ def open_rates(settings: Settings, size: int) -> Rates:
     schedule = settings.step_schedule
 
     def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
-        errors = as_errors(history, settings.scoring.higher_is_better)
+        errors = negate_higher(history, settings.scoring.higher_is_better)
         if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
             log.warning(line)
         return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)

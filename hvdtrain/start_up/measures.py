@@ -1,4 +1,4 @@
-"""Scores that keys name: an error where no epoch has had them, or where the worst epoch would count as the best one."""
+"""Checks of the scores that keys name: an error if no epoch has such a score, or if the worst epoch would count as the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on a few batches again and again (`overfit_batches`)."""
+"""Repeated training on a few batches (`overfit_batches`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.bounds import rearrange
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
@@ -16,8 +16,8 @@ from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import plan_together
 
 
-def in_folder_of_its_own(settings: Settings) -> Settings:
-    """The settings of a training with `overfit_batches`: it starts anew, and leaves the files of other trainings alone."""
+def in_overfit_folder(settings: Settings) -> Settings:
+    """The settings of a training with `overfit_batches`: it starts from scratch, and does not touch files of other trainings."""
     prefix = Path(settings.run.model)
     return replace(
         settings,
@@ -27,7 +27,7 @@ def in_folder_of_its_own(settings: Settings) -> Settings:
     )
 
 
-def overfitting(session: Session, number: int) -> Session:
+def repeat_batches(session: Session, number: int) -> Session:
     """Collective. The session with the first N batches of each rank, repeated for as many as an epoch has. Raises: DataError."""
     feed = session.feeds[0]
     if feed.dataset.has_fixed_order:
@@ -38,6 +38,6 @@ def overfitting(session: Session, number: int) -> Session:
     plan = plan_together(session.comm, feed, 1)
     size = session.comm.size if feed.distribution == "shard" else 1
     first = numpy.arange(min(number * size, plan.num_batches))
-    repeated = Plan(*rearranged(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    repeated = Plan(*rearrange(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
     log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
     return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])

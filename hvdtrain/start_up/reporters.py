@@ -1,4 +1,4 @@
-"""Who receives the reports of a training: files, the log, and experiment trackers."""
+"""The receivers of a training's reports: files, the log, and experiment trackers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.report.trackers import (
+    PATIENCE,
+    BackgroundTracker,
+    BestEffortReporter,
+    RunIds,
+    TensorBoard,
+    TrackEpoch,
+    write_report_page,
+)
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
@@ -25,10 +33,10 @@ from hvdtrain.settings import Settings
 
 
 def open_reporters(settings: Settings, session: Session) -> Reporters:
-    """Collective. Where rank 0 reports finished epochs and steps. Raises: ConfigError."""
+    """Collective. The receivers of reports on epochs and steps; none on ranks other than 0. Raises: ConfigError."""
     comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
 
-    def of_rank_zero() -> Reporters:
+    def open_on_rank_zero() -> Reporters:
         epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
         epochs.go_on(progress.epoch, progress.report)
         current = progress.current
@@ -40,11 +48,11 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         trackers = open_trackers(settings, session)
         return Reporters(reporters, [steps.step, *trackers.steps], trackers.services)
 
-    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
+    return together(comm, lambda: open_on_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
 
 class BestReporter:
-    """Logs which epoch is the best so far, and has best.json written after an epoch whose model is not saved, too."""
+    """Logs which epoch is the best so far, and updates best.json even after an epoch whose model is not saved."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -59,7 +67,7 @@ class BestReporter:
         if best is not None and name is not None and best.epoch == report.epoch:
             log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False
-        self._session.best.note(history)
+        self._session.best.update(history)
 
 
 def open_trackers(settings: Settings, session: Session) -> Reporters:
@@ -71,26 +79,27 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
         boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
-    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+        trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
     return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
 
 
 @contextmanager
-def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
-    """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
-    made = settings.trackers.made if session.comm.rank == 0 else []
-    if not made:
+def open_services(settings: Settings, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
+    """The experiment trackers of the config on rank 0, which end with the block; none on the other ranks."""
+    services = settings.trackers.factories if session.comm.rank == 0 else []
+    if not services:
         yield []
         return
     folder, progress = Path(settings.run.model).absolute().parent, session.progress
     ids = RunIds(folder)
-    known = ids.read() if progress.step else {}  # a training that begins anew is another run
+    known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
     git = git_state(settings.files[0].absolute().parent if settings.files else folder)
     trackers = []
-    for number, one in enumerate(made):
-        label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
-        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+    for number, service in enumerate(services):
+        is_first = number == [other.label for other in services].index(service.label)
+        label = service.label if is_first else f"{service.label} ({number})"
+        trackers.append(BackgroundTracker(label, service.make, partial(ids.store, label)))
         config = config_values(start.settings)
         trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
     status: Status = "failed"
@@ -102,9 +111,9 @@ def tracking(settings: Settings, session: Session, start: Start) -> Iterator[lis
         raise
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
-        files = {} if status == "failed" else report_page(folder)
+        files = {} if status == "failed" else write_report_page(folder)
         for tracker in trackers:
-            tracker.ask_to_end(status, files)
+            tracker.request_end(status, files)
         deadline = time.monotonic() + PATIENCE[status]
         for tracker in trackers:
             tracker.wait(deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""Finding the lengths of sequences by reading them: what the log, a bar and the watchdog see of it."""
+"""Finding the lengths of sequences by reading them, with log lines, a progress bar and beats of the watchdog."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
 
 WORTH_A_LINE = 1.0
-"""Reading all items for their lengths is logged if it takes longer than this number of seconds."""
+"""Reading all items for their lengths is logged if it takes more than this many seconds."""
 
 
 def open_scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
-    """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
+    """For datasets whose lengths are found by reading them: rank 0 shows a bar, and the watchdog gets beats."""
     beat = partial(_beat, watchdog)
     folder = settings.data.lengths_dir
-    kept = None if folder is None else Path(folder).expanduser()
-    alone = launch.cores()
-    processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
+    stored = None if folder is None else Path(folder).expanduser()
+    cores = launch.cores()
+    processes = cores if launch.is_bound() else max(1, cores // comm.local_size)
     progress = partial(_progress, comm.rank == 0, beat)
-    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, alone)
+    return Scanning(stored, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, cores)
 
 
 def _beat(watchdog: Watchdog | None) -> None:
@@ -40,7 +40,7 @@ def _beat(watchdog: Watchdog | None) -> None:
 
 @contextmanager
 def _progress(has_bar: bool, beat: Callable[[], None], what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Around reading a dataset; gives a function that is called with the number of items read since the last call."""
+    """Show progress while a dataset is read; yield a function to call with the number of items read since the last call."""
     with open_terminal(sys.stderr, sys.stdout) if has_bar else nullcontext() as terminal:
         bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
         try:

@@ -12,11 +12,11 @@ from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
-from hvdtrain.training.trace import OfRank, Profile, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
+from hvdtrain.training.trace import Profile, RankProfiler, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
 
 
 def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
-    """Collective. Where to write down which sequences each step trains on."""
+    """Collective. Open the trace of the sequences that each step trains on."""
     if keys.trace_sequences is None:
         return record_nothing
     prefix = Path(keys.trace_sequences)
@@ -25,7 +25,7 @@ def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
 
 
 @contextmanager
-def profiled(settings: Settings, session: Session, note: StepRecorder) -> Iterator[StepRecorder]:
+def profile_steps(settings: Settings, session: Session, note: StepRecorder) -> Iterator[StepRecorder]:
     """Profile some steps, if the config asks for it."""
     number = settings.trace.profile_steps
     if number is None:
@@ -35,7 +35,7 @@ def profiled(settings: Settings, session: Session, note: StepRecorder) -> Iterat
     on_gpu = session.learner.device_name != "CPU"
     profile = Profile(
         note,
-        OfRank(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
+        RankProfiler(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
         session.timer,
         folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
         number,
@@ -48,7 +48,7 @@ def profiled(settings: Settings, session: Session, note: StepRecorder) -> Iterat
 
 
 def switch_timeline(comm: Communicator, file: Path, on: bool) -> None:
-    """Start Horovod's timeline, or stop it, if it is Horovod that connects the ranks."""
+    """Start or stop Horovod's timeline, if Horovod connects the ranks."""
     if isinstance(comm, HorovodCommunicator) and comm.rank == 0:
         if on:
             comm.start_timeline(file)

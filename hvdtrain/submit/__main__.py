@@ -14,10 +14,10 @@ from pathlib import Path
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.submit.job import USUAL_CORES, Job, choose_launcher, megabytes_of, seconds_of
+from hvdtrain.submit.job import DEFAULT_CORES, Job, choose_launcher, parse_megabytes, parse_seconds
 from hvdtrain.submit.schedulers import SCHEDULERS
-from hvdtrain.submit.sweep import folder_problems, model_of, sweep_of
-from hvdtrain.submit.texts import problems_of
+from hvdtrain.submit.sweep import folder_problems, parse_sweep, run_model
+from hvdtrain.submit.texts import text_problems
 
 USAGE = """\
 python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|pbs|lsf|mpi [options] [++KEY VALUE ...]
@@ -25,14 +25,14 @@ python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|pbs|lsf|mpi 
 
 DESCRIPTION = """\
 Write the job script for a training (for Kubernetes, the manifest) and print it, or submit it with --submit. The config is
-checked first, so its problems are reported before anything waits in a queue. Shortly before the time limit the training stops
+checked first, so its problems are reported before anything waits in a queue. Shortly before the time limit, the training stops
 with a checkpoint, and the job goes back into the queue."""
 
 EPILOG = """\
 required
-  CONFIG, --scheduler, and for several ranks ++use_horovod 1 or ++torch_distributed {} where the config does not say it
-  kubernetes: --image, too; mpi on several hosts: --hosts
-  most clusters also want --time, --memory and --queue or --account
+  CONFIG, --scheduler, and for several ranks ++use_horovod 1 or ++torch_distributed {} if the config sets neither
+  kubernetes: also --image; mpi on several hosts: also --hosts
+  most clusters also require --time, --memory and --queue or --account
 
   0  printed or submitted
   1  the scheduler refused the script
@@ -42,8 +42,8 @@ The script runs in the current folder (--folder), with this Python (--python). -
 needs, such as 'module load openmpi'; --option adds a line for the scheduler, such as '--constraint=h100'. Both may be repeated.
 """
 
-START = 180
-"""Seconds that a training has at least: a signal during start-up kills it, and Slurm may send the signal a minute early."""
+STARTUP_SECONDS = 180
+"""The minimum of seconds before the stop signal: during start-up it kills the training, and Slurm may send it a minute early."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         configs, overrides = parse_command_line([*options.configs, *overrides_given])
         settings = read_settings(configs, overrides)
-        runs = runs_of(options.sweep, configs, overrides, settings)
-        job = job_of(options, settings, overrides_given, [*given, *overrides_given], runs)
+        runs = expand_sweep(options.sweep, configs, overrides, settings)
+        job = build_job(options, settings, overrides_given, [*given, *overrides_given], runs)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -69,16 +69,16 @@ def main(arguments: list[str] | None = None) -> int:
     return submit(script, job.scheduler.submit)
 
 
-def runs_of(
+def expand_sweep(
     sweep: Sequence[str], configs: Sequence[Path], overrides: Mapping[str, str], settings: Settings
 ) -> tuple[tuple[str, ...], ...]:
-    """The arguments of each run of a sweep, whose configs are checked one by one. Raises: ConfigError."""
-    runs, problems = sweep_of(sweep, overrides)
+    """The arguments of each run of a sweep, after checking each config. Raises: ConfigError."""
+    runs, problems = parse_sweep(sweep, overrides)
     if not sweep or problems:
         if problems:
             raise ConfigError(problems)
         return ()
-    models = [model_of(settings.run.model, run) for run in runs]
+    models = [run_model(settings.run.model, run) for run in runs]
     problems = folder_problems(models)
     for run, model in zip(runs, models, strict=True):
         try:
@@ -93,18 +93,20 @@ def runs_of(
     )
 
 
-def job_of(
+def build_job(
     options: argparse.Namespace,
     settings: Settings,
     overrides: list[str],
     given: list[str],
     runs: tuple[tuple[str, ...], ...] = (),
 ) -> Job:
-    """The job that the options and the config describe. Raises: ConfigError, with all problems."""
+    """The job for these options and this config. Raises: ConfigError, with all problems."""
     scheduler = SCHEDULERS[options.scheduler]
-    seconds, wrong_time = convert_option("--time", options.time, seconds_of, "hh:mm:ss, d-hh:mm:ss or minutes")
-    memory, wrong_memory = convert_option("--memory", options.memory, megabytes_of, "an amount of each host such as 64G or 500M")
-    volumes = [each.partition(":") for each in options.volume]
+    seconds, wrong_time = convert_option("--time", options.time, parse_seconds, "hh:mm:ss, d-hh:mm:ss or minutes")
+    memory, wrong_memory = convert_option(
+        "--memory", options.memory, parse_megabytes, "an amount of each host such as 64G or 500M"
+    )
+    volumes = [text.partition(":") for text in options.volume]
     hosts = tuple(filter(None, options.hosts.split(",")))
     folder = options.folder or str(Path.cwd())
     launcher, unconnected = options.launcher, []
@@ -113,10 +115,10 @@ def job_of(
         launcher = choose_launcher(options.launcher, tasks, settings.reduce.use_horovod, transport is not None)
     except ConfigError as error:
         unconnected = error.problems
-    # Neither a command's name nor an option.
-    configs = [each if ("/" in each or "." in each) and not each.startswith("-") else f"./{each}" for each in options.configs]
+    # A path that could be taken for a command of hvdtrain or for an option gets a folder.
+    configs = [path if ("/" in path or "." in path) and not path.startswith("-") else f"./{path}" for path in options.configs]
     job = Job(
-        name=options.name or name_of(options.configs[0]),
+        name=options.name or job_name(options.configs[0]),
         scheduler=scheduler,
         launcher=launcher,
         arguments=(*configs, *overrides),
@@ -146,14 +148,14 @@ def job_of(
         volumes=tuple((claim, path) for claim, _, path in volumes),
         runs=runs,
     )
-    texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
+    texts = script_texts(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
     problems = [*number_problems(options), *wrong_time, *wrong_memory]
     problems += [
         Problem.of("conflict", f"--{name}: expected another scheduler, got {scheduler.name}, which has no such option")
         for name in scheduler.unsupported
         if getattr(options, name)
     ]
-    problems += problems_of(texts, scheduler.in_comments)
+    problems += text_problems(texts, scheduler.in_comments)
     problems += [
         Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {f'{claim}:{path}' if path else claim}")
         for claim, _, path in volumes
@@ -166,7 +168,7 @@ def job_of(
 
 
 def number_problems(options: argparse.Namespace) -> list[Problem]:
-    """Problems with the options that are numbers."""
+    """Problems with numeric options."""
     problems = [
         Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
         for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before")
@@ -186,7 +188,7 @@ def number_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def convert_option(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[Problem]]:
-    """The value of an option, None where it is not given; the problem with it."""
+    """The value of an option, None if it is not given, and the problem with it."""
     try:
         return None if text is None else convert(text), []
     except ValueError:
@@ -194,12 +196,12 @@ def convert_option(option: str, text: str | None, convert: Callable[[str], int],
 
 
 def job_problems(job: Job) -> list[Problem]:
-    """What is wrong between the options of a job, and what its scheduler cannot do."""
+    """Conflicts between the options of a job, and between them and its scheduler."""
     problems, scheduler = [], job.scheduler
-    if job.seconds is not None and job.seconds < job.stop_before + START:
+    if job.seconds is not None and job.seconds < job.stop_before + STARTUP_SECONDS:
         problems += problem(
             "out-of-range",
-            f"--stop-before: expected at least {START} s less than --time ({job.seconds} s), which starting may take, got "
+            f"--stop-before: expected at least {STARTUP_SECONDS} s less than --time ({job.seconds} s), for starting, got "
             f"{job.stop_before}",
         )
     if job.launcher == "srun" and not scheduler.has_srun:
@@ -217,7 +219,7 @@ def job_problems(job: Job) -> list[Problem]:
             "(torch_distributed runs under mpirun, too: --launcher mpirun)",
         )
     if job.runs and scheduler.array_index is None:
-        names = ", ".join(name for name, each in SCHEDULERS.items() if each.array_index is not None)
+        names = ", ".join(name for name, other in SCHEDULERS.items() if other.array_index is not None)
         problems += problem(
             "conflict",
             f"--sweep: expected a scheduler with job arrays ({names}), got {scheduler.name} (a loop over hvdtrain.train in "
@@ -228,8 +230,8 @@ def job_problems(job: Job) -> list[Problem]:
     return problems
 
 
-def texts_of(options: argparse.Namespace, overrides: list[str]) -> dict[str, list[str]]:
-    """All values of the command line that end up in the script, by option or key."""
+def script_texts(options: argparse.Namespace, overrides: list[str]) -> dict[str, list[str]]:
+    """All values of the command line that become part of the script, by option or key."""
     texts = {
         f"--{name.replace('_', '-')}": [value] if isinstance(value, str) else value
         for name, value in vars(options).items()
@@ -244,17 +246,17 @@ def texts_of(options: argparse.Namespace, overrides: list[str]) -> dict[str, lis
     return texts
 
 
-def name_of(config: str) -> str:
-    """A job's name, after its config.
+def job_name(config: str) -> str:
+    """The default name of a job, derived from its config.
 
-    >>> name_of("my configs/large (2).py"), name_of("-.py")
+    >>> job_name("my configs/large (2).py"), job_name("-.py")
     ('large-2', 'hvdtrain')
     """
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(config).stem).strip("-.+") or "hvdtrain"
 
 
 def submit(script: str, command: Sequence[str]) -> int:
-    """Give the script to the scheduler; return the exit status."""
+    """Submit the script to the scheduler; return the exit status."""
     if shutil.which(command[0]) is None:
         print(f"--submit: expected {command[0]} in PATH, got none (is this a login node of the cluster?)", file=sys.stderr)
         return 1
@@ -264,54 +266,68 @@ def submit(script: str, command: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
-    add = made.add_argument_group("what is required").add_argument
+    result = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
+    add = result.add_argument_group("required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    add("--scheduler", choices=list(SCHEDULERS), required=True, help="who runs the job; mpi: no scheduler, only mpirun and ssh")
-    add("--image", help="with --scheduler kubernetes: the container image, which has hvdtrain")
+    add(
+        "--scheduler",
+        choices=list(SCHEDULERS),
+        required=True,
+        help="the scheduler; mpi: none, only mpirun and ssh",
+    )
+    add("--image", help="with --scheduler kubernetes: a container image with hvdtrain")
     add("--hosts", default="", help="with --scheduler mpi and several hosts: h1,h2")
-    add = made.add_argument_group("ranks and what they need; all but --nodes and --cpus-per-task is for each host").add_argument
+    add = result.add_argument_group("ranks and resources, which are per host, except --nodes and --cpus-per-task").add_argument
     add("--nodes", type=int, default=1, help="hosts; Kubernetes: pods (default 1)")
     add("--tasks-per-node", type=int, default=1, help="ranks on each host (default 1)")
     add("--gpus-per-node", type=int, default=0, help="GPUs of each host, one for each rank (default 0)")
     add(
         "--cpus-per-task",
         type=int,
-        help=f"cores of each rank, and OMP_NUM_THREADS (default {USUAL_CORES}; SGE: 1; mpi: a share of the host's)",
+        help=f"cores of each rank, and OMP_NUM_THREADS (default {DEFAULT_CORES}; SGE: 1; mpi: a share of the host's)",
     )
     add("--memory", help="memory of each host, such as 64G (1024**3 bytes), with every scheduler; default: the cluster's")
-    add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
+    add(
+        "--launcher",
+        choices=("python", "mpirun", "srun", "torchrun"),
+        help="starts the ranks; default: the one for the config's keys",
+    )
     add(
         "--max-restarts",
         type=int,
         default=0,
         metavar="N",
-        help="Slurm and torchrun: start the ranks again after one was lost, up to N times, also without its node (default 0)",
+        help="Slurm and torchrun: restart the ranks up to N times after one was lost, if necessary without its node (default 0)",
     )
     add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
-    add = made.add_argument_group("time").add_argument
-    add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which the training is not told")
-    add("--stop-before", type=int, default=300, help="seconds before it at which training stops with a checkpoint (default 300)")
-    add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
-    add = made.add_argument_group("the scheduler").add_argument
+    add = result.add_argument_group("time").add_argument
+    add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which is unknown to the training")
+    add(
+        "--stop-before",
+        type=int,
+        default=300,
+        help="stop with a checkpoint this many seconds before the limit (default 300)",
+    )
+    add("--no-requeue", action="store_true", help="do not put a stopped training back into the queue")
+    add = result.add_argument_group("the scheduler").add_argument
     add(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=VALUE,VALUE",
-        help="a job array with a run for each value, each with a model folder of its own; several: each with each",
+        help="a job array with a run for each value, each with a separate model folder; several: all combinations",
     )
     add("--name", help="name of the job; default: the config's")
     add("--queue", help="the queue; Slurm: the partition")
     add("--account", help="the account to charge; LSF: the project; Kubernetes: the namespace")
     add("--parallel-environment", default="mpi", help="SGE's -pe (default mpi)")
-    add("--output", help="folder for the job's output (default: this one)")
+    add("--output", help="folder for the job's output (default: the current one)")
     add("--option", action="append", default=[], metavar="LINE", help="a line for the scheduler: --option=--constraint=h100")
     add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help="Kubernetes: a claim, and where it is mounted")
-    add = made.add_argument_group("the script").add_argument
-    add("--folder", help="where the job runs (default: this folder); Kubernetes: a folder in the container, or of a volume")
+    add = result.add_argument_group("the script").add_argument
+    add("--folder", help="where the job runs (default: the current folder); Kubernetes: a folder of the container or of a volume")
     add("--python", help="the interpreter (default: this one; Kubernetes: python)")
-    add("--setup", action="append", default=[], metavar="LINE", help="a line of shell before anything else")
+    add("--setup", action="append", default=[], metavar="LINE", help="a line of shell to run first")
     add(
         "--export",
         action="append",
@@ -319,10 +335,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a variable that mpirun exports to all hosts, such as NCCL_DEBUG",
     )
-    add("--doctor", action="store_true", help="run hvdtrain doctor first; the job ends if it finds a problem")
+    add("--doctor", action="store_true", help="run hvdtrain doctor first, and end the job if it finds a problem")
     add("--out", type=Path, metavar="FILE", help="write the script into FILE instead of printing it")
     add("--submit", action="store_true", help="submit the script (mpi: run it)")
-    return made
+    return result
 
 
 if __name__ == "__main__":

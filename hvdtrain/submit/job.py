@@ -1,4 +1,4 @@
-"""A job: its resources, its time limit, and the command that starts its ranks, with the environment that it needs."""
+"""A job: its resources, its time limit, and the command that starts its ranks, with its environment."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from hvdtrain.submit.sweep import case_lines
 Launcher = Literal["python", "mpirun", "srun", "torchrun"]
 
 STOPPED = 75
-"""Exit status of a training that was stopped with a checkpoint, to be continued."""
+"""The exit status of a training that was stopped with a checkpoint and can be resumed."""
 
-LAST_TASK = 60
-"""Seconds after the end of the first task in which srun lets the other tasks end."""
+LAST_TASK_SECONDS = 60
+"""How many seconds after the end of the first task srun kills the others."""
 
-SOON = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
-"""With which torchrun's agents take one for lost after 6 instead of 15 s, and wait for another for 5 instead of 30 s."""
+RENDEZVOUS_TIMEOUTS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+"""With these, torchrun's agents consider one lost after 6 instead of 15 s, and wait for another one for 5 instead of 30 s."""
 
 IF_SET = ("LD_LIBRARY_PATH", "PYTHONPATH")
-"""Variables that mpirun exports if they are set; -x with an unset variable is an error."""
+"""Variables that mpirun exports only if they are set, since -x with an unset variable is an error."""
 
-USUAL_CORES = 2
-"""Cores of a rank: one computes, one reads."""
+DEFAULT_CORES = 2
+"""Cores of a rank: one for computing, one for reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """Who runs a job: how the script for it is written and submitted, and what it can do.
+    """A scheduler: how scripts for it are written and submitted, and what it supports.
 
     Attributes:
         name: the value of --scheduler.
-        write: makes a job's script, or its manifest.
-        submit: the command that takes the script on its standard input.
-        problems: what it cannot do of what a job asks for.
+        write: returns a job's script or manifest.
+        submit: the command that reads the script from its standard input.
+        problems: returns the requests of a job that it cannot fulfil.
         array_index: the variable with the number of a job in its array, and the first number; None: it has no job arrays.
-        unsupported: options of the command that it has no counterpart of.
+        unsupported: options of the command for which it has no counterpart.
         in_comments: options whose values it reads from a comment in the script.
-        cores: of a rank, where the command does not say; None: those of a host are divided among its ranks.
-        slots_are_cores: whether it counts in cores what others count in ranks.
-        requeues: whether it has a queue, into which a stopped training can be put back.
-        has_srun: whether srun starts what runs on several hosts.
-        in_container: whether the job runs in the container of --image, and an operator tells torchrun where the ranks are.
+        cores: the default number of cores of a rank; None: the cores of a host are divided among its ranks.
+        slots_are_cores: whether its slots are cores rather than ranks.
+        requeues: whether a stopped training can be put back into its queue.
+        has_srun: whether srun starts processes on several hosts.
+        in_container: whether the job runs in the container of --image, where an operator sets torchrun's variables.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Scheduler:
     array_index: tuple[str, int] | None = None
     unsupported: tuple[str, ...] = ()
     in_comments: tuple[str, ...] = ("--name", "--queue", "--account", "--output")
-    cores: int | None = USUAL_CORES
+    cores: int | None = DEFAULT_CORES
     slots_are_cores: bool = False
     requeues: bool = True
     has_srun: bool = False
@@ -68,21 +68,21 @@ class Job:
     """A training on a cluster.
 
     Attributes:
-        scheduler: that the script is for.
-        arguments: of the trainer: configs, then `++key value`.
+        scheduler: for which the script is written.
+        arguments: the trainer's arguments: configs, then `++key value`.
         written_by: the command that wrote the script, for a comment in it.
         folder: where the job runs, absolute.
-        cpus_per_task: cores of a rank; None: those of a host are divided among its ranks.
-        memory: of each host, in MB (1024 * 1024 bytes), which every scheduler's own unit is computed from.
+        cpus_per_task: cores of a rank; None: the cores of a host are divided among its ranks.
+        memory: of each host, in MB (1024 * 1024 bytes), independent of the scheduler's unit.
         seconds: the time limit; None: no limit.
-        stop_before: seconds before the time limit at which the training is told to stop with a checkpoint.
+        stop_before: how many seconds before the time limit the training gets the signal to stop with a checkpoint.
         requeue: whether a training that was stopped at the time limit goes back into the queue.
-        max_restarts: how often torchrun starts the ranks again, also without nodes that are lost.
+        max_restarts: how often torchrun restarts the ranks, if necessary without lost nodes.
         setup: lines of shell that make Python and MPI available.
         exports: names of variables that mpirun exports to all hosts, besides those that every job needs.
-        options: options that are passed to the scheduler as they are, such as '--mem-per-gpu=8G'.
-        image: of a container, for Kubernetes.
-        runs: for each job of an array, the arguments of its run; empty: it is a single job.
+        options: options that are passed to the scheduler unchanged, such as '--mem-per-gpu=8G'.
+        image: the container image, for Kubernetes.
+        runs: for each job of an array, the arguments of its run; empty: a single job.
         volumes: claims of persistent volumes and where they are mounted, for Kubernetes.
     """
 
@@ -123,25 +123,25 @@ class Job:
 
     @property
     def cores(self) -> int:
-        """The cores of a host's ranks; 1 for each if nothing is known."""
+        """The cores of all ranks of a host; 1 per rank if unknown."""
         return self.tasks_per_node * (self.cpus_per_task or 1)
 
     @property
     def slots(self) -> int:
-        """What the scheduler counts on a host: cores or ranks."""
+        """The number of the scheduler's slots on a host."""
         return self.cores if self.scheduler.slots_are_cores else self.tasks_per_node
 
     @property
     def survives_nodes(self) -> bool:
-        """Whether training goes on without nodes that are lost."""
+        """Whether training continues without lost nodes."""
         return self.max_restarts > 0 and self.nodes > 1
 
 
 def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torch_distributed: bool) -> Launcher:
-    """How the ranks are started: as asked, or as the config's keys require.
+    """The launcher that starts the ranks: the given one, or the one that the config's keys require.
 
     Raises:
-        ConfigError: the config does not say how several ranks are connected, or the launcher does not go with its keys.
+        ConfigError: the config does not define how several ranks are connected, or the launcher contradicts its keys.
 
     >>> choose_launcher(None, 8, use_horovod=True, torch_distributed=False)
     'mpirun'
@@ -167,13 +167,13 @@ def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torc
     return "mpirun" if use_horovod else "torchrun"
 
 
-def seconds_of(text: str) -> int:
-    """A time in seconds: '24:00:00', '1-12:00:00', '90:00' (minutes and seconds), '30' (minutes), as Slurm reads them.
+def parse_seconds(text: str) -> int:
+    """Parse a time as Slurm does: '24:00:00', '1-12:00:00', '90:00' (minutes and seconds), '30' (minutes).
 
     Raises:
-        ValueError: it is none of these, or zero.
+        ValueError: it has another format, or is zero.
 
-    >>> seconds_of("24:00:00"), seconds_of("1-12:00:00"), seconds_of("90:00"), seconds_of("30")
+    >>> parse_seconds("24:00:00"), parse_seconds("1-12:00:00"), parse_seconds("90:00"), parse_seconds("30")
     (86400, 129600, 5400, 1800)
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
@@ -191,13 +191,13 @@ def seconds_of(text: str) -> int:
     return total
 
 
-def megabytes_of(text: str) -> int:
-    """An amount of memory in MB (1024 * 1024 bytes): '64G', '64GB', '64GiB', '1.5T', '500M'; without a unit: MB, as in Slurm.
+def parse_megabytes(text: str) -> int:
+    """Parse an amount of memory in MB (1024 * 1024 bytes): '64G', '64GB', '64GiB', '1.5T', '500M'; no unit means MB, as in Slurm.
 
     Raises:
-        ValueError: it is none of these, or less than 1 MB.
+        ValueError: it has another format, or is less than 1 MB.
 
-    >>> megabytes_of("64G"), megabytes_of("64GiB"), megabytes_of("1.5t"), megabytes_of("500")
+    >>> parse_megabytes("64G"), parse_megabytes("64GiB"), parse_megabytes("1.5t"), parse_megabytes("500")
     (65536, 65536, 1572864, 500)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", text.strip().lower())
@@ -228,7 +228,7 @@ def clock(seconds: int) -> str:
 
 
 def fold_command(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
-    """A command in lines that end in a backslash where another follows.
+    """Break a command into lines, all but the last ending in a backslash.
 
     >>> fold_command(["mpirun", "-np 8", "-x PATH"], width=14).splitlines() == ["mpirun -np 8 " + chr(92), "    -x PATH"]
     True
@@ -262,7 +262,7 @@ def environment_lines(job: Job) -> list[str]:
 
 
 def doctor_lines(job: Job, hosts: Sequence[str] = ()) -> list[str]:
-    """Lines that run the doctor on the ranks' hosts, if the job asks for it, and end the job where it finds a problem."""
+    """Lines that run the doctor on the ranks' hosts if the job requests it, and end the job if it finds a problem."""
     return ["", f"{command(job, hosts, before=['doctor', '--no-measure'])} || exit"] if job.doctor else []
 
 
@@ -270,8 +270,8 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
     """The command that starts hvdtrain on all ranks, folded into lines.
 
     Args:
-        hosts: host:slots for mpirun, if no scheduler names them.
-        before: arguments before the config: another command of hvdtrain's, with its options.
+        hosts: host:slots for mpirun, if no scheduler provides them.
+        before: arguments before the config: another command of hvdtrain with its options.
     """
     python = shlex.join([job.python])
     program = shlex.join(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
@@ -280,18 +280,18 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
     if job.launcher == "mpirun":
         return fold_command([*mpirun(job, hosts), f"{python} {program}"])
     if job.launcher == "srun":
-        # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
-        # exit status of the ranks, by which the job is requeued.
-        return fold_command([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
+        # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is faster, but it replaces the
+        # exit status of the ranks, which decides whether the job is requeued.
+        return fold_command([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK_SECONDS}", f"{python} {program}"])
     return fold_command([*torchrun(replace(job, max_restarts=0) if before else job), program])
 
 
 def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
-    """mpirun with its options."""
+    """The mpirun command with its options."""
     words = [f"mpirun -np {job.tasks}"]
     if hosts:
         words.append(f"-H {','.join(hosts)}")
-    # Where slots are cores, mpirun would fill the first host with ranks.
+    # If slots are cores, mpirun would fill the first host with ranks.
     words += ["-bind-to none", "-map-by slot" if job.slots == job.tasks_per_node else f"-map-by ppr:{job.tasks_per_node}:node"]
     exported = ["PATH", *job.exports]
     if job.cpus_per_task is not None:
@@ -311,7 +311,7 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def torchrun(job: Job) -> list[str]:
-    """torchrun with its options: one agent per node."""
+    """The torchrun command with its options: one agent per node."""
     start = f"{shlex.join([job.python])} -m torch.distributed.run"
     if job.scheduler.in_container:
         return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
@@ -322,30 +322,30 @@ def torchrun(job: Job) -> list[str]:
     if job.nodes == 1:
         return [*words, "--standalone"]
     words.append('--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$master:$port"')
-    return [*words, f"--rdzv-conf={SOON}"] if job.survives_nodes else words
+    return [*words, f"--rdzv-conf={RENDEZVOUS_TIMEOUTS}"] if job.survives_nodes else words
 
 
-def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) -> list[str]:
-    """Lines that start the command in the background, pass signals on, and wait for its end; $status is its exit status then.
+def background_lines(job: Job, run: str, before_limit: str, cancelled: str, timer: bool = False) -> list[str]:
+    """Lines that start the command in the background, pass on signals, and wait for its end; then $status is its exit status.
 
     Args:
         run: the command.
-        soon: signals that the scheduler sends shortly before the time limit.
-        cancelled: signals that a user cancels the job with.
-        timer: whether the script itself sends SIGUSR1 before the time limit, as the scheduler does not.
+        before_limit: signals that the scheduler sends shortly before the time limit.
+        cancelled: signals with which a user cancels the job.
+        timer: whether the script itself sends SIGUSR1 before the time limit, since the scheduler does not.
     """
-    # On SIGTERM mpirun kills the ranks within seconds, but it passes SIGUSR1 on. torchrun passes only SIGTERM on.
+    # On SIGTERM, mpirun kills the ranks within seconds, but it passes on SIGUSR1. torchrun passes on only SIGTERM.
     signal = "TERM" if job.launcher == "torchrun" else "USR1"
     what = f"On SIG{signal}" if job.launcher == "python" else f"{job.launcher} passes SIG{signal} on. On it"
     lines = [f"# {what} the trainer stops with a checkpoint, and ends with {STOPPED}.", f"{run} &", "pid=$!"]
     lines += ["cancelled=no"] if job.requeue and cancelled else []
     lines += ["stopped=no"] if job.launcher == "torchrun" else []
     stopped = "stopped=yes; " if job.launcher == "torchrun" else ""
-    # srun does not pass SIGTERM on: it ends its tasks.
+    # srun does not pass on SIGTERM, but ends its tasks.
     through_srun = job.launcher == "torchrun" and job.scheduler.has_srun and job.nodes > 1
     pass_on = f'scancel --signal={signal} "$SLURM_JOB_ID"' if through_srun else f"kill -{signal} $pid"
-    if soon:
-        lines.append(f"trap '{stopped}{pass_on}' {soon}")
+    if before_limit:
+        lines.append(f"trap '{stopped}{pass_on}' {before_limit}")
     if cancelled:
         noted = "cancelled=yes; " if job.requeue else ""
         lines.append(f"trap '{noted}{pass_on}' {cancelled}")

@@ -1,7 +1,7 @@
 """Manifests for Kubernetes: Kubeflow's MPIJob and PyTorchJob, and an ordinary Job for a single rank.
 
-A host of the job is a pod. The pods run the script that a scheduler would run: it forwards SIGTERM, which Kubernetes sends before
-it stops a pod, so that the training stops with a checkpoint.
+Each host of the job is a pod. The pods run the script that a scheduler would run: it passes on SIGTERM, which Kubernetes sends
+before it stops a pod, so that the training stops with a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.errors import Problem, problem
-from hvdtrain.submit.job import Job, Scheduler, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.submit.job import Job, Scheduler, background_lines, command, doctor_lines, environment_lines, memory_text
 
 RETRIES = 10
-"""How often pods that failed or were evicted are started again."""
+"""How often pods that failed or were evicted are restarted."""
 
 LAUNCHER_RESOURCES = {"cpu": 1, "memory": "2Gi"}
-"""mpirun's pod runs no rank."""
+"""The resources of mpirun's pod, which runs no rank."""
 
 
 def _problems(job: Job) -> list[Problem]:
@@ -45,7 +45,7 @@ def kubernetes_manifest(job: Job) -> str:
 
 
 def mpi_job(job: Job) -> dict[str, Any]:
-    """An MPIJob: a launcher, which runs mpirun, and for each host a worker with sshd. The operator writes the file of hosts."""
+    """An MPIJob: a launcher, which runs mpirun, and a worker with sshd for each host. The operator writes the host file."""
     launcher = {"replicas": 1, "restartPolicy": "Never", "template": _template(job, LAUNCHER_RESOURCES, script(job))}
     worker = {"replicas": job.nodes, "restartPolicy": "Never", "template": _template(job, resources(job), None)}
     return {
@@ -62,7 +62,7 @@ def mpi_job(job: Job) -> dict[str, Any]:
 
 
 def pytorch_job(job: Job) -> dict[str, Any]:
-    """A PyTorchJob: each pod runs torchrun, which gets its place from the operator. The first one is the master."""
+    """A PyTorchJob: each pod runs torchrun, which gets its node rank from the operator. The first one is the master."""
     policy = "OnFailure" if job.requeue else "Never"
     replica = {"restartPolicy": policy, "template": _template(job, resources(job), script(job))}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
@@ -81,14 +81,14 @@ def pytorch_job(job: Job) -> dict[str, Any]:
 
 
 def plain_job(job: Job) -> dict[str, Any]:
-    """A Job of Kubernetes itself, for a single rank."""
+    """An ordinary Job of Kubernetes, for a single rank."""
     policy = run_policy(replace(job, queue=None))
     template = _template(job, resources(job), script(job))
     template["spec"]["restartPolicy"] = "Never"
     if job.runs:
         policy |= {"completionMode": "Indexed", "completions": len(job.runs), "parallelism": len(job.runs)}
         policy["backoffLimit"] *= len(job.runs)  # of all runs together
-        if "activeDeadlineSeconds" in policy:  # of each pod: a run may have to wait for others
+        if "activeDeadlineSeconds" in policy:  # per pod, since a run may have to wait for others
             template["spec"]["activeDeadlineSeconds"] = policy.pop("activeDeadlineSeconds")
     metadata = _metadata(job)
     if job.queue:
@@ -97,17 +97,17 @@ def plain_job(job: Job) -> dict[str, Any]:
 
 
 def resources(job: Job) -> dict[str, Any]:
-    """What a host's pod asks for, and is limited to."""
-    asked: dict[str, Any] = {"cpu": job.cores}
+    """The resources that a host's pod requests, which are also its limits."""
+    requested: dict[str, Any] = {"cpu": job.cores}
     if job.memory:
-        asked["memory"] = memory_text(job.memory, "Gi", "Mi")
+        requested["memory"] = memory_text(job.memory, "Gi", "Mi")
     if job.gpus_per_node:
-        asked["nvidia.com/gpu"] = job.gpus_per_node
-    return asked
+        requested["nvidia.com/gpu"] = job.gpus_per_node
+    return requested
 
 
 def run_policy(job: Job) -> dict[str, Any]:
-    """Retries, and the time limit: pods are stopped `stop_before` seconds early, and have these seconds left."""
+    """The retries and the time limit: pods are stopped `stop_before` seconds early, and have these seconds left."""
     policy: dict[str, Any] = {"backoffLimit": RETRIES if job.requeue else 0}
     if job.seconds:
         policy["activeDeadlineSeconds"] = max(60, job.seconds - job.stop_before)
@@ -117,14 +117,14 @@ def run_policy(job: Job) -> dict[str, Any]:
 
 
 def script(job: Job) -> str:
-    """What a pod runs."""
+    """The script that a pod runs."""
     run = replace(job, requeue=False)
     lines = ["#!/bin/bash", *environment_lines(run), *doctor_lines(run)]
-    return "\n".join([*lines, *waiting(run, command(run), soon="TERM", cancelled=""), "exit $status", ""])
+    return "\n".join([*lines, *background_lines(run, command(run), before_limit="TERM", cancelled=""), "exit $status", ""])
 
 
 def object_name(name: str) -> str:
-    """A name for Kubernetes.
+    """A valid name of an object in Kubernetes.
 
     >>> object_name("My_config.v2"), object_name("2024")
     ('my-config-v2', 'hvdtrain-2024')
@@ -137,26 +137,26 @@ def _metadata(job: Job) -> dict[str, Any]:
     return {"name": object_name(job.name)} | ({"namespace": job.account} if job.account else {})
 
 
-def _template(job: Job, asked: Mapping[str, Any], run: str | None) -> dict[str, Any]:
-    """A pod with one container. Without a script it runs what the operator starts: a worker's ssh daemon."""
+def _template(job: Job, requested: Mapping[str, Any], run: str | None) -> dict[str, Any]:
+    """A pod with one container. Without a script it runs the operator's command: a worker's ssh daemon."""
     # The operator for PyTorchJobs looks for the container of this name.
     container: dict[str, Any] = {"name": "pytorch" if job.launcher == "torchrun" else "hvdtrain", "image": job.image}
     if run is not None:
         container["command"] = ["/bin/bash", "-c", run]
-    container["resources"] = {"requests": dict(asked), "limits": dict(asked)}
+    container["resources"] = {"requests": dict(requested), "limits": dict(requested)}
     mounts = [{"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(job.volumes)]
     claims = [
         {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
         for number, (claim, _) in enumerate(job.volumes)
     ]
-    # A container's own /dev/shm has 64 MB: too little for NCCL, MPI and reading workers.
+    # A container's default /dev/shm has 64 MB: too little for NCCL, MPI and reading workers.
     container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}, *mounts]
     volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims]
     return {"spec": {"terminationGracePeriodSeconds": job.stop_before, "containers": [container], "volumes": volumes}}
 
 
 def yaml_lines(value: Any, indent: str = "") -> list[str]:
-    """Dicts, lists, texts and numbers as YAML: text of several lines as a block, other text in double quotes where it has to be.
+    """Dicts, lists, texts and numbers as YAML: text of several lines as a block, other text in double quotes where necessary.
 
     >>> print("\\n".join(yaml_lines({"a": [{"b": "c: d", "e": 1}, "two\\nlines\\n"]})))
     a:
@@ -167,7 +167,7 @@ def yaml_lines(value: Any, indent: str = "") -> list[str]:
       lines
     """
     lines = []
-    entries = value.items() if isinstance(value, dict) else ((None, each) for each in value)
+    entries = value.items() if isinstance(value, dict) else ((None, element) for element in value)
     for key, entry in entries:
         start = f"{indent}- " if key is None else f"{indent}{_scalar(key)}: "
         if isinstance(entry, str) and entry.endswith("\n"):
@@ -181,7 +181,7 @@ def yaml_lines(value: Any, indent: str = "") -> list[str]:
 
 
 def _scalar(text: str) -> str:
-    """A text as it is where YAML reads that as the same text, else in quotes."""
+    """A text, in quotes if YAML would read it as something else."""
     plain = re.fullmatch(r"[A-Za-z/][\w./-]*(?::[\w.-]+)?", text) and text.lower() not in (
         "true",
         "false",

@@ -1,19 +1,29 @@
-"""The schedulers that jobs are written for: Slurm, SGE and its successors, PBS Pro and OpenPBS, LSF, Kubernetes, or none."""
+"""The supported schedulers: Slurm, SGE and its successors, PBS Pro and OpenPBS, LSF, Kubernetes, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hvdtrain.errors import Problem, problem
-from hvdtrain.submit.job import STOPPED, Job, Scheduler, clock, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.submit.job import (
+    STOPPED,
+    Job,
+    Scheduler,
+    background_lines,
+    clock,
+    command,
+    doctor_lines,
+    environment_lines,
+    memory_text,
+)
 from hvdtrain.submit.kubernetes import KUBERNETES
 from hvdtrain.submit.texts import option_text
 
 AGENT = 'agent=$(command -v blaunch) && export OMPI_MCA_plm_rsh_agent="$agent"'
-"""LSF's blaunch starts mpirun's daemons. It is named with its folder, since the daemons look for it, too."""
+"""Lets LSF's blaunch start mpirun's daemons. It is given with its folder, since the daemons also look for it."""
 
 RESCHEDULE = 99
-"""SGE puts a job that ends with this exit status back into the queue."""
+"""The exit status with which SGE puts a job back into the queue."""
 
 
 def slurm_script(job: Job) -> str:
@@ -23,12 +33,12 @@ def slurm_script(job: Job) -> str:
 
 def slurm_head(job: Job) -> list[str]:
     """The options for sbatch."""
-    agents = job.launcher == "torchrun"  # one task per node, which starts the ranks there
-    cores = job.cores if agents else job.cpus_per_task
+    has_agents = job.launcher == "torchrun"  # one task per node, which starts the ranks there
+    cores = job.cores if has_agents else job.cpus_per_task
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
-        "ntasks-per-node": 1 if agents else job.tasks_per_node,
+        "ntasks-per-node": 1 if has_agents else job.tasks_per_node,
         "cpus-per-task": cores,
         "gpus-per-node": job.gpus_per_node or None,
         "mem": memory_text(job.memory) if job.memory else None,
@@ -44,26 +54,26 @@ def slurm_head(job: Job) -> list[str]:
     if job.requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append  # one log, also after a requeue"]
     if job.survives_nodes:
-        lines.append("#SBATCH --no-kill  # the others go on if a node is lost")
+        lines.append("#SBATCH --no-kill  # the other nodes continue if one is lost")
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 
 def slurm_body(job: Job) -> list[str]:
-    """What runs on the job's first node."""
+    """The part of the script that runs on the job's first node."""
     lines = environment_lines(job)
     if job.launcher in ("srun", "torchrun"):
         lines.append('export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from sbatch')
     if job.launcher == "torchrun" and job.nodes > 1:
         lines += [
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "port=$((20000 + SLURM_JOB_ID % 20000))  # another one than other jobs on this node",
+            "port=$((20000 + SLURM_JOB_ID % 20000))  # jobs on the same node need different ports",
         ]
     lines += doctor_lines(job)
     run = command(job)
     if job.survives_nodes:
         lines += ["", *agent_lines(job)]
         run = f"srun --no-kill --ntasks={job.nodes} --ntasks-per-node=1 bash -c agent"
-    lines += ["", *waiting(job, run, soon="USR1", cancelled="TERM"), ""]
+    lines += ["", *background_lines(job, run, before_limit="USR1", cancelled="TERM"), ""]
     if job.survives_nodes:
         lines += ['rm -f "$ended"']
     if job.requeue:
@@ -72,12 +82,12 @@ def slurm_body(job: Job) -> list[str]:
 
 
 def agent_lines(job: Job) -> list[str]:
-    """What runs on every node of a job that goes on without lost ones, as a function of the shell.
+    """A shell function that runs on every node of a job that continues without lost nodes.
 
-    If the first node is lost, so are the script and the place where torchrun's agents meet. Because of --no-kill, Slurm would let
-    the job be, in which nothing runs any more; so the others see to its end.
+    If the first node is lost, so are the script and the rendezvous of torchrun's agents. Because of --no-kill, Slurm would keep
+    the job although nothing runs any more, so the other nodes end it.
     """
-    act = "scontrol requeue" if job.requeue else "scancel"
+    end_job = "scontrol requeue" if job.requeue else "scancel"
     return [
         'export master port ended=".ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         "agent() {  # on every node",
@@ -85,8 +95,8 @@ def agent_lines(job: Job) -> list[str]:
         "    " + command(job).replace("\n", "\n    "),
         "    status=$?",
         '    [ "$SLURM_NODEID" != 0 ] || touch "$ended"',
-        '    while [ $status != 0 ] && [ ! -e "$ended" ]; do  # the first node goes on, or it is lost, and this script with it',
-        f'        case $(sinfo -h -n "$master" -o %t) in down*) {act} "$SLURM_JOB_ID" ;; esac',
+        '    while [ $status != 0 ] && [ ! -e "$ended" ]; do  # the first node still runs, or is lost with the script',
+        f'        case $(sinfo -h -n "$master" -o %t) in down*) {end_job} "$SLURM_JOB_ID" ;; esac',
         "        sleep 5",
         "    done",
         "    exit $status",
@@ -101,7 +111,7 @@ def sge_script(job: Job) -> str:
 
 
 def sge_head(job: Job) -> list[str]:
-    """The options for qsub. Resources are counted for each slot, which is a core."""
+    """The options for qsub. Resources are per slot, which is a core."""
     lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {option_text(job.folder)}"]
     lines += ["#$ -j y", f"#$ -o {option_text(f'{job.output}/')}"]
     if job.nodes * job.slots > 1:
@@ -110,14 +120,14 @@ def sge_head(job: Job) -> list[str]:
         soft = max(60, job.seconds - job.stop_before)
         lines += ["# SIGUSR1 comes at s_rt:", f"#$ -l h_rt={clock(job.seconds)} -l s_rt={clock(soft)}"]
     if job.gpus_per_node:
-        each, rest = divmod(job.gpus_per_node, job.slots)
-        # A request cannot be a fraction.
+        per_slot, rest = divmod(job.gpus_per_node, job.slots)
+        # A request per slot cannot be a fraction.
         what = (
             "For each slot"
             if not rest
             else f"{job.slots} slots of a host share its GPUs: gpu has to be consumable per JOB (qconf -sc)"
         )
-        lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else each}"]
+        lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else per_slot}"]
     if job.memory:
         share = -(-job.memory // job.slots)
         lines += [f"# For each slot, {memory_text(job.memory)} for each host; mapped HDF files and CUDA's address space count:"]
@@ -134,10 +144,10 @@ def sge_head(job: Job) -> list[str]:
 
 
 def sge_body(job: Job) -> list[str]:
-    """What runs on the job's first host. An Open MPI that was built with SGE's support gets the hosts from SGE."""
+    """The part of the script that runs on the job's first host. An Open MPI with support for SGE gets the hosts from SGE."""
     lines = [*environment_lines(job), *doctor_lines(job)]
-    lines += ["", "set -m  # the training is a process group of its own: SGE signals this script only, which passes signals on"]
-    lines += [*waiting(job, command(job), soon="USR1", cancelled="USR2 TERM"), ""]
+    lines += ["", "set -m  # the training is a separate process group: SGE signals only this script, which passes signals on"]
+    lines += [*background_lines(job, command(job), before_limit="USR1", cancelled="USR2 TERM"), ""]
     if job.requeue:
         lines += _if_stopped(f"exit {RESCHEDULE}  # SGE puts the job back into the queue; training continues where it stopped")
     return [*lines, "exit $status"]
@@ -155,14 +165,14 @@ def pbs_script(job: Job) -> str:
     head += [f"#PBS -A {option_text(job.account)}"] if job.account else []
     head += [f"#PBS -o {option_text(f'{job.output}/')}", "#PBS -j oe", "#PBS -k oed"]
     head += [f"#PBS -J 1-{len(job.runs)}"] if job.runs else []
-    # An array that may not be started again after the loss of a host is refused.
+    # PBS refuses an array that must not be restarted after the loss of a host.
     head += [f"#PBS -r {'y' if job.requeue or job.runs else 'n'}", *(f"#PBS {option}" for option in job.options)]
     lines, hosts = environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
     if hosts:
         lines += ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:", hosts]
     run, doctor = _with_hosts(job, hosts)
-    # PBS sends no signal before the limit, and leaves 10 s after it.
-    lines += [*doctor, "", *waiting(job, run, soon="USR1", cancelled="TERM", timer=True), ""]
+    # PBS sends no signal before the limit, and only 10 s remain after it.
+    lines += [*doctor, "", *background_lines(job, run, before_limit="USR1", cancelled="TERM", timer=True), ""]
     if job.requeue:
         lines += _if_stopped(
             'qsub "$0"  # a job may not requeue itself, so it submits itself; training continues where it stopped'
@@ -171,7 +181,7 @@ def pbs_script(job: Job) -> str:
 
 
 def lsf_script(job: Job) -> str:
-    """A script for bsub. A slot (-n; ptile: of a host) is a core. A job that ends with the status of -Q is requeued."""
+    """A script for bsub. A slot (-n; ptile: per host) is a core. A job that ends with the status of -Q is requeued."""
     head = [f'#BSUB -J "{job.name}[1-{len(job.runs)}]"' if job.runs else f"#BSUB -J {job.name}"]
     head += [f"#BSUB -n {job.nodes * job.slots}"]
     head += [f'#BSUB -R "span[ptile={job.slots}]"']
@@ -188,21 +198,21 @@ def lsf_script(job: Job) -> str:
     if hosts:
         lines += ["# For an Open MPI without LSF's support:", AGENT, hosts]
     run, doctor = _with_hosts(job, hosts)
-    lines += [*doctor, "", *waiting(job, run, soon="USR1", cancelled="TERM INT", timer=True), ""]
+    lines += [*doctor, "", *background_lines(job, run, before_limit="USR1", cancelled="TERM INT", timer=True), ""]
     if job.requeue:
         lines += [f"if [ $status = {STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
     return _script(job, head, [*lines, "exit $status"])
 
 
 def _hosts_of(job: Job, file: str) -> str:
-    """A line that sets $hosts to host:ranks,... from a scheduler's file with a line for each slot; '' if there is one host."""
+    """A line that sets $hosts to host:ranks,... from a scheduler's file with a line per slot; '' if there is only one host."""
     if job.nodes == 1 or job.launcher != "mpirun":
         return ""
     return f"hosts=$(sort -u \"{file}\" | sed 's/$/:{job.tasks_per_node}/' | paste -sd, -)"
 
 
 def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
-    """The command that trains, and the lines that run the doctor, on $hosts if it is set."""
+    """The training command and the lines that run the doctor, on $hosts if it is set."""
     named = ['"$hosts"'] if hosts else []
     return command(job, named), doctor_lines(job, named)
 
@@ -210,16 +220,16 @@ def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
 def _array_problems(job: Job) -> list[Problem]:
     if job.runs and job.requeue:
         return problem(
-            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"
+            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot resubmit itself, got none"
         )
     return []
 
 
 def plain_script(job: Job) -> str:
-    """A script for bash, on one of the hosts or on one that reaches them over ssh."""
+    """A script for bash, to run on one of the hosts or on a host that can reach them over ssh."""
     hosts = [f"{host}:{job.tasks_per_node}" for host in job.hosts]
     body = [*environment_lines(job), *doctor_lines(job, hosts), ""]
-    body += [*waiting(job, command(job, hosts), soon="USR1 TERM INT", cancelled=""), "", "exit $status"]
+    body += [*background_lines(job, command(job, hosts), before_limit="USR1 TERM INT", cancelled=""), "", "exit $status"]
     return _script(job, [], body)
 
 
@@ -230,12 +240,12 @@ def _host_problems(job: Job) -> list[Problem]:
 
 
 def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:
-    """The whole file. A scheduler reads its options from the comments before the first command."""
+    """The complete script. A scheduler reads its options from the comments before the first command."""
     return "\n".join(["#!/bin/bash", *head, *([""] if head else []), f"# {job.written_by}", "", *body]) + "\n"
 
 
 def _if_stopped(then: str) -> list[str]:
-    """Lines that run a command if the training stopped for its time limit, and was not cancelled."""
+    """Lines that run a command if the training stopped because of its time limit and was not cancelled."""
     return [f"if [ $status = {STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
 
 
@@ -249,7 +259,7 @@ SCHEDULERS = {
             submit=("qsub",),
             array_index=("SGE_TASK_ID", 1),
             in_comments=("--name", "--queue", "--account", "--output", "--folder"),
-            cores=1,  # it counts in slots: a rank is one of them unless more are asked for
+            cores=1,  # a rank is one slot, unless more are requested
             slots_are_cores=True,
         ),
         Scheduler(name="pbs", write=pbs_script, submit=("qsub",), problems=_array_problems, array_index=("PBS_ARRAY_INDEX", 1)),

@@ -1,4 +1,4 @@
-"""A sweep over keys: a run for each combination of values, with a model folder of its own, as a job array."""
+"""A sweep over keys: a job array with a run for each combination of values, each with a separate model folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from hvdtrain.errors import Problem, problem
 
-LONGEST = 200
-"""Characters of a folder's name."""
+MAX_FOLDER_NAME = 200
+"""The largest number of characters of a folder's name."""
 
 
-def values_of(text: str) -> list[str]:
-    """Values between commas; commas within brackets or quotes belong to a value.
+def split_values(text: str) -> list[str]:
+    """Split values at commas, except within brackets or quotes.
 
-    >>> values_of("0.001,0.003"), values_of("[1,2],[3]"), values_of("{'class':'adam','eps':1},sgd")
+    >>> split_values("0.001,0.003"), split_values("[1,2],[3]"), split_values("{'class':'adam','eps':1},sgd")
     (['0.001', '0.003'], ['[1,2]', '[3]'], ["{'class':'adam','eps':1}", 'sgd'])
     """
     values, depth, quote = [""], 0, ""
@@ -32,30 +32,30 @@ def values_of(text: str) -> list[str]:
     return values
 
 
-def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
-    """The runs of a sweep, each with its values by key; and problems.
+def parse_sweep(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
+    """The runs of a sweep as dicts of values by key, and problems.
 
     Args:
-        given: 'KEY=VALUE,VALUE', which are multiplied.
-        overrides: those of all runs.
+        given: texts 'KEY=VALUE,VALUE', of which all combinations are run.
+        overrides: the overrides of all runs.
 
-    >>> sweep_of(["learning_rate=0.1,0.2", "max_seqs=8"], {})
+    >>> parse_sweep(["learning_rate=0.1,0.2", "max_seqs=8"], {})
     ([{'learning_rate': '0.1', 'max_seqs': '8'}, {'learning_rate': '0.2', 'max_seqs': '8'}], [])
     """
     by_key: dict[str, list[str]] = {}
     problems = []
     for text in given:
         key, assigned, listed = text.removeprefix("++").partition("=")
-        values = values_of(listed)
+        values = split_values(listed)
         if not assigned or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not all(value.strip() for value in values):
             problems += problem("wrong-format", f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
         elif key in ("model", "task"):
             problems += problem(
-                "unknown-key", f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)"
+                "unknown-key", f"--sweep: expected a key that training reads, got {key} (each run gets a separate model folder)"
             )
         elif key in by_key or key in overrides:
             other = "--sweep" if key in by_key else f"++{key}"
-            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {other}, too")
+            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {other} as well")
         elif len(set(values)) < len(values):
             problems += problem("duplicate", f"--sweep: expected different values, got {text!r}")
         else:
@@ -63,10 +63,10 @@ def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[d
     return [dict(zip(by_key, chosen, strict=True)) for chosen in itertools.product(*by_key.values())], problems
 
 
-def model_of(model: str, run: Mapping[str, str]) -> str:
-    """The `model` of a run: in a folder beside that of the config, named by the run's values.
+def run_model(model: str, run: Mapping[str, str]) -> str:
+    """The `model` of a run, in a subfolder that is named after the run's values.
 
-    >>> model_of("exp/g2p/model", {"learning_rate": "0.1", "optimizer": "{'class':'sgd'}"})
+    >>> run_model("exp/g2p/model", {"learning_rate": "0.1", "optimizer": "{'class':'sgd'}"})
     'exp/g2p/learning_rate=0.1,optimizer=class_sgd/model'
     """
     plain = {key: re.sub(r"[^\w.+-]+", "_", value).strip("_") for key, value in run.items()}
@@ -75,24 +75,25 @@ def model_of(model: str, run: Mapping[str, str]) -> str:
 
 
 def folder_problems(models: Sequence[str]) -> list[Problem]:
-    """Problems with the folders of runs: two runs in one would continue each other's training."""
+    """Problems with the folders of runs: two runs in the same folder would continue each other's training."""
     names = [Path(model).parent.name for model in models]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     problems = [
-        Problem.of("duplicate", f"--sweep: expected values of which folders can be named, got {name!r} twice") for name in twice
+        Problem.of("duplicate", f"--sweep: expected values that give different folder names, got {name!r} twice")
+        for name in twice
     ]
-    long = [name for name in names if len(name) > LONGEST]
+    long = [name for name in names if len(name) > MAX_FOLDER_NAME]
     return problems + [
-        Problem.of("out-of-range", f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}")
+        Problem.of("out-of-range", f"--sweep: expected folder names of at most {MAX_FOLDER_NAME} characters, got {name!r}")
         for name in long[:1]
     ]
 
 
 def case_lines(variable: str, first: int, runs: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of shell that set the array $sweep to the arguments of the run that this job is.
+    """Lines of shell that set the array $sweep to the arguments of this job's run.
 
     Args:
-        variable: has the number of the job in its array.
+        variable: the environment variable with the job's number in its array.
         first: the first number.
     """
     lines = [f'case "${{{variable}:-}}" in  # the run of the sweep']

@@ -1,1 +1,1 @@
-"""What a config can be run for beside training."""
+"""The tasks of a config other than training."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import remove_whole
+from hvdtrain.checkpoint.folder import remove_path
 from hvdtrain.cli import exit_status
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.feed import naming
@@ -22,10 +22,12 @@ from hvdtrain.version import __version__
 
 
 def summarize(settings: Settings) -> None:
-    """Log the model layer by layer, with what each returns for a batch; train and write nothing. Raises: HvdtrainError."""
+    """Log the model layer by layer, with the shapes of outputs for a batch; train and write nothing. Raises: HvdtrainError."""
     settings = writing_nothing(replace(settings, learner=replace(settings.learner, torch_compile=False)))
     with open_session(settings, "dry_run") as session:
-        feed = session.feeds[:2][-1]  # an evaluated dataset where there is one: train may lack data keys that evaluations need
+        feed = session.feeds[:2][
+            -1
+        ]  # an evaluated dataset if there is one: evaluation may need data keys that train does not have
         epoch = session.progress.epoch + 1
         share = feed.share(plan_together(session.comm, feed, epoch))[:1]
         shapes: OutputShapes = {}
@@ -40,10 +42,10 @@ def summarize(settings: Settings) -> None:
 USAGE = "python -m hvdtrain export CONFIG [CONFIG ...] [--epoch N] [--out FOLDER] [++KEY VALUE ...]"
 
 DESCRIPTION = """\
-Write a trained model for use without hvdtrain, with README.md, which says how to load it.
-PyTorch: its state_dict, a program of torch.export, and ONNX where the packages onnx and onnxscript are installed.
-TensorFlow: its weights as .npz and, of a Keras model, a SavedModel.
-What the inputs are is seen in an evaluation of one batch, so the config's data has to be there."""
+Write a trained model for use without hvdtrain, with a README.md about how to load it.
+PyTorch: its state_dict, a program of torch.export, and ONNX if the packages onnx and onnxscript are installed.
+TensorFlow: its weights as .npz and, for a Keras model, a SavedModel.
+The inputs are determined by evaluating one batch, so the config's data has to be available."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,8 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser("export", DESCRIPTION, "", USAGE)
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    parser.add_argument("--epoch", help="the epoch, or best, by best.json (default: the last one that has a model)")
-    parser.add_argument("--out", type=Path, help="the folder to write (default: export-EPOCH beside the model)")
+    parser.add_argument("--epoch", help="the epoch, or 'best', according to best.json (default: the last one that has a model)")
+    parser.add_argument("--out", type=Path, help="the folder to write (default: export-EPOCH next to the model)")
     options = parser.parse_args(given)
     more = ["++task", "eval", *([] if options.epoch is None else ["++load_epoch", options.epoch])]
 
@@ -71,29 +73,31 @@ def export(settings: Settings, out: Path | None) -> None:
         epoch = session.progress.epoch
         folder = Path(settings.run.model).parent / f"export-{epoch:03d}" if out is None else out
         share = feed.share(feed.plan(max(1, epoch)))
-        middle = share[len(share) // 2 :]  # dev is sorted: neither the shortest sequences nor the longest
-        several = next((indices for indices in middle if len(indices) > 1), middle[0])  # an axis of size 1 cannot be of any size
+        middle = share[len(share) // 2 :]  # of medium length, since dev is sorted
+        # torch.export takes an axis of size 1 for a constant, so the batch has to have several sequences.
+        several = next((indices for indices in middle if len(indices) > 1), middle[0])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with feed.read([several], max(1, epoch), session.learner.staging) as batches:
                 for batch in batches:
                     written = session.learner.export(batch, folder)
-            for one in written:
-                if one.problem is not None:
-                    remove_whole(folder / one.name)  # what an earlier export wrote there is not this model
+            for exported in written:
+                if exported.problem is not None:
+                    remove_path(folder / exported.name)  # an earlier export may have written another model there
             (folder / "README.md").write_text(_how_to_load(settings, epoch, written), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None
-        for one in written:
-            note = f" takes {one.takes}" if one.takes else ""
-            log.result(f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
-        log.result(f"{folder / 'README.md'} says how to load it")
+        for exported in written:
+            note = f" takes {exported.takes}" if exported.takes else ""
+            log.result(f"{folder / exported.name}" + (note if exported.problem is None else f": not written: {exported.problem}"))
+        log.result(f"{folder / 'README.md'} explains how to load it")
 
 
 def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) -> str:
     lines = [f"# {Path(settings.run.model)} after epoch {epoch}", "", f"Exported by hvdtrain {__version__}."]
-    for one in written:
-        lines += ["", f"## {one.name}", ""]
-        lines += ["```python", one.how_to_load, "```"] if one.problem is None else [f"Not written: {one.problem}."]
-        lines += ["", f"It takes {one.takes}."] if one.takes else []
+    for exported in written:
+        lines += ["", f"## {exported.name}", ""]
+        is_written = exported.problem is None
+        lines += ["```python", exported.how_to_load, "```"] if is_written else [f"Not written: {exported.problem}."]
+        lines += ["", f"It takes {exported.takes}."] if exported.takes else []
     return "\n".join(lines) + "\n"

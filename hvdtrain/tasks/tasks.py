@@ -1,5 +1,5 @@
-"""What the key `task` selects beside training. eval, forward, search and cleanup_old_models use a trained model; dry_run tries a
-training on a few batches, without writing anything: how long an epoch takes, how much memory it needs.
+"""The values of the key `task` other than train: eval, forward, search and cleanup_old_models use a trained model; dry_run trains
+on a few batches, without writing anything, to estimate the time and memory of an epoch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import numpy
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import Unsaved, clean_up
+from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
-from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.bounds import rearrange
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predict_speed, spread
 from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.report.json_lines import NO_LINE
+from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log, silence
-from hvdtrain.runtime.scores import of_dataset, text
+from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
@@ -53,10 +53,10 @@ from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 SECONDS = 10.0
-"""How long the measured steps of a training or an evaluation take together, roughly."""
+"""The rough duration of all measured steps of a training or an evaluation."""
 
 FEWEST, MOST = 4, 50
-"""The limits on the number of measured steps."""
+"""The limits of the number of measured steps."""
 
 
 def evaluate_all(settings: Settings) -> dict[str, float]:
@@ -82,7 +82,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
-            scores |= of_dataset(feed.name, means)
+            scores |= name_scores(feed.name, means)
         stop_vote.finish()
         log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
@@ -96,12 +96,13 @@ def forward_all(settings: Settings) -> None:
         began = time.perf_counter()
         [feed] = session.feeds
         epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
-        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix)
+        keys = settings.forwarding if settings.run.task == "search" else replace(settings.forwarding, search_output_file=None)
+        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix)
         log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
 
 
 def clean_up_all(settings: Settings) -> None:
-    """Remove the models that `cleanup_old_models` does not keep, by the scores in scores.jsonl. Raises: HvdtrainError."""
+    """Remove the models that `cleanup_old_models` does not keep, given the scores in scores.jsonl. Raises: HvdtrainError."""
     with open_communicator(settings) as comm:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
@@ -113,17 +114,17 @@ def clean_up_all(settings: Settings) -> None:
             history = _history(prefix.parent / "scores.jsonl")
             if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
                 raise ConfigError(problems)
-            before = checkpoints.finished()
+            before = checkpoints.finished_epochs()
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
-            BestModel(checkpoints, settings.measure).note(history)
-            if checkpoints.finished() == before:
+            BestModel(checkpoints, settings.measure).update(history)
+            if checkpoints.finished_epochs() == before:
                 log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
 
 
 def _history(path: Path) -> list[EpochRecord]:
-    """The epochs in a scores.jsonl. Raises: DataError, if a line is damaged, since models are removed by what it says."""
+    """The epochs in a scores.jsonl. Raises: DataError, if a line is damaged, since it decides which models are removed."""
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     history = []
     for number, line in enumerate(lines, start=1):
@@ -132,10 +133,10 @@ def _history(path: Path) -> list[EpochRecord]:
             scores = {name: float(score) for name, score in epoch["scores"].items()}
             losses = {name: float(scale) for name, scale in epoch.get("losses", {}).items()}
             history.append(EpochRecord(int(epoch["epoch"]), float(epoch.get("learning_rate", 0.0)), scores, losses))
-        except (*NO_LINE, AttributeError) as error:
+        except (*DAMAGED_LINE_ERRORS, AttributeError) as error:
             raise DataError(
                 f"{path}, line {number}: expected the scores of an epoch, got a damaged line: {error!r} (without them, "
-                "the best models are not known; the command of the training sets the line aside)"
+                "the best models are unknown; resuming the training sets the damaged file aside)"
             ) from None
     return history
 
@@ -145,7 +146,7 @@ class PhaseEstimate:
     """The estimate for the training of an epoch, or for an evaluation.
 
     Attributes:
-        tried: descriptions of the largest batches, which were run first and not measured.
+        tried: descriptions of the largest batches, which were run first, without being measured.
         steps: the number of steps in the epoch.
         measured: the number of steps that were measured.
         computing: estimated seconds of all steps.
@@ -180,20 +181,20 @@ def dry_run(settings: Settings) -> None:
 
 
 def _estimate(settings: Settings, comm: Communicator) -> bool:
-    """Collective. Log the estimates; whether there is anything left to train."""
+    """Collective. Log the estimates; return False if there is nothing left to train."""
     with open_session(settings, "dry_run", comm) as session:
-        pace = open_limits(settings)
-        announce(settings, session, pace, gather_hosts(session))
+        limits = open_limits(settings)
+        announce(settings, session, limits, gather_hosts(session))
         together(comm, lambda: _check_targets(settings, session), name="check_targets")
-        if pace.are_reached(session.progress):
+        if limits.are_reached(session.progress):
             return False
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            parts = [_measure_phase(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
-            parts += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
+            phases = [_measure_phase(session, session.feeds[0], epoch, _trainer(settings, session, limits, tried), closing=1)]
+            phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
             tried.scores.update(with_totals(evaluated, tried.losses))
-        for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
+        for line in [*_time_lines(phases, comm.size, limits.num_epochs - epoch + 1), *_memory_lines(session)]:
             log.result(line)
         history = [*session.progress.history, tried]
         log.info(f"the best epoch will be that of {settings.measure.describe(history)}")
@@ -206,40 +207,40 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
 
 
 def _check_targets(settings: Settings, session: Session) -> None:
-    """Check that a training could write its files. Raises: ConfigError."""
+    """Check that a training would be able to write its files. Raises: ConfigError."""
     open_trackers(settings, session)
     folder = Path(settings.run.model).absolute().parent
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}")
 
 
 Run = Callable[[Feed], float]
-"""Runs over the batches that a feed selects; returns the seconds it took."""
+"""Processes the batches that a feed selects; returns the seconds that this took."""
 
 
-def _trainer(settings: Settings, session: Session, pace: TrainingLimits, record: EpochRecord) -> Run:
-    """Trains with the engine. Measures everything in a step but waiting for data, without the last step.
+def _trainer(settings: Settings, session: Session, limits: TrainingLimits, record: EpochRecord) -> Run:
+    """Trains with the engine. Measures all of a step except waiting for data, and excludes the last step.
 
     Args:
         record: receives the scores and losses.
     """
     progress = session.progress
-    one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
+    one_epoch = replace(limits, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
     def run(feed: Feed) -> float:
-        begins: list[float] = []
+        step_starts: list[float] = []
 
         def note(epoch: int, step: int, indices: Array) -> None:
             session.learner.meter.take_step_seconds()  # waits for a GPU
-            begins.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
+            step_starts.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
-        tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
+        tried = replace(session, feeds=[feed], saver=NullSaver(), progress=fresh)
         Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
         record.scores.update(fresh.history[-1].scores)
         record.losses.update(fresh.history[-1].losses)
-        return begins[-1] - begins[0] if begins else 0.0
+        return step_starts[-1] - step_starts[0] if step_starts else 0.0
 
     return run
 
@@ -247,19 +248,20 @@ def _trainer(settings: Settings, session: Session, pace: TrainingLimits, record:
 def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        with session.learner.state.averaged():
+        with session.learner.state.averaged_weights():
             means = evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
-        scores.update(of_dataset(feed.name, means))
+        scores.update(name_scores(feed.name, means))
         return time.perf_counter() - began
 
     return run
 
 
 def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
-    """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
+    """Collective. The estimate for a phase. The largest batches run first: what does not fit into memory fails immediately, and
+    later steps are measured after all warm-up.
 
     Args:
-        closing: rounds that are run after those that are measured: a training step ends where the next one begins.
+        closing: the number of rounds to run after the measured ones, since a training step ends when the next one begins.
     """
     comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
@@ -269,24 +271,24 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
     if not len(rounds):
         return PhaseEstimate(feed.name, [], 0, 0, 0.0, 0.0, {})
 
-    def of(chosen: Sequence[int]) -> Feed:
+    def select(chosen: Sequence[int]) -> Feed:
         return replace(feed, only=rounds.only([*chosen, *chosen[:closing]]))
 
-    def slowest(seconds: float) -> float:
+    def maximum(seconds: float) -> float:
         return max(comm.gather(seconds, name="slowest"))
 
     largest = rounds.largest()
-    run(of(largest))
-    typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
+    run(select(largest))
+    typical = maximum(run(select(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
     chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
     session.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
-    sample = of(chosen)
+    sample = select(chosen)
     with sample.read(sample.share(sample.plan(epoch)), epoch, session.learner.staging) as batches:
         count = sum(1 for _ in batches)
     reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
-    computing = slowest(run(sample))
-    run(of(largest))  # once more, amid what the others left of the memory
+    computing = maximum(run(sample))
+    run(select(largest))  # once more, since memory is fragmented by now
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
     return PhaseEstimate(
         name=feed.name,
@@ -294,27 +296,27 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
         steps=len(rounds),
         measured=len(chosen),
         computing=scale * computing,
-        reading=scale * slowest(reading),
+        reading=scale * maximum(reading),
         padding=plan.padding(rounds.lengths),
     )
 
 
-def _time_lines(parts: list[PhaseEstimate], ranks: int, epochs: int) -> list[str]:
-    """What was tried, and what follows from it for an epoch.
+def _time_lines(phases: list[PhaseEstimate], ranks: int, epochs: int) -> list[str]:
+    """Lines about the steps that were run, and the estimates for an epoch.
 
     Args:
-        epochs: how many of them are to come.
+        epochs: the number of remaining epochs.
     """
-    train = parts[0]
+    train = phases[0]
     kinds = ("largest batch", "batch with the longest sequence")
     lines = [f"dry run: {kind}: {what}" for kind, what in zip(kinds, train.tried, strict=False)]
     lines.append(f"dry run: {train.measured} more steps, from small batches to large ones, were measured; nothing was written")
-    for part in parts:
-        computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
+    for phase in phases:
+        computing, reading = (seconds / max(1, phase.steps) for seconds in (phase.computing, phase.reading))
         slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
-        each = f"{part.steps} step{'s' if part.steps != 1 else ''} of {computing:.3g} s{slow}"
-        lines.append(f"estimate: {part.name}: {duration_text(part.seconds)} ({each})")
-    epoch = sum(part.seconds for part in parts)
+        steps = f"{phase.steps} step{'s' if phase.steps != 1 else ''} of {computing:.3g} s{slow}"
+        lines.append(f"estimate: {phase.name}: {duration_text(phase.seconds)} ({steps})")
+    epoch = sum(phase.seconds for phase in phases)
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"
     more = f"; {epochs} epochs: {duration_text(epochs * epoch)}" if epochs > 1 else ""
     lines.append(f"estimate: an epoch on {where}: {duration_text(epoch)}, without saving{more}")
@@ -322,7 +324,7 @@ def _time_lines(parts: list[PhaseEstimate], ranks: int, epochs: int) -> list[str
 
 
 def _memory_lines(session: Session) -> list[str]:
-    """Collective. What the ranks needed, and what rank 0 would save."""
+    """Collective. Lines about the memory that the ranks needed, and the size of a checkpoint."""
     comm, learner = session.comm, session.learner
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
     peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
@@ -359,11 +361,11 @@ def num_bytes(state: Any) -> int:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of an epoch, in each of which every rank takes a batch, but for the last, which may be incomplete.
+    """The rounds of an epoch. In each round, every rank takes a batch; the last one may be incomplete.
 
     Attributes:
-        lengths: by data key, the frames of what the plan's indices speak of.
-        size: batches of the plan in a round.
+        lengths: by data key, the frames of the sequences or chunks that the plan's indices refer to.
+        size: the number of the plan's batches in a round.
     """
 
     plan: Plan
@@ -375,23 +377,23 @@ class Rounds:
 
     @cached_property
     def costs(self) -> Array:
-        """What the largest batch of every round has in padded frames, summed over data keys; shape (rounds,)."""
+        """The padded frames of the largest batch of every round, summed over data keys; shape (rounds,)."""
         return self._by_round(self.plan.padded(self.lengths))
 
     def largest(self) -> list[int]:
-        """The round with the batch of most padded frames; then the one with the longest sequence, where that is another."""
+        """The round with the batch of most padded frames, and the one with the longest sequence, if that is another one."""
         longest = self._by_round(self.plan.longest(self.lengths))
         return list(dict.fromkeys(int(column[: self._num_full].argmax()) for column in (self.costs, longest)))
 
     def spread(self, count: int) -> list[int]:
-        """Rounds at equal distances from the smallest to the largest, at random places of the epoch."""
+        """Rounds at equal distances in the order of their size."""
         return spread(self.costs[: self._num_full], count)
 
     def only(self, rounds: Sequence[int]) -> Plan:
-        """The plan of an epoch of some full rounds, in this order."""
+        """A plan of only these rounds, in this order."""
         batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
-        there = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
-        return Plan(*rearranged(self.plan.order, self.plan.bounds, there))
+        existing = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
+        return Plan(*rearrange(self.plan.order, self.plan.bounds, existing))
 
     def describe(self, number: int) -> str:
         """The largest batch of a round, in words."""
@@ -403,11 +405,11 @@ class Rounds:
 
     @property
     def _num_full(self) -> int:
-        """Rounds in which no rank is left without a batch; the only one, where there is no other."""
+        """The number of rounds in which every rank has a batch, but at least 1."""
         return max(self.plan.num_batches // self.size, 1)
 
     def _by_round(self, columns: Mapping[str, Array]) -> Array:
-        """The sum over data keys, of each round's largest batch."""
+        """The largest sum over data keys of a batch, by round."""
         of_batches = numpy.sum(list(columns.values()), axis=0)
         missing = len(self) * self.size - len(of_batches)
         by_round: Array = numpy.pad(of_batches, (0, missing)).reshape(len(self), self.size)

@@ -1,1 +1,1 @@
-"""What the engine does beside steps: evaluating, forwarding, voting on stops, noting steps."""
+"""What the engine does apart from training steps: evaluating, forwarding, voting on stops, recording steps."""

@@ -1,7 +1,7 @@
 """Which sequences the ranks really used, compared with the plan.
 
-Batches are counted by whoever reads them, in one place. What all ranks used together is compared with the plan where they
-exchange their scores, so that data which is lost or used twice, for whatever reason, ends the program with a message.
+Each rank counts the batches that it reads. When the ranks exchange their scores, the total is compared with the plan, so that
+data that is lost or used twice, for whatever reason, ends the program with an error.
 """
 
 from __future__ import annotations
@@ -21,73 +21,74 @@ MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
-class Used:
-    """A number of batches.
+class Usage:
+    """A number of batches and the sequences in them.
 
     Attributes:
-        sequences: in all of them together; of a sequence that is cut, each chunk counts.
-        checksum: of the sequences, whatever their order: it tells one that is missing from one that was used twice.
+        sequences: the number in all batches; each chunk of a sequence that is cut counts.
+        checksum: of the sequences, independent of their order; it reveals a sequence that is missing while another is used twice.
     """
 
     batches: int = 0
     sequences: int = 0
     checksum: int = 0
 
-    def __add__(self, other: Used) -> Used:
-        return Used(self.batches + other.batches, self.sequences + other.sequences, (self.checksum + other.checksum) % MODULUS)
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.batches + other.batches, self.sequences + other.sequences, (self.checksum + other.checksum) % MODULUS)
 
 
-def of_indices(batches: int, indices: Array) -> Used:
-    """What batches with these indices of sequences are together. About 5 microseconds for a batch of 100 sequences."""
+def usage_of_indices(batches: int, indices: Array) -> Usage:
+    """The usage of batches with these indices of sequences. About 5 microseconds for a batch of 100 sequences."""
+    # Each index is hashed (with two odd constants) before summing: sums of plain indices are equal too easily.
     mixed = (indices.astype(numpy.uint64) + numpy.uint64(1)) * numpy.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> numpy.uint64(32))) * numpy.uint64(0xD6E8FEB86659FD93)
-    return Used(batches, len(indices), int(mixed.sum(dtype=numpy.uint64)))  # sums of uint64 are modulo 2**64
+    return Usage(batches, len(indices), int(mixed.sum(dtype=numpy.uint64)))  # sums of uint64 are modulo 2**64
 
 
-def of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Used:
-    """What the batches of a plan from `start` up to `stop` (exclusive) are together."""
+def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
+    """The usage of the batches of a plan from `start` up to `stop` (exclusive)."""
     stop = min(stop, plan.num_batches)
     first, last = int(plan.bounds[start]), int(plan.bounds[max(start, stop)])
-    total = Used(batches=max(0, stop - start))
+    total = Usage(batches=max(0, stop - start))
     for place in range(first, last, BLOCK):
         elements = plan.order[place : min(place + BLOCK, last)]
-        total += of_indices(0, elements if feed.chunks is None else feed.chunks.sequences[elements])
+        total += usage_of_indices(0, elements if feed.chunks is None else feed.chunks.sequences[elements])
     return total
 
 
-Entry = tuple[Used, Used]
-"""What a rank has used, and what was planned: for all ranks, or for this one where every rank has a plan of its own."""
+Entry = tuple[Usage, Usage]
+"""What a rank has used and what was planned: for all ranks or, if every rank has its own plan, for this one."""
 
 
 class Account:
-    """What this rank uses of a plan.
+    """Counts what this rank uses of a plan.
 
     Args:
-        position: the number of batches that were done before, as of `Feed.share`.
+        position: the number of batches that were done before, as in `Feed.share`.
     """
 
     def __init__(self, feed: Feed, plan: Plan, position: int = 0) -> None:
         self._feed = feed
         self._plan = plan
         self._position = position
-        self._used = Used()
+        self._used = Usage()
 
     def add(self, indices: Array) -> None:
-        """A batch was used."""
-        self._used += of_indices(1, indices)
+        """Count a batch."""
+        self._used += usage_of_indices(1, indices)
 
     def take(self, position: int) -> Entry:
-        """What was used and planned since the last time. `position`: up to which the batches are done now."""
-        entry = self._used, of_plan(self._feed, self._plan, self._position, position)
-        self._used, self._position = Used(), position
+        """What was used and planned since the last call. `position`: the number of batches that are done now."""
+        entry = self._used, usage_of_plan(self._feed, self._plan, self._position, position)
+        self._used, self._position = Usage(), position
         return entry
 
     def check(self, what: str, entries: Sequence[Entry]) -> None:
         """Compare what all ranks used with the plan.
 
         Args:
-            what: was done with the sequences, such as 'epoch 3: trained on'.
-            entries: of all ranks, by rank.
+            what: the work that the sequences were used for, such as 'evaluation of epoch 3'.
+            entries: the entries of all ranks, by rank.
 
         Raises:
             DataError: they differ; on all ranks alike.
@@ -95,9 +96,9 @@ class Account:
         is_shared = self._feed.distribution == "shard"
         pairs = list(entries)
         if is_shared:  # one plan for all
-            used = Used()
-            for one, _ in entries:
-                used += one
+            used = Usage()
+            for of_rank, _ in entries:
+                used += of_rank
             pairs = [(used, entries[0][1])]
         for number, (used, planned) in enumerate(pairs):
             if used == planned:
@@ -108,5 +109,5 @@ class Account:
             by = "all ranks together" if is_shared else f"rank {number}"
             raise DataError(
                 f"{self._feed.name}, {what}: expected the {planned.sequences} sequences in {planned.batches} batches of the "
-                f"plan, got {got} by {by} (nothing is saved of this; please report it with the config and the log)"
+                f"plan, got {got} by {by} (these steps are not saved; please report this with the config and the log)"
             ).on_all_ranks()

@@ -1,9 +1,9 @@
 """What the ranks agree on: the plan of an epoch, and whether to stop, to save, or to report a loss that is not finite.
 
-The plan is made by one rank of each host where there is much to plan. As to wishes, no rank waits for the others: after
-every N updates (about a tenth of a second; a second if ranks update alone), each rank starts an all-reduce of a few
-numbers, and reads its result when it starts the next one. So what one rank wants is known to all after two such intervals,
-after the same update, and the exchange runs while they compute.
+A large plan is made by one rank of each host. For requests to stop or save, no rank waits for the others: after every N updates
+(about a tenth of a second; a second if ranks update independently), each rank starts an all-reduce of a few numbers, and reads
+its result when it starts the next one. So all ranks know of a request after two such intervals, after the same update, and the
+exchange runs while they compute.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together, toget
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
-from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, mapped, offered
+from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, map_plan, offer_plan
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.reducer import Reducer
 
 Message = Offer | Literal["waits"] | None
-"""What a rank tells the others: where its plan is, that it waits for one, or (with a plan of its own for itself) nothing."""
+"""A rank's message to the others: where its plan is, that it waits for one, or None if it made a plan for itself."""
 
 
 def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
-    """Collective. The plan of an epoch: as `Feed.plan`, but of many sequences only one rank of a host makes it.
+    """Collective. The plan of an epoch, as `Feed.plan`; a plan of many sequences is made by only one rank of a host.
 
-    The other ranks map it into their memory, if their lengths and keys have the same checksum. If they cannot, or the rank found
-    no memory to share, they make it themselves.
+    The other ranks map it into their memory if their lengths and keys have the same checksum. If that fails, or there was no
+    memory to share, they make it themselves.
 
     Raises:
         DataError: on all ranks alike.
@@ -42,7 +42,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
     with ExitStack() as shared:
         inputs: int | None = None  # the checksum, where the plan is shared
 
-        def first() -> tuple[Plan | None, Message]:
+        def plan_or_offer() -> tuple[Plan | None, Message]:
             nonlocal inputs
             if comm.local_size == 1 or feed.only is not None or feed.distribution != "shard":
                 return feed.plan(epoch), None
@@ -53,41 +53,40 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             if comm.local_rank != 0:
                 return None, "waits"
             made = arguments.plan()
-            offer = shared.enter_context(offered(made, inputs))
-            return (made if offer is None else mapped(offer) or made), offer
+            offer = shared.enter_context(offer_plan(made, inputs))
+            return (made if offer is None else map_plan(offer) or made), offer
 
-        made, messages = together_with_message(comm, first, name=f"plan_{feed.name}")
+        made, messages = together_with_message(comm, plan_or_offer, name=f"plan_{feed.name}")
         if "waits" not in messages:
             return made  # type: ignore[return-value]  # only a rank that waits has none
 
-        def second() -> Plan:
+        def map_or_plan() -> Plan:
             if made is not None:
                 return made
             offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
-            found = (mapped(offer) for offer in offers)
+            found = (map_plan(offer) for offer in offers)
             return next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
 
-        return together(comm, second, name=f"map_plan_{feed.name}")
+        return together(comm, map_or_plan, name=f"map_plan_{feed.name}")
 
 
 def completed_share(
     comm: Communicator, feed: Feed, plan: Plan, tensor: Callable[[Sequence[float]], Tensor]
 ) -> Callable[[int], float]:
-    """Collective. The share of an epoch's sequences (or chunks) that precede a position in it, from 0 to 1, as a function.
+    """Collective. A function that returns the share of an epoch's sequences (or chunks) before a position, from 0 to 1.
 
-    Counted in batches, it would depend on the number of ranks wherever batches differ in size: in the last step of an epoch, in
-    which some ranks may have none, and with batches that are limited by their frames.
+    A share of the batches would depend on the number of ranks if batches differ in size: in the last step of an epoch, in which
+    some ranks may have none, and if batches are limited by their frames.
 
     Args:
-        feed: whose ranks share a plan, or have a plan each; a position is the number of batches that all ranks together, or each
-            of them, have done.
+        feed: if its ranks share a plan, a position is the number of batches that they did together, else that each did.
         tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
     """
     done = plan.bounds
     if feed.distribution != "shard" and comm.size > 1:
         rounds = max(comm.gather(plan.num_batches, name="rounds"))
-        own = plan.bounds[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
-        [sums] = all_reduce(comm, [tensor(own.tolist())], "sum", name="completed")  # the same rate on all ranks
+        done_by_rank = plan.bounds[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
+        [sums] = all_reduce(comm, [tensor(done_by_rank.tolist())], "sum", name="completed")  # the same rate on all ranks
         done = numpy.asarray(sums)
 
     def completed(position: int) -> float:
@@ -100,27 +99,27 @@ UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 
 
 def agree_on_batches(
-    comm: Communicator, feed: Feed, plan: Plan, own: int, current: EpochProgress, file: Path | None
+    comm: Communicator, feed: Feed, plan: Plan, num_left: int, current: EpochProgress, file: Path | None
 ) -> list[int]:
-    """Collective. The number of batches each rank has left of an epoch, whose progress gets what identifies its plan.
+    """Collective. The number of batches that each rank has left of an epoch; stores what identifies the plan in its progress.
 
     Args:
-        own: the number of this rank.
-        file: the model's file from which training goes on.
+        num_left: the number of this rank.
+        file: the model's file from which training resumes.
 
     Raises:
         DataError: the ranks planned different epochs.
-        CheckpointError: the epoch had begun with another plan, or goes on after its end.
+        CheckpointError: the epoch began with another plan, or the position is beyond its end.
     """
-    answers = comm.gather((own, plan.fingerprint(), plan.num_batches), name="plan")
+    answers = comm.gather((num_left, plan.fingerprint(), plan.num_batches), name="plan")
     fingerprints = [fingerprint for _, fingerprint, _ in answers]
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None
     if feed.distribution == "shard":
-        error = _different_plans(feed, fingerprints)
+        error = _different_plans_error(feed, fingerprints)
         fingerprints = fingerprints[:1]
     if current.fingerprints and current.fingerprints != fingerprints:
-        error = _changed_plan(current, feed, plan_inputs)
+        error = _changed_plan_error(current, feed, plan_inputs)
     elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
         error = CheckpointError(
             f"{file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
@@ -132,8 +131,8 @@ def agree_on_batches(
     return [count for count, _, _ in answers]
 
 
-def _different_plans(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:
-    """The error if ranks that share a plan have planned different epochs."""
+def _different_plans_error(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:
+    """The error if ranks that share a plan have different ones."""
     others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if not others:
         return None
@@ -143,8 +142,8 @@ def _different_plans(feed: Feed, fingerprints: Sequence[int]) -> DataError | Non
     )
 
 
-def _changed_plan(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str]) -> CheckpointError:
-    """The error if an epoch cannot go on with the batches it began with, with the reason as far as it is known."""
+def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str]) -> CheckpointError:
+    """The error if an epoch cannot resume with the batches it began with, and the reason if it is known."""
     changed = changed_since(current.order_version, feed.order_keys, current.epoch)
     differing = differences(current.made_from, plan_inputs)
     same = "go on with what was expected" if differing else UNCHANGED_KEYS
@@ -157,27 +156,28 @@ def _changed_plan(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, 
 
 
 INTERVAL = 0.1
-"""Seconds between two exchanges, if updates take less time than that."""
+"""Seconds between two exchanges, or between two updates if these take longer."""
 
 LOCAL_UPDATES_INTERVAL = 1.0
-"""The same if ranks do not wait for each other in every update: more exchanges would slow down a rank that runs ahead."""
+"""The same if ranks do not wait for each other in every update: more frequent exchanges would slow down a rank that is ahead."""
 
 TASK_INTERVAL = 10.0
-"""The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait so long there
-that the watchdog took the others for hung. More exchanges would be slower where batches are uneven."""
+"""The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait there for so
+long that the watchdog would take the others for hung. More frequent exchanges would be slower with uneven batches."""
 
 
 def vote_interval(reducer: Reducer) -> float:
-    """The seconds between two exchanges in a training."""
+    """The seconds between two exchanges of a training."""
     return INTERVAL if reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
 
 
 @dataclass(frozen=True)
 class StopRequests:
-    """What this rank wants (0 or 1), or the number of ranks that want it.
+    """The requests of a rank (0 or 1 each), or the number of ranks that request it.
 
     Attributes:
-        stop: end the training with a checkpoint. After Ctrl-C, this is `stop_by_hand`.
+        stop: end the training with a checkpoint, except after Ctrl-C.
+        stop_by_hand: the same after Ctrl-C.
         save: write a checkpoint.
         report: report a loss that is not finite.
     """
@@ -192,7 +192,7 @@ NONE = StopRequests()
 
 
 class StopVote:
-    """Counts wishes. Collective: all ranks call `step` after every update of a training and every step of an evaluation.
+    """Counts the ranks' requests. Collective: all ranks call `step` after every update and every step of an evaluation.
 
     Args:
         tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
@@ -215,11 +215,11 @@ class StopVote:
         self._every = 1
         self._steps = 0
 
-    def step(self, wishes: Callable[[], StopRequests]) -> StopRequests:
-        """The ranks' wishes, if they have become known after this update or step.
+    def step(self, requests: Callable[[], StopRequests]) -> StopRequests:
+        """The counted requests, if an exchange ends after this update or step; otherwise none.
 
         Args:
-            wishes: gives this rank's; called when an exchange starts.
+            requests: returns this rank's requests; called when an exchange starts.
         """
         self._steps += 1
         if self._steps < self._every:
@@ -228,8 +228,8 @@ class StopVote:
         seconds, self._since = self._clock() - self._since, self._clock()
         wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
         # Rank 0 decides on the interval, as the ranks' clocks may differ.
-        numbers = [*astuple(wishes()), wanted if self._comm.rank == 0 else 0]
-        self._handle = self._comm.start([self._tensor(numbers)], "sum", name="wishes")
+        numbers = [*astuple(requests()), wanted if self._comm.rank == 0 else 0]
+        self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
         self._steps = 0
         return counted
 

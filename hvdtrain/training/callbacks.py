@@ -1,4 +1,4 @@
-"""Callbacks: methods of the config's own objects that are called when an epoch begins, a step ends, a model is saved, ..."""
+"""Callbacks: methods of the config's objects that are called when an epoch begins, a step ends, a model is saved, ..."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from hvdtrain.learner.base import Learner
 
 EVENTS = {
-    "on_train_begin": "before the first epoch, of this start of the program",
-    "on_epoch_begin": "before the steps of an epoch, or of what is left of it after a resume",
-    "on_step_end": "after every step, that is, one batch on every rank",
+    "on_train_begin": "before the first epoch of this start of the program",
+    "on_epoch_begin": "before the steps of an epoch, or before its remaining steps after a resume",
+    "on_step_end": "after every step, which is one batch on every rank",
     "on_evaluation_begin": "before a dataset is evaluated",
     "on_evaluation_end": "after a dataset was evaluated",
-    "on_epoch_end": "after all evaluations of an epoch, and before it is saved",
+    "on_epoch_end": "after all evaluations of an epoch, before it is saved",
     "on_save": "after a checkpoint was written, also within an epoch",
-    "on_stop": "at the end of the training, finished or stopped; not after an error",
+    "on_stop": "at the end of the training, whether finished or stopped, but not after an error",
 }
 """By method, when it is called."""
 
 
 class Training:
-    """What a callback is given: where the training stands. Each attribute has the value of the moment in which it is read.
+    """The argument of callbacks: the state of the training. Each attribute has its value at the time when it is read.
 
     Attributes:
         model: the object that `get_model` returned.
         optimizer: the optimizer of the framework.
-        rank, size: of this process, and the number of them.
-        learning_rate: of the last update, or that with which the epoch begins.
+        rank, size: the rank of this process, and the number of ranks.
+        learning_rate: of the last update, or at the beginning of the epoch.
         dataset: the name of the dataset that is evaluated, in on_evaluation_begin and on_evaluation_end; otherwise None.
-        scores: in on_evaluation_end and on_epoch_end the epoch's scores so far by name, such as 'train_loss_ce' and
+        scores: in on_evaluation_end and on_epoch_end, the epoch's scores so far by name, such as 'train_loss_ce' and
             'dev_loss_wer'; afterwards those of the last epoch.
-        checkpoint: the file of the last model that was saved, such as exp/model.003.pt; None: none so far. With
-            save_in_background it may still be being written.
+        checkpoint: the file of the last saved model, such as exp/model.003.pt; None: none so far. With save_in_background, it may
+            not be complete yet.
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
     """
 
@@ -69,7 +69,7 @@ class Training:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is trained or evaluated, or the last one that was, counted from 1."""
+        """The epoch that is being trained or evaluated, or else the last one, counted from 1."""
         current = self._progress.current
         return self._progress.epoch if current is None else current.epoch
 
@@ -79,14 +79,14 @@ class Training:
         return self._progress.step
 
     def stop(self, reason: str) -> None:
-        """Ask for the training to stop, as a signal does: all ranks stop after the same step, a few steps from now, with a
-        checkpoint and status 75 (`docs/resuming.md`). It is enough if one rank asks.
+        """Request a stop, as a signal does: all ranks stop after the same step, a few steps from now, with a checkpoint and
+        status 75 (`docs/resuming.md`). A request of one rank is enough.
         """
         self.wants_stop = self.wants_stop or reason
 
     def finish(self, reason: str) -> None:
-        """Ask for the training to end after this epoch, as early stopping does: with its evaluation, its model, and status 0. It
-        is enough if one rank asks.
+        """Request the end of the training after this epoch, as early stopping does: with its evaluation, its model, and status 0.
+        A request of one rank is enough.
         """
         self.wants_finish = self.wants_finish or reason
 
@@ -95,23 +95,24 @@ Call = Callable[[Training], None]
 
 
 class Callbacks:
-    """Calls the callbacks of this rank, in the order of the config. Their methods are looked up once, here.
+    """Calls the callbacks of this rank, in the order of the config.
 
     Args:
-        objects: those of the config that this rank has.
+        objects: the config's objects on this rank.
     """
 
     def __init__(self, objects: Sequence[Any] = ()) -> None:
+        # Looked up once: on_step_end is called in every step.
         self._calls: dict[str, list[Call]] = {
-            event: [getattr(one, event) for one in objects if hasattr(one, event)] for event in EVENTS
+            event: [getattr(callback, event) for callback in objects if hasattr(callback, event)] for event in EVENTS
         }
 
-    def have(self, event: str) -> bool:
+    def has(self, event: str) -> bool:
         """Whether any of them has the method `event`."""
         return bool(self._calls[event])
 
-    def tell(self, event: str, training: Training) -> None:
-        """Call the method `event` of all that have it."""
+    def call(self, event: str, training: Training) -> None:
+        """Call the method `event` of all callbacks that have it."""
         for call in self._calls[event]:
             call(training)
 
@@ -122,7 +123,7 @@ NO_CALLBACKS = Callbacks()
 class EpochFunctions:
     """The functions `epoch_start` and `epoch_end` as a callback.
 
-    They are called around the training part of an epoch, with dataset_name 'train', and around each evaluation.
+    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation.
     """
 
     def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
@@ -181,6 +182,6 @@ class CallbackKeys(Section):
         """The callbacks of a rank. Raises: ConfigError."""
         start, end = as_function(self.epoch_start, "epoch_start"), as_function(self.epoch_end, "epoch_end")
         functions = [] if start is None and end is None else [EpochFunctions(start, end)]
-        made, _ = build_objects("callbacks", self.callbacks, EVENTS, "on_")
-        here = [one.make() for one in made if rank == 0 or not getattr(one.kind, "rank_zero_only", False)]
-        return Callbacks([*functions, *here])
+        factories, _ = build_objects("callbacks", self.callbacks, EVENTS, "on_")
+        objects = [factory.make() for factory in factories if rank == 0 or not getattr(factory.kind, "rank_zero_only", False)]
+        return Callbacks([*functions, *objects])

@@ -1,4 +1,4 @@
-"""An epoch that is trained: its plan, its learning rates, and what it has taken."""
+"""An epoch of training: its plan, its learning rates, and its times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.learner.base import Meter
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.steps import StepNumbers, work_of
+from hvdtrain.report.steps import StepNumbers, work_counter
 from hvdtrain.runtime import log
-from hvdtrain.runtime.scores import of_dataset
+from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import exploded_lines
+from hvdtrain.schedule.measure import divergence_lines
 from hvdtrain.training.step_log import StepReport
 
 
@@ -27,11 +27,11 @@ class TrainingEpoch:
 
     Attributes:
         plan: all of its batches.
-        current: how far it is; kept up to date.
-        completed: the share of its sequences that precede a position.
-        learning_rate: the epoch's, before a rule for steps changes it.
-        first_rate: the effective learning rate with which it begins or goes on.
-        seconds_before: of training, which it had taken when it was resumed.
+        current: its progress; kept up to date.
+        completed: returns the share of its sequences before a position.
+        learning_rate: the epoch's, before a per-step rule is applied.
+        first_rate: the effective learning rate with which it begins or resumes.
+        seconds_before: seconds of training before it was resumed.
     """
 
     plan: Plan
@@ -43,19 +43,19 @@ class TrainingEpoch:
 
     @property
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
+        """The share of it that is done, from 0 to 1."""
         return self.completed(self.current.position)
 
     @property
     def continuous(self) -> float:
-        """The number of epochs done, with the share of this one."""
+        """The number of epochs done, including the share of this one."""
         return self.current.epoch - 1 + self.share
 
 
 class EpochClock:
-    """Keeps the seconds of an epoch, and the syncs and bytes of its exchange.
+    """Measures the seconds of an epoch, and the syncs and bytes of its exchange.
 
-    They are added to the epoch's progress at its end and before a checkpoint (`count`): a resumed epoch goes on with them.
+    They are added to the epoch's progress at its end and before a checkpoint (`count`), so that a resumed epoch continues them.
     """
 
     def __init__(self, timer: Timer, meter: Meter, reducer: Reducer) -> None:
@@ -67,7 +67,7 @@ class EpochClock:
         self._counted_traffic = (0, 0)  # syncs and bytes
 
     def begin(self) -> None:
-        """An epoch begins or goes on."""
+        """Begin or resume an epoch."""
         self._timer.take()
         self._begun = self._counted_until = time.perf_counter()
         self._counted_sync = 0.0
@@ -77,7 +77,7 @@ class EpochClock:
         return current.elapsed + time.perf_counter() - self._counted_until
 
     def count(self, current: EpochProgress) -> None:
-        """Add the seconds, syncs and bytes since the last time to the epoch's."""
+        """Add the seconds, syncs and bytes since the last call to the epoch's."""
         syncs, sent = self._reducer.traffic
         current.syncs += syncs - self._counted_traffic[0]
         current.sent += sent - self._counted_traffic[1]
@@ -91,15 +91,15 @@ class EpochClock:
         self._counted_sync = synced
 
     def seconds(self) -> dict[str, float]:
-        """This rank's seconds since the epoch began or went on, by what they were spent on."""
+        """This rank's seconds since the epoch began or was resumed, by activity."""
         seconds = dict(self._timer.seconds)
         return {**seconds, "rest": time.perf_counter() - self._begun - sum(seconds.values())}
 
 
 class StepListener:
-    """Called by the log of steps with each step that it logs: hands the numbers of the step to those who receive records.
+    """Callback for logged steps: passes the numbers of a step on to the receivers of records.
 
-    Made before the steps of an epoch begin or go on.
+    Created before the steps of an epoch begin or resume.
     """
 
     def __init__(self, numbers: StepNumbers, epoch: TrainingEpoch, feed: Feed, clock: EpochClock) -> None:
@@ -107,7 +107,7 @@ class StepListener:
         self._epoch = epoch
         self._clock = clock
         current = epoch.current
-        numbers.begin(work_of(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among), current.position)
+        numbers.begin(work_counter(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among), current.position)
 
     def __call__(self, report: StepReport, scores: Mapping[str, float]) -> None:
         current = self._epoch.current
@@ -136,8 +136,8 @@ def epoch_report(
 
     Args:
         step: steps done in the whole training.
-        losses: those that are minimized, each with its scale.
-        seconds: of every rank, by what they were spent on.
+        losses: the losses that are minimized, each with its scale.
+        seconds: the seconds of every rank, by activity.
     """
     current, rates = epoch.current, epoch.current.rates
     last_rate = rates.last if rates.updates else epoch.learning_rate
@@ -166,10 +166,10 @@ def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[Ep
     """Log the results of an epoch, and a warning if its losses have exploded.
 
     Args:
-        datasets: the names of those that were evaluated.
+        datasets: the names of the evaluated datasets.
         initial: the losses and errors of the epoch's first batch.
     """
     for level, line in report.lines(datasets):
         log.write(level, line)
-    for line in exploded_lines(history, of_dataset("train", initial), report.learning_rate):
+    for line in divergence_lines(history, name_scores("train", initial), report.learning_rate):
         log.warning(line)

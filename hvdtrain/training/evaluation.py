@@ -1,4 +1,4 @@
-"""Scores of a dataset, and what to say where a loss is no finite number."""
+"""Scores of a dataset, and the error about losses that are not finite."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def evaluate(
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
 
     Raises:
-        DataError: the ranks did not evaluate what was planned.
+        DataError: the ranks did not evaluate exactly what was planned.
     """
     watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
-    tally = ScoreBuffer(learner.meter)
+    buffer = ScoreBuffer(learner.meter)
     account = Account(feed, plan)
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch, learner.staging) as batches:
@@ -52,16 +52,16 @@ def evaluate(
                 with naming(batch, feed.source):
                     learner.evaluate(batch)
                 account.add(batch.indices)
-            step_log.step(StepReport(number, number / steps, None, batch, tally))
+            step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()
     step_log.end()
-    gathered = comm.gather((tally.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
-    account.check(f"evaluation of epoch {epoch}", [used for _, used in gathered])
-    scores = Scores.merged(own for own, _ in gathered)
+    gathered = comm.gather((buffer.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
+    account.check(f"evaluation of epoch {epoch}", [entry for _, entry in gathered])
+    scores = Scores.merge(rank_scores for rank_scores, _ in gathered)
     for name, count in scores.counts().items():
         if count == 0:
             log.warning(
-                f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element of it"
+                f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element for it"
             )
     means = scores.means()
     for name, mean in means.items():
@@ -73,29 +73,30 @@ def evaluate(
     return means
 
 
-HEAD = (
-    "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False goes on nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps leaves such updates out):"
+NOT_FINITE_HEAD = (
+    "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False continues nevertheless; "
+    "num_allowed_consec_invalid_gradient_steps skips such updates):"
 )
 
-FEW = 3
-"""How many of a rank's losses are named, and of the sequences that broke each: after the first, all others tend to be broken,
-too."""
+MAX_LISTED = 3
+"""How many of a rank's losses are listed, and of the sequences behind each: after the first one, all others tend to be broken."""
 
 
-def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int) -> TrainingError:
+def not_finite_error(
+    comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int
+) -> TrainingError:
     """Collective. The error with what every rank found.
 
     Args:
-        first_step: steps of the whole training that were done when the epoch began.
+        first_step: the number of steps of the whole training before the epoch.
     """
 
     def lines() -> list[str]:
-        return [_line(one, dataset, epoch, first_step) for one in found[:FEW]]
+        return [_line(loss, dataset, epoch, first_step) for loss in found[:MAX_LISTED]]
 
     by_rank = comm.gather(together(comm, lines, name="not_finite_tags"), name="not_finite")
-    all_lines = [f"rank {rank}: {line}" for rank, own in enumerate(by_rank) for line in own]
-    return TrainingError("\n  ".join([HEAD, *all_lines])).on_all_ranks()
+    all_lines = [f"rank {rank}: {line}" for rank, rank_lines in enumerate(by_rank) for line in rank_lines]
+    return TrainingError("\n  ".join([NOT_FINITE_HEAD, *all_lines])).on_all_ranks()
 
 
 def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:
@@ -109,17 +110,17 @@ def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:
 
 
 def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:
-    """Which sequences have NaN or infinity in which data key; '' if none has."""
+    """The data keys and sequences with NaN or infinity, in words; '' if there are none."""
     found = []
     for index in indices:
         try:
             arrays = dataset.sequence(index)
-        except Exception as error:  # a file that is gone, or Python of the user's: what is known is told nevertheless
+        except Exception as error:  # a missing file or the user's code: the known facts are worth reporting anyway
             return f"its input cannot be read again ({error})"
         for key, values in arrays.items():
             if values.dtype.kind in "fc" and not (finite := numpy.isfinite(values)).all():
                 frames = len(values) - int(finite.reshape(len(values), -1).all(axis=1).sum())
                 [tag] = dataset.tags([index])
                 found.append(f"{key!r} has NaN or infinity in {frames} of {len(values)} frames of {tag}")
-    more = f" and in {len(found) - FEW} more sequences" if len(found) > FEW else ""
-    return ", ".join(found[:FEW]) + more
+    more = f" and in {len(found) - MAX_LISTED} more sequences" if len(found) > MAX_LISTED else ""
+    return ", ".join(found[:MAX_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Running a model over a dataset on all ranks, and handing its outputs on in the dataset's order."""
+"""Running a model over a dataset on all ranks, and passing on its outputs in the dataset's order."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
 from hvdtrain.training.keys import ForwardKeys
+from hvdtrain.training.search_output import SearchWriter
+from hvdtrain.training.search_output import check as check_search
 
 SLICE = 1.0
-"""For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""
+"""Rank 0 passes on outputs for about this many seconds before it meets the waiting ranks, so that the watchdog sees progress."""
 
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """One output of one sequence, as a callback gets it. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
+    """One output of one sequence, as passed to a callback. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
 
     raw_tensor: Array
 
 
 class Spool:
-    """Outputs that wait in a file of this rank's own until rank 0 takes them over, in whatever order.
+    """This rank's file of outputs, in the order in which they were computed, until rank 0 reads them.
 
     Attributes:
-        places: by the sequence's index and the number of its copy, where in the file its outputs begin.
+        places: the index of each sequence, and the offset of its outputs in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,19 +57,20 @@ class Spool:
 def forward(
     comm: Communicator, learner: Learner, watchdog: Watchdog, feed: Feed, epoch: int, keys: ForwardKeys, spool_prefix: Path
 ) -> int:
-    """Collective. Every sequence's outputs go to a callback, into an HDF file, or both; returns the number of steps.
+    """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps.
 
-    Outputs are collected in files beside `spool_prefix`, which are removed, and handed on by rank 0 when all are there.
+    Each rank collects its outputs in a temporary file next to `spool_prefix`; rank 0 passes them on when all are complete.
 
     Raises:
-        ConfigError: neither output_file nor forward_callback is set, or forward_step marks no output.
-        DataError: the HDF file exists or cannot be written, or the ranks did not go through what was planned.
+        ConfigError: none of output_file, search_output_file and forward_callback is set, or forward_step marks no output.
+        DataError: a file exists or cannot be written, or the ranks did not use exactly what was planned.
     """
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
     if callback is not None:
         callback.init(model=learner.model)
     plan = plan_together(comm, feed, epoch)
     share, account = feed.share(plan), Account(feed, plan)
+    searched = together(comm, lambda: _search_writer(feed, keys), name="search_output")
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         stop_vote = StopVote(comm, learner.numbers, TASK_INTERVAL)
@@ -79,6 +82,8 @@ def forward(
                     with naming(batch, feed.source):
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
+                        if searched is not None and number == 0:
+                            searched.entry(outputs)  # what cannot be written is an error now, not when all is computed
                         spool.add(index, outputs)
                     account.add(batch.indices)
                 stop_vote.step(StopRequests)
@@ -89,13 +94,13 @@ def forward(
         spools = [(path, places) for path, places, _ in gathered]
         total = sum(len(places) for _, places in spools)
         done = 0
-        with closing(_hand_on(feed, spools, callback, keys)) as work:
+        with closing(_hand_on(feed, spools, callback, keys.output_file, searched)) as work:
             while done < total:
                 watchdog.beat(f"handing on the outputs of {feed.name}, {done} of {total} sequences", "handing on")
                 _, [done, *_] = together_with_message(
                     comm, lambda: (None, _some(work, total) if comm.rank == 0 else 0), name="hand_on"
                 )
-            watchdog.beat("finishing output_file and forward_callback", "unhurried")
+            watchdog.beat("finishing the files of outputs and forward_callback", "unhurried")
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)
@@ -104,12 +109,15 @@ def forward(
 
 def _check(keys: ForwardKeys) -> None:
     """Raises: ConfigError, DataError."""
-    if keys.output_file is None and keys.forward_callback is None:
+    if keys.output_file is None and keys.forward_callback is None and keys.search_output_file is None:
         raise ConfigError.of(
-            "missing", "output_file, forward_callback: expected one of them for the task forward or search, got neither"
+            "missing",
+            "output_file, forward_callback: expected one of them for the task forward or search, or search_output_file for the "
+            "task search, got none",
         )
     if keys.output_file is not None and Path(keys.output_file).exists():
         raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
+    check_search(keys)
 
 
 def _callback(keys: ForwardKeys) -> Any:
@@ -117,12 +125,17 @@ def _callback(keys: ForwardKeys) -> Any:
     _check(keys)
     value = as_function(keys.forward_callback, "forward_callback")
     made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
-    lacking = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
-    if lacking:
+    missing = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
+    if missing:
         raise ConfigError.of(
-            "missing", f"forward_callback: expected the method {lacking[0]}, got a {type(made).__name__} without it"
+            "missing", f"forward_callback: expected the method {missing[0]}, got a {type(made).__name__} without it"
         )
     return made
+
+
+def _search_writer(feed: Feed, keys: ForwardKeys) -> SearchWriter | None:
+    """Raises: ConfigError, DataError."""
+    return None if keys.search_output_file is None else SearchWriter(keys, feed.dataset.streams)
 
 
 def _open_spool(prefix: Path, rank: int) -> Spool:
@@ -135,7 +148,7 @@ def _open_spool(prefix: Path, rank: int) -> Spool:
 
 
 def _some(work: Iterator[int], total: int) -> int:
-    """Go on for about a second, at most up to the last sequence; return how many are handed on."""
+    """Continue for about a second, at most up to the last sequence; return how many sequences are done."""
     until = time.monotonic() + SLICE
     done = 0
     for done in work:
@@ -145,19 +158,27 @@ def _some(work: Iterator[int], total: int) -> int:
 
 
 def _hand_on(
-    feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys
+    feed: Feed,
+    spools: list[tuple[Path, list[tuple[int, int]]]],
+    callback: Any,
+    output_file: str | None,
+    searched: SearchWriter | None,
 ) -> Generator[int, None, None]:
-    """Rank 0: all outputs in the dataset's order. Yields how many sequences are handed on, after each; then it finishes."""
+    """On rank 0: pass on all outputs in the dataset's order. Yields the number of sequences after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
 
     with ExitStack() as stack:
         writer = None
-        if keys.output_file is not None:
-            Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
-            writer = stack.enter_context(HDFWriter(Path(keys.output_file)))
+        if output_file is not None:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+            writer = stack.enter_context(HDFWriter(Path(output_file)))
+        if searched is not None:
+            stack.enter_context(searched)
         for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
             if writer is not None:
                 writer.add(tag, _as_streams(outputs, vectors))
+            if searched is not None:
+                searched.add(tag, outputs)
             if callback is not None:
                 callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
             yield number
@@ -180,7 +201,7 @@ def _in_order(
 
 
 def _as_streams(outputs: dict[str, Array], vectors: frozenset[str]) -> dict[str, Array]:
-    """The data keys of an HDF file: 'output', or else the only or first output, is 'data'; a number or a vector is one frame."""
+    """The data keys of an HDF file: 'data' is the output 'output', or else the first one; a number or a vector is one frame."""
     default = "output" if "output" in outputs else next(iter(outputs)) if "data" not in outputs else "data"
     framed = {name: value[None] if name in vectors else value for name, value in outputs.items()}
     arrays = {"data" if name == default else name: value for name, value in framed.items()}

@@ -1,10 +1,10 @@
-"""The keys of the task forward, and what `predict_ranks` says."""
+"""The keys of the task forward, and the value of `predict_ranks`."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.config.keys import Section, key
 
@@ -18,6 +18,23 @@ class ForwardKeys(Section):
         None,
         "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
         "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
+    )
+    search_output_file: str | None = key(
+        None, "task search: a file for the texts of an output, in the dataset's order; with .gz compressed; it must not exist yet"
+    )
+    search_output_file_format: Literal["txt", "py"] = key(
+        "txt", "txt, a line for each sequence, or py, a dict from tags to texts; several hypotheses are a list of (score, text)"
+    )
+    search_output_layer: str | list[str] | None = key(
+        None,
+        "which output goes into search_output_file; None: 'output', 'hyps', 'hyp' or the only one; a list, for the format py: "
+        "several, as dicts",
+    )
+    search_labels: Any = key(
+        None,
+        "the labels of the numbers in search_output_file: a list, the name of a data key that has labels, or a function "
+        "{signature} that returns the text; None: those of the data key classes or targets, or the only one that has labels",
+        signature="*, name, numbers, **_",
     )
 
 
@@ -35,7 +52,7 @@ class Placement:
 def parse_placements(value: Any) -> list[Placement]:
     """Parse the key `predict_ranks`: 8, (2, 8), '2,8,64:4' (64 ranks, 4 on each host). Raises: ValueError, TypeError.
 
-    >>> [str(one) for one in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
+    >>> [str(placement) for placement in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
     (['2', '8', '64:4'], True)
     """
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""What an engine is given: the learning rates, when to save, and when to end."""
+"""Settings of an engine: the learning rates, when to save, and when to end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hvdtrain.schedule.history import EpochRecord
 class Rates:
     """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
 
-    `of_step` gives the rate that the optimizer uses for the update that ends a step, scaled by the number of ranks if
-    `horovod_scale_lr` asks for it. `step` is the number of steps done before it; `epoch_continuous` the number of epochs done
-    before the first step of the update, of the current epoch the share of its sequences.
+    `of_step` returns the optimizer's rate for the update that ends a step, scaled by the number of ranks if `horovod_scale_lr` is
+    set. `step` is the number of earlier steps; `epoch_continuous` the number of epochs before the first step of the update,
+    including the share of the current epoch's sequences.
     """
 
     of_epoch: Callable[[int, list[EpochRecord]], float]
@@ -32,11 +32,11 @@ class TrainingLimits:
         num_epochs: the last epoch.
         ends_early: why training ends after the epochs of a history; None: it goes on.
         save_epochs: save after every N epochs, and after the last one.
-        save_steps: save within an epoch, too, after every N steps of the whole training; None: do not.
-        save_minutes: save within an epoch, too, when the last checkpoint is this many minutes old; None: do not.
-        rounds_per_update: gives the number of steps whose gradients an update adds up.
+        save_steps: also save within an epoch, after every N steps of the whole training; None: do not.
+        save_minutes: also save within an epoch, when the last checkpoint is this many minutes old; None: do not.
+        rounds_per_update: returns the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
-        mistake: the error to end with after the epochs of a history, once the last one is saved and reported; None: go on.
+        mistake: returns the error to end with after the epochs of a history, once the last one is saved and reported.
     """
 
     num_epochs: int

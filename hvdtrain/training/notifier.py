@@ -1,4 +1,4 @@
-"""Calling code of the user's between steps, which may take as long as it needs on any rank."""
+"""Calling the user's code between steps, which may take any time on any rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 
 REPORTS = "reports to services"
-"""What takes as long as it needs besides the callbacks."""
+"""An additional event, which may also take any time."""
 
 
 class Notifier:
-    """Calls the callbacks of all ranks. The ranks wait for each other where any of them has one.
+    """Calls the callbacks of all ranks. If any rank has one for an event, the ranks wait for each other after it.
 
     Args:
-        callbacks: those of this rank.
-        training: what they see.
+        callbacks: the callbacks of this rank.
+        training: their argument.
         has_services: whether this rank reports to services.
     """
 
@@ -29,26 +29,26 @@ class Notifier:
         self._watchdog = watchdog
         self._callbacks = callbacks
         self._training = training
-        self._own_events = {event for event in EVENTS if callbacks.have(event)} | ({REPORTS} if has_services else set())
-        self._subscribed_events: set[str] = set()  # the events that any rank has
+        self._own_events = {event for event in EVENTS if callbacks.has(event)} | ({REPORTS} if has_services else set())
+        self._subscribed_events: set[str] = set()  # those of all ranks together
 
     def subscribe(self) -> None:
         """Collective. Find out which events any rank has callbacks for."""
         self._subscribed_events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
 
     def notify(self, event: str) -> None:
-        """Collective. Call the callbacks."""
+        """Collective. Call the callbacks for an event."""
         if event in self._subscribed_events:
             with self._without_timeout(f"{event} of a callback"):
-                self._callbacks.tell(event, self._training)
+                self._callbacks.call(event, self._training)
 
     def notify_step_end(self) -> None:
         """Call the callbacks of this rank after a step; the ranks do not wait for each other."""
-        self._callbacks.tell("on_step_end", self._training)
+        self._callbacks.call("on_step_end", self._training)
 
     @contextmanager
     def reporting(self, epoch: int) -> Iterator[None]:
-        """Collective. Around the reports of an epoch to services."""
+        """Collective. A context for reporting an epoch to services."""
         if REPORTS not in self._subscribed_events:
             yield
             return
@@ -57,7 +57,7 @@ class Notifier:
 
     @contextmanager
     def _without_timeout(self, what: str) -> Iterator[None]:
-        """Collective. Around code of the user's: the others wait here."""
+        """Collective. A context for the user's code: the watchdog allows it any time, and ranks without such code wait."""
         self._watchdog.beat(what, "unhurried")
         yield
         self._comm.gather(None, name="unhurried")

@@ -1,7 +1,7 @@
-"""What training takes on other numbers of ranks: a model of a step, from what was measured on a few. Pure functions.
+"""Predicts the time of a step on other numbers of ranks from measurements on a few. Pure functions.
 
-A step is the sum of what a rank computes, what it waits for ranks with larger batches, for ranks that are late by chance and for
-a rank that is always slow, what it waits for the exchange, and what it waits for data. docs/performance.md has the formulas.
+The time of a step is the sum of the rank's computing and of its waiting for ranks with larger batches, for ranks that are late by
+chance, for a rank that is always slow, for the exchange, and for data. docs/performance.md has the formulas.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hvdtrain.training.keys import Placement
 BACKWARD = 2 / 3
 """The share of a step's computing in which gradients can be sent: backward takes about twice as long as forward."""
 
-NEARLY = 0.95
-"""A method is as good as the fastest one from this share of its speed on."""
+NEARLY_AS_FAST = 0.95
+"""A method with at least this share of the fastest method's speed counts as equally fast."""
 
-MUCH = 0.1
-"""A share of the step from which something other than computing limits it."""
+LARGE_SHARE = 0.1
+"""A wait that takes more than this share of the step is called its limit."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Method:
 
 
 METHODS = (Method(), Method(1), Method(16), Method(64))
-"""In the order in which one prefers them: the later, the less the ranks know of each other."""
+"""In the order of preference: with later methods, the ranks exchange less."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the exchange between the measured ranks takes.
+    """The measured times of exchanges between the ranks.
 
     Attributes:
         latency: seconds of the all-reduce of a few bytes.
-        bucket_bytes: of the messages in which gradients are sent.
-        bucket_seconds: of the all-reduce of such a message.
-        parameters_seconds: of the all-reduce of all parameters at once.
+        bucket_bytes: the size of the messages in which gradients are sent.
+        bucket_seconds: seconds of the all-reduce of such a message.
+        parameters_seconds: seconds of the all-reduce of all parameters at once.
         waited: how much longer a step takes with the exchange of gradients, as a share of the time of their all-reduce: 0 if
-            computing hides all of it; more than 1 if it slows the computing down.
+            computing hides all of it; more than 1 if it slows down computing.
     """
 
     latency: float
@@ -61,24 +61,24 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured on some ranks. Seconds of a step are without any exchange.
+class Measurement:
+    """Measurements on some ranks. Seconds of a step exclude all exchanges.
 
     Attributes:
         size: the number of ranks.
         per_host: ranks on each host.
         hosts: the number of hosts.
-        cores: of a host.
-        threads: with which a rank computes wherever it is; None: the cores of a host divided among its ranks.
-        on_cpu: whether computing takes cores.
-        fixed: seconds of a step, whatever the size of its batch.
+        cores: the number of cores of a host.
+        threads: the fixed number of threads of a rank; None: the cores of a host divided by its ranks.
+        on_cpu: whether the ranks compute on the cores.
+        fixed: seconds of a step, independent of the size of its batch.
         per_frame: seconds for each padded frame of its batch.
         jitter: seconds by which steps took longer or shorter than that, on any rank; their mean is 0.
-        slow_rank: seconds by which every step takes longer on the slowest rank, if one is slow; 0: none is.
+        slow_rank: seconds by which every step takes longer on the slowest rank; 0: no rank is slow.
         reading_per_frame: seconds of reading for each padded frame, in the background.
         parameters: bytes of the trained parameters.
-        steps_per_update: whose gradients are accumulated.
-        exchange: None: there is one rank.
+        steps_per_update: the number of steps whose gradients are accumulated.
+        exchange: None if there is only one rank.
     """
 
     size: int
@@ -110,8 +110,8 @@ class Prediction:
     """The mean step of an epoch, in seconds of a rank.
 
     Attributes:
-        computing: of the ranks' mean.
-        idle: of ranks without a batch, in the last step of the epoch.
+        computing: the mean over the ranks.
+        idle: ranks without a batch, in the last step of the epoch.
         batches: waiting for ranks with larger batches.
         jitter: waiting for ranks that are late by chance.
         slow_rank: waiting for the rank that is always slow.
@@ -139,12 +139,12 @@ class Prediction:
 
     @property
     def stragglers(self) -> float:
-        """The share of the step that ranks wait for others."""
+        """The share of the step in which ranks wait for others."""
         return (self.idle + self.batches + self.jitter + self.slow_rank) / self.seconds
 
     @property
     def limit(self) -> str:
-        """What takes the largest part of the step beside computing, if it is large."""
+        """The largest wait of the step, or 'computing' if none is large."""
         waits = {
             "network": self.network or 0.0,
             "data (reading)": self.data,
@@ -154,31 +154,31 @@ class Prediction:
             "uneven steps": self.jitter,
         }
         name, most = max(waits.items(), key=lambda item: item[1])
-        return name if most > MUCH * self.seconds else "computing"
+        return name if most > LARGE_SHARE * self.seconds else "computing"
 
 
-def predict(measured: Measured, work: Mapping[int, Work], placements: Sequence[Placement]) -> list[Prediction]:
-    """Predictions for each placement and method. On one rank, all methods are the same.
+def predict(measured: Measurement, work: Mapping[int, Work], placements: Sequence[Placement]) -> list[Prediction]:
+    """Predictions for each placement and method; on one rank for the first method only, as all are the same.
 
     Args:
-        work: the epoch on each number of ranks, and on one.
+        work: the epoch by number of ranks, including one rank.
     """
     alone = _predict(measured, work[1], Placement(1, 1), METHODS[0])
     found = []
     for placement in placements:
         for method in METHODS if placement.ranks > 1 else METHODS[:1]:
-            made = _predict(measured, work[placement.ranks], placement, method)
-            found.append(replace(made, speed_up=made.rate / alone.rate))
+            prediction = _predict(measured, work[placement.ranks], placement, method)
+            found.append(replace(prediction, speed_up=prediction.rate / alone.rate))
     return found
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """Of the predictions for one placement, the first that is nearly as fast as the fastest."""
+    """The first of the predictions for one placement that is nearly as fast as the fastest."""
     fastest = max(prediction.rate for prediction in predictions)
-    return next(prediction for prediction in predictions if prediction.rate >= NEARLY * fastest)
+    return next(prediction for prediction in predictions if prediction.rate >= NEARLY_AS_FAST * fastest)
 
 
-def _predict(measured: Measured, work: Work, placement: Placement, method: Method) -> Prediction:
+def _predict(measured: Measurement, work: Work, placement: Placement, method: Method) -> Prediction:
     ranks = placement.ranks
     rounds = -(-len(work.costs) // ranks)
     window = measured.steps_per_update * (method.every or 1)  # steps from one exchange to the next
@@ -189,10 +189,10 @@ def _predict(measured: Measured, work: Work, placement: Placement, method: Metho
     largest = largest_share(batches, ranks, window)
     jitter = slower * expected_maximum(measured.jitter, ranks) / math.sqrt(min(window, rounds))
     slow_rank = slower * measured.slow_rank if ranks > 1 else 0.0
-    network = waiting(measured, ranks, method, computing + idle) / min(window, rounds)
+    network = exchange_wait(measured, ranks, method, computing + idle) / min(window, rounds)
     reading = measured.reading_per_frame * float(work.costs.mean())
     known = ranks == 1 or measured.exchange is not None
-    made = Prediction(
+    prediction = Prediction(
         placement=placement,
         method=method,
         computing=computing,
@@ -204,29 +204,29 @@ def _predict(measured: Measured, work: Work, placement: Placement, method: Metho
         data=max(0.0, reading - largest - jitter - slow_rank - network),
         rate=0.0,
     )
-    return replace(made, rate=work.num_sequences / (rounds * made.seconds))
+    return replace(prediction, rate=work.num_sequences / (rounds * prediction.seconds))
 
 
-def is_extrapolated(measured: Measured, placement: Placement) -> bool:
-    """Whether a prediction goes beyond what was measured."""
+def is_extrapolated(measured: Measurement, placement: Placement) -> bool:
+    """Whether a prediction is for more ranks than were measured."""
     return placement.ranks > measured.size
 
 
-def slowdown(measured: Measured, per_host: int) -> float:
-    """By which factor computing takes longer than measured, if this number of ranks shares the cores of a host."""
+def slowdown(measured: Measurement, per_host: int) -> float:
+    """The factor by which computing takes longer than measured if this number of ranks shares the cores of a host."""
     return _cores_per_rank(measured, measured.per_host) / _cores_per_rank(measured, per_host) if measured.on_cpu else 1.0
 
 
-def _cores_per_rank(measured: Measured, per_host: int) -> float:
+def _cores_per_rank(measured: Measurement, per_host: int) -> float:
     threads = measured.threads or max(1, measured.cores // per_host)
     return min(threads, measured.cores / per_host)
 
 
 def largest_share(seconds: Array, ranks: int, window: int) -> float:
-    """The mean, over the steps of an epoch, of the seconds of the rank that takes longest between two exchanges.
+    """The seconds of the slowest rank between two exchanges, as the mean over the steps of an epoch.
 
     Args:
-        seconds: of every batch, in the order in which the ranks take them.
+        seconds: the seconds of every batch, in the order of the plan.
         window: the number of steps from one exchange to the next.
 
     >>> largest_share(numpy.array([1, 3, 3, 1]), 2, 1), largest_share(numpy.array([1, 3, 3, 1]), 2, 2)
@@ -239,10 +239,10 @@ def largest_share(seconds: Array, ranks: int, window: int) -> float:
 
 
 def expected_maximum(samples: Sequence[float], count: int) -> float:
-    """By how much the expected largest of `count` draws is larger than the mean.
+    """By how much the expected maximum of `count` draws exceeds the mean.
 
-    Drawn from the samples, as long as there are twice as many; the largest of more draws is larger than any sample, so it is
-    at least that of a normal distribution then (Blom, 1958).
+    The draws are from the samples. If these are fewer than twice the draws, their maximum is too small an estimate, so the result
+    is at least that of a normal distribution (Blom, 1958).
 
     >>> round(expected_maximum([-1.0, 1.0], 1), 3), round(expected_maximum([-1.0, 1.0], 2), 3)
     (0.0, 0.589)
@@ -256,29 +256,31 @@ def expected_maximum(samples: Sequence[float], count: int) -> float:
     return max(0.0, drawn if 2 * count <= len(ordered) else max(drawn, normal))
 
 
-def waiting(measured: Measured, ranks: int, method: Method, computing: float) -> float:
-    """The seconds that a rank waits for one exchange; 0 where none was measured."""
+def exchange_wait(measured: Measurement, ranks: int, method: Method, computing: float) -> float:
+    """The seconds that a rank waits for one exchange; 0 if none was measured."""
     exchange = measured.exchange
     if exchange is None or ranks == 1:
         return 0.0
     if method.every is not None:
-        return travel(exchange, measured.size, ranks, 1, exchange.parameters_seconds - exchange.latency)
-    whole = gradients_travel(measured, exchange, ranks)
+        return all_reduce_seconds(exchange, measured.size, ranks, 1, exchange.parameters_seconds - exchange.latency)
+    whole = gradient_exchange_seconds(measured, exchange, ranks)
     return max(exchange.waited * whole, whole - BACKWARD * computing)
 
 
-def gradients_travel(measured: Measured, exchange: Exchange, ranks: int) -> float:
-    """The seconds of the all-reduce of all gradients, message after message, with nothing else going on."""
+def gradient_exchange_seconds(measured: Measurement, exchange: Exchange, ranks: int) -> float:
+    """The seconds of the all-reduce of all gradients, message after message, while nothing else is computed or sent."""
     messages = measured.parameters / exchange.bucket_bytes
-    return travel(exchange, measured.size, ranks, math.ceil(messages), messages * (exchange.bucket_seconds - exchange.latency))
+    return all_reduce_seconds(
+        exchange, measured.size, ranks, math.ceil(messages), messages * (exchange.bucket_seconds - exchange.latency)
+    )
 
 
-def travel(exchange: Exchange, measured_ranks: int, ranks: int, messages: int, moving: float) -> float:
-    """The seconds of an all-reduce: the latency of a message grows as in a tree of ranks, the bytes through each rank as in a
-    ring, where they approach twice the message.
+def all_reduce_seconds(exchange: Exchange, measured_ranks: int, ranks: int, messages: int, moving: float) -> float:
+    """The seconds of an all-reduce: the latency of a message grows as in a tree of ranks, and the bytes that pass through each
+    rank as in a ring, where they approach twice the message.
 
     Args:
-        moving: seconds on the measured ranks without the latency of the messages.
+        moving: seconds on the measured ranks, excluding the latency of the messages.
     """
     latency = exchange.latency * math.log2(ranks) / math.log2(measured_ranks)
     through = ((ranks - 1) / ranks) / ((measured_ranks - 1) / measured_ranks)

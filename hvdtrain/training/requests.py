@@ -1,4 +1,4 @@
-"""What this rank asks of all ranks; the ranks' requests are counted by `StopVote`."""
+"""The requests of this rank; `StopVote` counts those of all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hvdtrain.training.save_policy import SavePolicy
 from hvdtrain.training.train_scores import TrainScores
 
 
-class OwnRequests:
-    """What this rank wants now: to stop after a signal or for a callback, to save, or to report a loss that is not finite."""
+class RankRequests:
+    """This rank's current requests: to stop after a signal or for a callback, to save, or to report a loss that is not finite."""
 
     def __init__(self, interrupt: Interrupt, training: Training, save_policy: SavePolicy, scores: TrainScores) -> None:
         self._interrupt = interrupt
@@ -24,7 +24,7 @@ class OwnRequests:
         return StopRequests(
             stop=int(reason is not None and not by_hand),
             stop_by_hand=int(by_hand),
-            save=int(self._save_policy.requests()),
+            save=int(self._save_policy.should_request()),
             report=int(self._scores.is_broken()),
         )
 

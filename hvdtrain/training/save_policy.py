@@ -11,16 +11,16 @@ from hvdtrain.training.limits import TrainingLimits
 class SavePolicy:
     """Decides when to save: after which epochs and steps, and when the last checkpoint is too old.
 
-    The first two follow from the limits, so that all ranks decide alike. The age is measured by one rank, which asks the others.
+    The first two follow from the limits, so that all ranks decide alike. One rank measures the age and requests a checkpoint.
 
     Args:
-        step: steps done in the whole training.
-        has_clock: whether it is this rank that measures the age of the last checkpoint.
+        step: the number of steps of the whole training so far.
+        has_clock: whether this rank measures the age of the last checkpoint.
     """
 
     def __init__(self, limits: TrainingLimits, step: int, has_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
-        self._last_step = step  # that `is_due_after_step` has seen
+        self._last_step = step  # at the last call of `is_due_after_step`
         self._has_clock = has_clock
         self._clock = clock
         self._saved_at = clock()
@@ -36,15 +36,15 @@ class SavePolicy:
         every = self._limits.save_steps
         return every is not None and step // every > before // every
 
-    def requests(self) -> bool:
-        """Whether this rank asks for a checkpoint, once for each: it takes two exchanges until it is written."""
+    def should_request(self) -> bool:
+        """Whether this rank should request a checkpoint. True only once for each: writing it takes another two exchanges."""
         minutes = self._limits.save_minutes
         if minutes is None or not self._has_clock or self._has_requested or self._clock() - self._saved_at < 60 * minutes:
             return False
         self._has_requested = True
         return True
 
-    def saved(self) -> None:
-        """A checkpoint was written."""
+    def reset(self) -> None:
+        """Measure the age from now on: a checkpoint was written."""
         self._saved_at = self._clock()
         self._has_requested = False

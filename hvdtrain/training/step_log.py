@@ -1,4 +1,4 @@
-"""How far an epoch or an evaluation has come: a line of the log now and then, and on a terminal a bar."""
+"""The progress of an epoch or an evaluation: occasional lines in the log, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
 
 
-class Measured(Protocol):
-    """What a line about a step says of what was measured."""
+class StepMeter(Protocol):
+    """Measurements for a line about a step."""
 
     def drain_ready(self) -> Scores:
-        """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
+        """The scores of the batches since the last call that have arrived; does not wait for a GPU."""
         ...
 
     def take_scores(self) -> Scores:
@@ -32,41 +32,41 @@ class Measured(Protocol):
         ...
 
     def peak_memory(self) -> int | None:
-        """Bytes of the device's memory used at most so far; None on a CPU."""
+        """The largest number of bytes of the device's memory used so far; None on a CPU."""
         ...
 
 
 class ScoreBuffer:
-    """A learner's scores, which are taken twice: for lines about steps, and for the sums of an epoch or an evaluation.
+    """A learner's scores, which are used twice: in lines about steps, and in the sums of an epoch or an evaluation.
 
-    `drain_ready` and `take_scores` give what came since the last call of either, `take_all` what came since its own last call.
+    `drain_ready` and `take_scores` return the scores since the last call of either, `take_all` those since its last call.
     """
 
-    def __init__(self, meter: Measured) -> None:
+    def __init__(self, meter: StepMeter) -> None:
         self._meter = meter
         self._for_lines: list[Scores] = []
         self._for_sums: list[Scores] = []
         self.peak_memory = meter.peak_memory
 
     def drain_ready(self) -> Scores:
-        """Of the batches whose scores are there; does not wait for a GPU."""
-        return self._line(self._meter.drain_ready())
+        """The scores that have arrived; does not wait for a GPU."""
+        return self._take_for_line(self._meter.drain_ready())
 
     def take_scores(self) -> Scores:
-        """Of all batches; waits for a GPU."""
-        return self._line(self._meter.take_scores())
+        """The scores of all batches; waits for a GPU."""
+        return self._take_for_line(self._meter.take_scores())
 
     def take_all(self) -> Scores:
-        """Of all batches; waits for a GPU."""
+        """The scores of all batches; waits for a GPU."""
         taken = self._meter.take_scores()
         summed, self._for_sums = [*self._for_sums, taken], []
         self._for_lines.append(taken)
-        return Scores.merged(summed)
+        return Scores.merge(summed)
 
-    def _line(self, taken: Scores) -> Scores:
-        told, self._for_lines = [*self._for_lines, taken], []
+    def _take_for_line(self, taken: Scores) -> Scores:
+        logged, self._for_lines = [*self._for_lines, taken], []
         self._for_sums.append(taken)
-        return Scores.merged(told)
+        return Scores.merge(logged)
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class StepReport:
     """One finished step of a training or an evaluation.
 
     Attributes:
-        number: of the step in its epoch or evaluation, counted from 1.
+        number: the step's number in the epoch or evaluation, from 1.
         complete: the share of the epoch or evaluation that is done, from 0 to 1.
         learning_rate: of the last update; None: there was none.
-        batch: this rank's; None: it had none left.
-        meter: has the scores and the memory. On a GPU, the scores are those that have arrived, a few steps late.
+        batch: this rank's batch; None: it had none left.
+        meter: has the scores and the memory. On a GPU, scores arrive a few steps late.
     """
 
     number: int
     complete: float
     learning_rate: float | None
     batch: Batch | None
-    meter: Measured
+    meter: StepMeter
 
 
 def batch_size(report: StepReport) -> list[str]:
-    """How large the batch is."""
+    """The size of the batch."""
     if report.batch is None:
         return []
     longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in report.batch.data.items()]
@@ -97,29 +97,29 @@ def batch_size(report: StepReport) -> list[str]:
 
 
 def memory_usage(report: StepReport) -> list[str]:
-    """The peak of a GPU's memory."""
+    """The peak memory of a GPU."""
     peak = report.meter.peak_memory()
     return [] if peak is None else [f"mem_usage:cuda {size_text(peak)}"]
 
 
 Listener = Callable[[StepReport, Mapping[str, float]], None]
-"""Gets a step that a line is about, or that could be, and the mean losses since the last one."""
+"""Called with a logged step (or the last one) and the mean losses since the previous call."""
 
 Field = Callable[[StepReport], list[str]]
 
 FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
-"""What a line says about a step besides its losses and times, by the key that switches it on, in this order."""
+"""Additional fields of a line about a step, in this order, by the key that enables them."""
 
 
 class StepLog:
-    """Receives every step, and reports some of them.
+    """Receives every step and logs some of them.
 
     Args:
-        interval: seconds between two lines of the log, each with the mean losses of the steps since the last line; the bar shows
-            those of the last line. On a GPU, the losses of the last few steps come with the next line.
+        interval: seconds between two lines, each with the mean losses of the steps since the previous line; the bar shows those
+            of the last line. On a GPU, the losses of the last few steps are part of the next line.
         terminal: where the bar is drawn; None: no bar.
-        fields: what lines say about a step besides its losses and times.
-        every: a line after every N steps of an epoch or an evaluation, instead of after an interval; None: by the interval.
+        fields: additional fields of the lines.
+        every: log every N steps of an epoch or an evaluation, instead of at intervals; None: at intervals.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class StepLog:
         """An epoch's training or an evaluation begins.
 
         Args:
-            dataset: what is evaluated; None: training.
-            rounds: the number of steps from here on.
-            elapsed: seconds spent on it before, where an interrupted epoch continues.
-            listener: called after each line, and once more by `finish`; None: nobody.
+            dataset: the name of the evaluated dataset; None: training.
+            rounds: the number of remaining steps.
+            elapsed: seconds spent on it before, if an interrupted epoch is resumed.
+            listener: called after each line, and once more by `finish`.
         """
         self._listener = listener
-        self._untold: StepReport | None = None
+        self._unreported: StepReport | None = None
         self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         self._rounds, self._elapsed = rounds, elapsed
@@ -154,12 +154,12 @@ class StepLog:
         self._began = self._reported_at = self._drawn = time.perf_counter()
 
     def step(self, report: StepReport) -> None:
-        """One more step is done."""
+        """Count a step, and log it or draw the bar if that is due."""
         now = time.perf_counter()
         self._done += 1
         self._number = report.number
         is_due = now - self._reported_at >= self._interval if self._every is None else report.number % self._every == 0
-        self._untold = None if is_due or self._listener is None else report
+        self._unreported = None if is_due or self._listener is None else report
         draw = self._terminal is not None and now - self._drawn >= EVERY
         if not is_due and not draw:
             return
@@ -172,7 +172,7 @@ class StepLog:
             more = [words for field in self._fields for words in field(report)]
             parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
             remaining = clock_text(per_step * (self._rounds - self._done))
-            log.debug(f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
+            log.debug(f"{_join(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
             if self._listener is not None:
                 self._listener(report, means)
         if draw and self._terminal is not None:
@@ -182,55 +182,55 @@ class StepLog:
                 total = before + self._rounds
                 form = self._terminal.bar_format
                 self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=form)
-                self._bar.start_t -= now - self._began
+                self._bar.start_t -= now - self._began  # the bar is created late, but its rate counts from the beginning
             self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
             columns = self._terminal.columns
             self._bar.bar_format = self._terminal.bar_format
             self._bar.set_postfix_str("", refresh=False)
-            self._bar.set_postfix_str(fitting([*self._losses.split(", "), rate], columns - len(str(self._bar))))
+            self._bar.set_postfix_str(fit_parts([*self._losses.split(", "), rate], columns - len(str(self._bar))))
 
     def finish(self) -> None:
-        """All steps are done, and their scores are there: the listener gets the last one, unless it has it already."""
-        if self._untold is not None and self._listener is not None:
-            self._listener(self._untold, self._untold.meter.drain_ready().means())
-        self._untold = self._listener = None
+        """End after the last step, when all scores have arrived: call the listener with that step, unless it was logged."""
+        if self._unreported is not None and self._listener is not None:
+            self._listener(self._unreported, self._unreported.meter.drain_ready().means())
+        self._unreported = self._listener = None
         self.end()
 
     def end(self) -> None:
-        """The epoch's training or the evaluation is over: remove the bar, or in a notebook end it."""
+        """End the epoch's training or the evaluation: remove the bar, or in a notebook finish it."""
         if self._bar is not None:
             self._bar.n = self._number  # a notebook keeps the bar
             self._bar.close()
             self._bar = None
 
 
-def fitting(parts: list[str], room: int) -> str:
-    """The first of the parts, as many as fit with a separator before each: half a number would be taken for a whole one.
+def fit_parts(parts: list[str], room: int) -> str:
+    """As many of the first parts as fit, each with a separator before it. A number that is cut off would look like another one.
 
-    >>> fitting(["ce 0.123", "", "error 0.4567", "learning rate 0.1"], 24)
+    >>> fit_parts(["ce 0.123", "", "error 0.4567", "learning rate 0.1"], 24)
     'ce 0.123, error 0.4567'
     """
-    shown = _listed(parts)
+    shown = _join(parts)
     while len(shown) + 2 > room and shown:
         shown = shown.rpartition(", ")[0]
     return shown
 
 
-def _listed(parts: list[str]) -> str:
+def _join(parts: list[str]) -> str:
     return ", ".join(part for part in parts if part)
 
 
 @contextmanager
 def open_step_log(keys: LogKeys, rank: int, process: Process = OWN) -> Iterator[StepLog]:
-    """Rank 0 logs the steps; with a bar if it prints to a terminal or is a notebook's kernel, unless `log_verbosity` asks for
-    scores and warnings only.
+    """A log of steps on rank 0, with a bar if it prints to a terminal or is a notebook's kernel, unless `log_verbosity` asks for
+    only scores and warnings.
     """
     fields = [field for name, field in FIELDS.items() if getattr(keys, name)]
     if rank:
         yield StepLog()
     elif keys.targets[SCREEN] >= 3 and (process.prints_log or not process.is_own):
-        with _place_of_bars(process) as terminal:
+        with _open_bar_terminal(process) as terminal:
             step_log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
             try:
                 yield step_log
@@ -241,7 +241,7 @@ def open_step_log(keys: LogKeys, rank: int, process: Process = OWN) -> Iterator[
 
 
 @contextmanager
-def _place_of_bars(process: Process) -> Iterator[Terminal | Notebook | None]:
+def _open_bar_terminal(process: Process) -> Iterator[Terminal | Notebook | None]:
     if not process.is_own and is_notebook():
         with open_notebook() as notebook:
             yield notebook
@@ -250,5 +250,5 @@ def _place_of_bars(process: Process) -> Iterator[Terminal | Notebook | None]:
         if terminal is not None and not process.prints_log:
             from tqdm.contrib.logging import logging_redirect_tqdm
 
-            inside.enter_context(logging_redirect_tqdm())  # lines of the program's log stand above the bar
+            inside.enter_context(logging_redirect_tqdm())  # log lines of the user's program appear above the bar
         yield terminal

@@ -1,4 +1,4 @@
-"""A record of the sequences that each step trains on, which shows that a stopped training neither loses nor repeats any; and a
+"""A record of the sequences that each step trains on, to prove that a stopped training neither loses nor repeats any; and a
 profile of some steps."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hvdtrain.runtime.timer import Timer
 
 StepRecorder = Callable[[int, int, "Array"], None]
-"""Records the epoch, the number of steps done before this one in the whole training, and the indices of this rank's sequences."""
+"""Called before a step with the epoch, the number of earlier steps of the training, and the indices of this rank's sequences."""
 
 
 Timeline = Callable[[bool], None]
@@ -31,17 +31,17 @@ Timeline = Callable[[bool], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceKeys(Section):
-    """Looking for mistakes."""
+    """Finding mistakes."""
 
     trace_sequences: str | None = key(
         None,
-        "record which sequences every step trains on: the beginning of the names of the files, one for every rank and start "
+        "record which sequences every step trains on: a prefix for the names of the files, one per rank and start "
         "(docs/resuming.md)",
     )
     profile_steps: int | None = key(
         None,
         "profile N steps of every rank, after the first few, with the framework's profiler, and write traces for Perfetto into "
-        "profile/ beside the model, with Horovod's timeline (docs/performance.md)",
+        "profile/ next to the model, with Horovod's timeline (docs/performance.md)",
         positive,
     )
 
@@ -51,11 +51,11 @@ def record_nothing(epoch: int, step: int, indices: Array) -> None:
 
 
 class Trace:
-    """One rank's file of one start: a line of JSON for every step, written before the step.
+    """The file of one rank and start: a line of JSON for every step, written before the step.
 
     Args:
-        run: the number of this start, counted from 0.
-        first_step: steps done in the whole training before this start.
+        run: the number of this start, from 0.
+        first_step: the number of steps of the training before this start.
     """
 
     def __init__(self, prefix: Path, run: int, rank: int, first_step: int) -> None:
@@ -68,12 +68,12 @@ class Trace:
 
 
 def num_runs(prefix: Path) -> int:
-    """The number of starts that have left files."""
+    """The number of starts that have files."""
     return 1 + max((run for run, _ in _files(prefix)), default=-1)
 
 
 def has_begun(prefix: Path, run: int, size: int) -> bool:
-    """Whether all ranks have begun a step of this start, counted from 0, or of a later one."""
+    """Whether all ranks have begun a step of this start (from 0) or of a later one."""
     return any(
         all(path.exists() and len(path.read_text(encoding="utf-8").splitlines()) > 1 for path in paths)
         for later in range(run, num_runs(prefix))
@@ -82,15 +82,15 @@ def has_begun(prefix: Path, run: int, size: int) -> bool:
 
 
 def trained_on(prefix: Path) -> dict[int, Counter[int]]:
-    """By epoch, the number of times that the model was trained on each sequence, by all starts and ranks.
+    """By epoch, how often all starts and ranks together have trained the model on each sequence.
 
-    Steps that a start did after the checkpoint from which a later one continued are lost and do not count.
+    Steps after the checkpoint from which a later start resumed were lost and do not count.
     """
     lines: dict[int, list[dict[str, object]]] = {}
     first_steps: dict[int, int] = {}
     for run, path in _files(prefix):
         for text in path.read_text(encoding="utf-8").splitlines():
-            with suppress(json.JSONDecodeError):  # half a line, where the process was killed
+            with suppress(json.JSONDecodeError):  # half a line, if the process was killed
                 line = json.loads(text)
                 if "first_step" in line:
                     first_steps[run] = line["first_step"]
@@ -106,19 +106,19 @@ def trained_on(prefix: Path) -> dict[int, Counter[int]]:
 
 
 PROFILED_AFTER = 5
-"""The steps of a start that are not profiled: in the first ones, memory is reserved and graphs are traced."""
+"""The number of steps before the profile: the first ones reserve memory and trace graphs."""
 
 
 class Profile:
-    """Profiles some steps of a rank. A failure is a warning, and training goes on.
+    """Profiles some steps of a rank. If that fails, it logs a warning, and training goes on.
 
     Args:
-        inner: called for every step, too.
-        profiler: the framework's.
+        inner: also called for every step.
+        profiler: the framework's profiler.
         timer: its spans become ranges of the trace: data wait, compute, communication and so on.
         file: the trace to write.
-        num_steps: of those in which this rank has a batch.
-        timeline: Horovod's, where it starts and stops with the profiler.
+        num_steps: how many steps to profile, of those in which this rank has a batch.
+        timeline: starts and stops Horovod's timeline together with the profiler.
     """
 
     def __init__(
@@ -137,15 +137,15 @@ class Profile:
         self._inner(epoch, step, indices)
         self._seen += 1
         if self._seen == PROFILED_AFTER + 1:
-            self._guarded(self._start)
+            self._try(self._start)
         elif self._seen == PROFILED_AFTER + self._num_steps + 1:
             self.stop()
 
     def stop(self) -> None:
-        """Write what was recorded, if the profiler runs: after the steps, or where a training ends before."""
+        """Write the trace if the profiler is running: after the profiled steps, or at the end of a shorter training."""
         if self._is_running:
             self._is_running = False
-            self._guarded(self._write)
+            self._try(self._write)
 
     def _start(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,17 +162,17 @@ class Profile:
             f"profile: {min(self._seen - PROFILED_AFTER, self._num_steps)} steps in {self._file} (open it in https://ui.perfetto.dev)",
         )
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            log.warning(f"profile_steps: {self._file} is not written: {error}")
+            log.warning(f"profile_steps: {self._file} was not written: {error}")
 
 
-class OfRank:
-    """A profiler whose traces say which rank they are of, so that those of several ranks can be opened together.
+class RankProfiler:
+    """A profiler whose traces name their rank, so that the traces of several ranks can be opened together.
 
-    Processes are called after their rank, and their ids are those of no other rank, whatever host or GPU it is on.
+    Processes are named after their rank, and their ids differ from those of all other ranks on any host or GPU.
     """
 
     def __init__(self, inner: Profiler, rank: int, size: int) -> None:
@@ -190,13 +190,13 @@ class OfRank:
             if event.get("ph") == "M" and event.get("name") == "process_name":
                 event["args"]["name"] = f"{self._name}: {event['args']['name']}"
             if isinstance(event.get("pid"), int):
-                event["pid"] += self._rank * MOST_PROCESSES
+                event["pid"] += self._rank * MAX_PID  # ranks on different hosts may have the same process id
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=4) as stream:
             json.dump(trace, stream)
 
 
-MOST_PROCESSES = 1 << 22
-"""Linux has process ids below this."""
+MAX_PID = 1 << 22
+"""Linux's process ids are below this."""
 
 
 def _path(prefix: Path, run: int, rank: int) -> Path:

@@ -14,19 +14,19 @@ from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.training.account import Account
-from hvdtrain.training.evaluation import not_finite
+from hvdtrain.training.evaluation import not_finite_error
 from hvdtrain.training.step_log import ScoreBuffer
 
 
 class TrainScores:
-    """This rank's scores that the ranks have not gathered yet, the sequences in them, and losses that are not finite.
+    """This rank's scores that have not been gathered yet, the sequences that they cover, and losses that are not finite.
 
     Args:
         feed: the training data.
         needs_finite: whether a loss that is not finite ends the training.
 
     Attributes:
-        buffer: the scores, of which lines about steps say some.
+        buffer: the scores, which lines about steps also use.
     """
 
     def __init__(self, comm: Communicator, learner: Learner, feed: Feed, needs_finite: bool) -> None:
@@ -37,46 +37,46 @@ class TrainScores:
         self._not_finite: list[NotFinite] = []
 
     def begin(self, plan: Plan, position: int) -> None:
-        """The steps of an epoch begin, or go on at a position."""
+        """Begin the steps of an epoch, or resume them at a position."""
         self.buffer = ScoreBuffer(self._learner.meter)
         self._account = Account(self._feed, plan, position)
 
     def add(self, batch: Batch) -> None:
-        """This rank trains on a batch."""
+        """Count a batch that this rank trains on."""
         self._account.add(batch.indices)
 
     def is_broken(self) -> bool:
-        """Whether a loss of this rank, as far as it is known, ends the training."""
+        """Whether a loss of this rank that has arrived ends the training."""
         self._not_finite += self._learner.meter.take_not_finite()
         return self._needs_finite and bool(self._not_finite)
 
     def gather(self, current: EpochProgress) -> None:
-        """Collective. Add the ranks' scores since the last time to the epoch's.
+        """Collective. Add the ranks' scores since the last call to the epoch's.
 
         Raises:
             TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
-            DataError: the ranks did not train on what was planned.
+            DataError: the ranks did not train on exactly what was planned.
         """
         self._learner.flush()
         own = self.buffer.take_all(), self.is_broken(), self._account.take(current.position)
         gathered = self._comm.gather(own, name="train_scores")
         if not current.scores.counts():
-            current.initial = Scores.merged(scores for scores, *_ in gathered).first()
-        current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
+            current.initial = Scores.merge(scores for scores, *_ in gathered).first()
+        current.scores = Scores.merge([current.scores, *(scores for scores, *_ in gathered)]).compact()
         if any(is_broken for _, is_broken, _ in gathered):
             raise self.not_finite_error(current)
         self._account.check(f"epoch {current.epoch}", [used for *_, used in gathered])
 
     def not_finite_error(self, current: EpochProgress) -> HvdtrainError:
         """Collective. The error with the losses of all ranks that are not finite."""
-        return not_finite(self._comm, self._feed.dataset, self._not_finite, current.epoch, current.first_step)
+        return not_finite_error(self._comm, self._feed.dataset, self._not_finite, current.epoch, current.first_step)
 
 
 def warn_of_means(counts: Mapping[str, float], num_batches: int, num_sequences: int) -> None:
-    """Warn of losses that are one number per batch: of a mean, ranks and batches of different size weigh the same.
+    """Warn about losses that are one number per batch, since batches of different sizes then have the same weight.
 
     Args:
-        counts: by name of a loss, its elements in an epoch of so many batches and sequences.
+        counts: by name of a loss, the number of its elements in an epoch of this many batches and sequences.
     """
     for name, count in counts.items():
         if count == num_batches < num_sequences:

@@ -15,9 +15,9 @@ from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.progress import BestModel, best_epoch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import Measure, as_errors, best_of, missing_scores
+from hvdtrain.schedule.measure import Measure, best_of, missing_scores, negate_higher
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.tasks.tasks import dry_run
@@ -55,20 +55,20 @@ def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
 def test_early_stopping_of_a_score_that_rises() -> None:
     keys = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_measure="dev_loss_bleu")
     history = history_of(20.0, 30.0, 25.0, 26.0)
-    assert ends_early(keys, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is None
+    assert early_stop_reason(keys, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is None
     told = "dev_loss_bleu was best after epoch 2 (30), early_stopping_patience is 2"
-    assert ends_early(keys, history, Measure(["dev_loss_bleu"], ["bleu"])) == told
+    assert early_stop_reason(keys, history, Measure(["dev_loss_bleu"], ["bleu"])) == told
     strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=15.0)
-    assert ends_early(strict, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is not None
+    assert early_stop_reason(strict, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is not None
 
 
 def test_scores_that_are_not_numbers_end_a_training_early() -> None:
     keys, measure = EarlyStoppingKeys(early_stopping_patience=2), Measure(["dev_loss_bleu"], ["bleu"])
     told = "dev_loss_bleu was best after epoch 2 (30), early_stopping_patience is 2"
-    assert ends_early(keys, history_of(nan, 30.0, nan, nan), measure) == told
-    assert ends_early(keys, history_of(nan, nan), measure) is None
+    assert early_stop_reason(keys, history_of(nan, 30.0, nan, nan), measure) == told
+    assert early_stop_reason(keys, history_of(nan, nan), measure) is None
     told = "dev_loss_bleu was not a number in any of 3 epochs, early_stopping_patience is 2"
-    assert ends_early(keys, history_of(nan, nan, nan), measure) == told
+    assert early_stop_reason(keys, history_of(nan, nan, nan), measure) == told
 
 
 def test_newbob_says_where_it_cannot_compare() -> None:
@@ -91,7 +91,7 @@ def test_newbob_of_a_score_that_rises() -> None:
 
     def rate(*scores: float, higher: tuple[str, ...] = ("bleu",)) -> float:
         history = [EpochRecord(one.epoch, 0.8, one.scores) for one in history_of(*scores)]
-        return epoch_learning_rate(keys, named, len(scores) + 1, as_errors(history, higher))
+        return epoch_learning_rate(keys, named, len(scores) + 1, negate_higher(history, higher))
 
     assert rate(20.0, 30.0) == 0.8, "it is better"
     assert rate(30.0, 20.0) == 0.4
@@ -102,7 +102,7 @@ def test_a_model_whose_score_is_not_a_number_is_none_of_the_best() -> None:
     rule = CleanupRule(keep_last_n=1, keep_best_n=2, keep=[])
     for values, expected in (((nan, 9.0, 2.0, 3.0), [3, 4]), ((nan, 9.0, nan, nan), [2, 4]), ((nan, nan, nan, nan), [4])):
         scores = {epoch: {"dev_loss_ce": value} for epoch, value in enumerate(values, start=1)}
-        assert list(rule.kept(scores, scores)) == expected
+        assert list(rule.epochs_to_keep(scores, scores)) == expected
 
 
 def test_an_evaluation_without_a_number_is_a_warning_and_never_the_best(corpus: Path, tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_an_evaluation_without_a_number_is_a_warning_and_never_the_best(corpus: 
 def test_the_best_models_by_a_score_that_rises_are_kept() -> None:
     scores = {one.epoch: one.scores for one in history_of(1.0, 9.0, 2.0, 3.0)}
     rule = CleanupRule(keep_last_n=1, keep_best_n=1, keep=[], higher_is_better=["bleu"])
-    assert rule.kept(scores, scores) == {2: ["best dev_loss_bleu"], 4: ["last"]}
-    assert CleanupRule(1, 1, []).kept(scores, scores) == {1: ["best dev_loss_bleu"], 4: ["last"]}
-    assert CleanupRule(1, 0).kept(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
+    assert rule.epochs_to_keep(scores, scores) == {2: ["best dev_loss_bleu"], 4: ["last"]}
+    assert CleanupRule(1, 1, []).epochs_to_keep(scores, scores) == {1: ["best dev_loss_bleu"], 4: ["last"]}
+    assert CleanupRule(1, 0).epochs_to_keep(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
 
 
 def test_scores_that_no_epoch_has_are_told_with_those_that_there_are() -> None:
@@ -200,11 +200,11 @@ def test_the_best_epoch_whose_model_is_there(corpus: Path, tmp_path: Path) -> No
     for name in ("model.002.pt", "model.003.pt"):
         (tmp_path / name).unlink()
     model = BestModel(CheckpointFolder(tmp_path / "model"), Measure())
-    model.note(history_of(1.0))
+    model.update(history_of(1.0))
     assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["saved"]) == (1, None)
     with pytest.raises(CheckpointError, match=r"best.json: expected the best epoch that has a model, got none"):
         best_epoch(tmp_path)
-    model.note([])
+    model.update([])
     assert not (tmp_path / "best.json").exists(), "nothing is known of an older training's"
 
 

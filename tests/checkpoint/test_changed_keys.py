@@ -25,7 +25,7 @@ def test_each_changed_key_is_a_line(corpus: Path, tmp_path: Path) -> None:
     assert told["gradient_clip"] == ("2.0 from here on, 5.0", "")
     assert told["optimizer.betas"] == ("(0.8, 0.99) from here on, (0.9, 0.99)", "")
     assert told["learning_rate_schedule"][0] == "{class: 'cosine', num_epochs: 8} from here on, {class: 'cosine', num_epochs: 9}"
-    assert told["random_seed"][1].startswith("the random numbers of the next steps")
+    assert told["random_seed"][1].startswith("later steps use different random numbers")
     assert told["learning_rate"][0] == "0.5, 0.01"
-    assert told["learning_rate"][1].startswith("no effect: an epoch goes on with the rate of the one before")
+    assert told["learning_rate"][1].startswith("no effect: an epoch uses the rate of the previous one")
     assert "epoch 2 global train step 1 with effective learning rate 0.0096194 ..." in ended.out, "0.01, on the new curve"

@@ -174,7 +174,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no metadata": (
         "safetensors",
         lambda folder: without_metadata(folder / "model.002.safetensors"),
-        "expected where the training stands, got a file without epoch and step",
+        "expected the position in the training, got a file without epoch and step",
     ),
     "no step": ("pt", in_pt(MODEL, lambda stored: stored.pop("step")), "got a file without step"),
     "text as epoch": ("pt", in_pt(MODEL, lambda stored: stored.update(epoch="two")), "expected epoch of type int"),
@@ -276,10 +276,10 @@ def test_a_file_that_needs_code_is_refused_without_advice_to_run_it(corpus: Path
     ended = go_on(corpus, tmp_path / "pt")
     assert ended.status == 2
     assert (
-        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be read: pathlib"
+        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be loaded: pathlib"
         in ended.err
     )
-    assert "never runs code of a file (and neither should you" in ended.err
+    assert "never runs code from a file (and neither should you" in ended.err
     assert "Re-running" not in ended.err
     assert "arbitrary code" not in ended.err
 
@@ -366,12 +366,12 @@ def disturbed(file: Path, numbers: random.Random) -> str:
 def test_every_bit_of_a_safetensors_file_counts(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    from hvdtrain.learner.model_format import header, writing
+    from hvdtrain.learner.model_format import atomic_write, header
 
     numbers = generator("safetensors")
     rows = numpy.frombuffer(numbers.randbytes(300_000), numpy.uint8)
     file = tmp_path / "model.safetensors"
-    with writing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         save_file({"a": rows, "b": rows[:5]}, unfinished, header("tf", {"epoch": 1}))
     whole = file.read_bytes()
     assert damage(file) is None

@@ -172,7 +172,7 @@ def test_a_model_in_two_formats_is_one_checkpoint(tmp_path: Path) -> None:
     for name in ("net.001.pt", "net.001.safetensors", "net.001.opt.pt", "net.002.step-9.safetensors"):
         (tmp_path / name).touch()
     folder = CheckpointFolder(tmp_path / "net", "pt", "safetensors")
-    assert folder.finished() == [1]
+    assert folder.finished_epochs() == [1]
     assert folder.newest() == folder.at(1)
     assert folder.at(1).model_file.name == "net.001.safetensors"
     assert CheckpointFolder(tmp_path / "net").at(1).model_file.name == "net.001.pt"

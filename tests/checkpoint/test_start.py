@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.start import Start, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
@@ -218,7 +218,7 @@ KEPT = [
 def test_cleanup_keeps_what_returnn_keeps(last: int, options: dict[str, int], kept: list[int]) -> None:
     epochs = range(1, last + 1)
     scores = {epoch: {"dev_loss_ce": (epoch * 7919 % 101) / 101, "train_loss_ce": 1 / epoch} for epoch in epochs}
-    assert list(CleanupRule(**options).kept(epochs, scores)) == kept
+    assert list(CleanupRule(**options).epochs_to_keep(epochs, scores)) == kept
 
 
 def test_mistakes_in_cleanup_are_told_together() -> None:
@@ -232,12 +232,13 @@ def test_early_stopping() -> None:
     keys = EarlyStoppingKeys(early_stopping_patience=2)
     scores = [3.0, 2.0, 2.5, 1.9, 2.0, 1.95]
     history = [EpochRecord(epoch, 0.1, {"dev_loss_ce": score}) for epoch, score in enumerate(scores, start=1)]
-    ends = [ends_early(keys, history[:epoch], Measure()) is not None for epoch in range(7)]
+    ends = [early_stop_reason(keys, history[:epoch], Measure()) is not None for epoch in range(7)]
     assert ends == [False, False, False, False, False, False, True]
-    assert ends_early(keys, history, Measure()) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
+    assert early_stop_reason(keys, history, Measure()) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
     strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=0.5)
-    assert ends_early(strict, history[:4], Measure()) == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
-    assert ends_early(EarlyStoppingKeys(), history, Measure()) is None
+    reason = early_stop_reason(strict, history[:4], Measure())
+    assert reason == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
+    assert early_stop_reason(EarlyStoppingKeys(), history, Measure()) is None
 
 
 def test_a_training_that_ended_early_stays_ended(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What Slurm says of a failure stands beside it."""
+    """Slurm's messages are added to the report of a failure."""
     report = yield
     if report.failed and "hosts" in getattr(item, "funcargs", {}):
         report.sections.append(("Slurm", logs_of_slurm(item.funcargs["hosts"])))

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: namespaces with a host name, an address, a /dev/shm and an sshd of their own.
+"""Several hosts on one machine: namespaces with a host name, an address, a /dev/shm and an sshd each.
 
 All hosts live inside an outer set of namespaces, a process namespace among them. When its first process ends, because the
 tests are done or because they died, the kernel ends every process in it and forgets its networks and mounts: nothing stays
@@ -68,7 +68,7 @@ MaxStartups 100
 SetEnv {environment}
 """
 
-# ServerAlive: without it, ssh never learns that a cable was pulled, and whoever waits for it neither.
+# ServerAlive: without it, ssh never learns that a cable was pulled, nor does a process that waits for it.
 SSH_CONFIG = """\
 Host *
     IdentityFile {folder}/user_key

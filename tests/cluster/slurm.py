@@ -11,7 +11,7 @@ from cluster.hosts import HEAD, PATIENCE, Hosts
 CPUS = 4
 
 # What differs from a cluster that runs for years: no cgroups, accounting or systemd; nodes claim more cores than there are;
-# what usually takes minutes (a lost node, a job put back into the queue) takes seconds. Every node has a TmpFS of its own:
+# what usually takes minutes (a lost node, a job put back into the queue) takes seconds. Every node has a separate TmpFS:
 # the nodes share a file system, and what PMIx puts there would collide.
 CONFIG = """\
 ClusterName=tests

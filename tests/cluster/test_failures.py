@@ -72,7 +72,7 @@ def test_without_the_flags_the_watchdogs_end_mpirun_and_its_daemons(hosts: Hosts
     finally:
         hosts.plug_cable("host2")
     assert finished.status != 0
-    assert re.search(r"rank 1 on host2 has given no sign of life for \d+ s", finished.err), finished.err
+    assert re.search(r"rank 1 on host2 has sent no heartbeat for \d+ s", finished.err), finished.err
     assert seconds < 100
 
 
@@ -144,10 +144,10 @@ def test_a_job_fails_when_its_training_does(hosts: Hosts, work: Path, command: C
     assert "learning_rat: unknown key in config.py" in (work / f"slurm-{job}.out").read_text()
 
 
-def test_tasks_of_srun_that_are_not_told_how_they_belong_together_refuse(hosts: Hosts, work: Path) -> None:
+def test_tasks_of_srun_that_do_not_know_how_they_belong_together_refuse(hosts: Hosts, work: Path) -> None:
     finished = hosts.run("srun -N2 -n3 python -m hvdtrain config.py", folder=work)
     assert finished.status == 2
-    assert finished.err.count("expected to be told how the 3 processes that srun started belong together") == 1
+    assert finished.err.count("expected use_horovod or torch_distributed to connect the 3 processes that srun started") == 1
     assert not (work / "exp").exists()
 
 

@@ -21,7 +21,7 @@ time.sleep(600)
 """
 
 
-def test_hosts_have_names_addresses_and_memory_of_their_own(hosts: Hosts) -> None:
+def test_hosts_have_separate_names_addresses_and_memory(hosts: Hosts) -> None:
     before = {place: set(os.listdir(place)) for place in ("/dev/shm", "/run")}
     for name in hosts.names:
         told = hosts.run("hostname; hostname -I; ls /dev/shm; touch /dev/shm/trace; ssh host1 hostname", host=name).out

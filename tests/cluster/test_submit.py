@@ -59,7 +59,7 @@ def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[
 
 
 def test_a_sweep_for_slurm_trains_its_runs(hosts: Hosts, work: Path) -> None:
-    """A job array, whose runs end like trainings with these keys on this host do, each in a folder of its own."""
+    """A job array, whose runs end like trainings with these keys on this host do, each in a separate folder."""
     job = submit(hosts, work, "--time", "10", "--sweep", "learning_rate=0.01,0.03", "++corpus", ".")
     for number, rate in enumerate((0.01, 0.03), 1):
         status = wait_for_job(hosts, f"{job}_{number}", 240)
@@ -115,7 +115,7 @@ def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work:
 
 
 def test_a_task_that_is_killed_ends_the_job(hosts: Hosts, work: Path) -> None:
-    """srun itself would leave the other tasks waiting for ever; the script tells it not to."""
+    """srun itself would leave the other tasks waiting forever; the script's option prevents that."""
     with (work / "config.py").open("a") as config:
         config.write(SLOWLY)
     more = ["--launcher", "srun", "--time", "20", "--no-requeue", *TRAINING, "++num_epochs", "1000"]

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.comm import horovod_elastic
 from hvdtrain.comm.launchers import LAUNCHERS, Launch, Launcher, launcher_of
-from hvdtrain.comm.torchrun_failures import Failure, remembered
+from hvdtrain.comm.torchrun_failures import Failure, read
 from hvdtrain.errors import ConfigError, DamagedCheckpoint, HvdtrainError, LaunchError, Outcome, PeerFailure, TrainingError
 from hvdtrain.runtime.interrupt import Stopped
 
@@ -35,7 +35,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "no rank"
 
     monkeypatch.setattr(horovod_elastic, "start_again", start_again)
-    monkeypatch.setattr(horovod_elastic, "note_error", lambda environ: asked.append("error"))
+    monkeypatch.setattr(horovod_elastic, "report_error", lambda environ: asked.append("error"))
     return asked
 
 
@@ -63,7 +63,7 @@ def test_torchrun_remembers_what_would_repeat_also_through_ngpu(
     launcher.on_failure(Outcome(1), 'Traceback (most recent call last):\n  File "x"\nValueError: y\nin a batch')
     expected = Failure(1, f"rank {1 if inner else 0} of 2: ValueError: y")
     again = torchrun(tmp_path, attempt=1) | inner
-    assert remembered(again) == expected
+    assert read(again) == expected
     assert launcher_of(again).on_start() is None  # the ranks of the other host have to learn of it
     with pytest.raises(TrainingError, match="not started again after an error that would only repeat .*: ValueError: y"):
         launcher_of(again).refuse_to_repeat()
@@ -98,8 +98,8 @@ def test_an_error_of_all_ranks_is_another_one_that_can_be_sent() -> None:
         assert error.outcome == Outcome(2, "this rank")
     stopped = everywhere(Stopped("stopped by SIGTERM", 130, repeatable=False))
     assert stopped.outcome == Outcome(130, "all ranks", repeatable=False)
-    seen = PeerFailure("stopped").having_seen(["rank 1 on a has ended"])
-    assert (str(seen), seen.status) == ("stopped: rank 1 on a has ended", 1)
+    failure = PeerFailure("stopped").with_causes(["rank 1 on a has ended"])
+    assert (str(failure), failure.status) == ("stopped: rank 1 on a has ended", 1)
 
 
 def test_where_an_error_was_raised_and_why_is_kept() -> None:

@@ -38,7 +38,7 @@ def complete(line: str, folder: Path) -> list[str]:
         ("hvdtrain doctor my_config.py ++num_ep", ["++num_epochs"], []),
     ],
 )
-def test_the_shell_is_told(line: str, there: list[str], not_there: list[str], tmp_path: Path) -> None:
+def test_the_shell_gets_completions(line: str, there: list[str], not_there: list[str], tmp_path: Path) -> None:
     (tmp_path / "my_config.py").touch()
     offered = complete(line, tmp_path)
     assert set(there) <= set(offered), offered

@@ -17,7 +17,7 @@ from launching import ROOT, faults, refused
 import hvdtrain
 from hvdtrain.cli import COMMANDS, help_text, main
 from hvdtrain.config.check import build, closest
-from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_value
+from hvdtrain.config.keys import REQUIRED, declared_keys, key, positive, share, text_value
 from hvdtrain.config.source import (
     COMMAND_LINE,
     ConfigAccess,
@@ -31,7 +31,7 @@ from hvdtrain.config.source import (
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings, with_datasets
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective_keys, read_settings, with_datasets
 from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
@@ -212,7 +212,7 @@ dev = Rows()
 eval = {"class": list, "items": [[[0.5] * 100] * 100] * 100, "name": "x" * 10_000}
 learning_rates = numpy.full(200, 0.001)
 """
-    values = {key.name: key.value for key in effective(settings(tmp_path, text, learning_rate="None"))}
+    values = {key.name: key.value for key in effective_keys(settings(tmp_path, text, learning_rate="None"))}
     both = "<float32 (17, 6)>, <int64 (5,)>"
     assert values["train"] == f"[{both}, {both}, <float32 (17, 6)>, ... 2995 more]"
     assert values["dev"] == "<Rows>"
@@ -688,7 +688,7 @@ def test_help_lists_every_key_and_imports_nothing_heavy() -> None:
     assert last == "STATUS 0 HEAVY []"
     assert finished.stderr == ""
     assert "\n".join(help_lines) == help_text()
-    dataset_keys = [declared_key for section in DATASET_SECTIONS for declared_key in declared(section)]
+    dataset_keys = [declared_key for section in DATASET_SECTIONS for declared_key in declared_keys(section)]
     assert len(all_keys()) > 30
     for declared_key in [*all_keys(), *dataset_keys]:
         assert f"    {', '.join(declared_key.names)}" in help_lines, declared_key.name
@@ -709,7 +709,7 @@ def test_what_a_config_imports_is_light() -> None:
     assert others == "[]\n"
 
 
-def test_a_wrong_config_is_told_without_importing_a_framework(tmp_path: Path) -> None:
+def test_a_wrong_config_is_reported_without_importing_a_framework(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL + "num_epoch = 3\n")
     program = (
         "import sys\n"
@@ -832,16 +832,16 @@ def test_what_functions_return_is_checked_before_training(tmp_path: Path) -> Non
     order = "def train():\n    return {'class': 'HDFDataset', 'files': ['a.hdf'], 'seq_ordering': order, 'partition_epoch': 3}\n"
     apart = order + "partition_epoch, horovod_dataset_distribution = 3, 'random_seed_offset'\n"
     made = with_datasets(settings(tmp_path, apart + "order = 'random'\n"))
-    assert (made.train.order.seq_ordering, made.train.files, made.misplaced) == ("random", ("a.hdf",), ())
+    assert (made.train.order.seq_ordering, made.train.files, made.misplaced_keys) == ("random", ("a.hdf",), ())
     assert callable(made.data.train)
     with refused("horovod_dataset_distribution: conflict"):
         with_datasets(settings(tmp_path, apart + "order = 'sorted'\n"))
 
 
-def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
+def test_keys_of_a_dataset_outside_of_its_dict_are_reported(tmp_path: Path) -> None:
     used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
-    assert settings(tmp_path, used).misplaced == ()
-    assert settings(tmp_path, "seq_ordering = 'random'\n").misplaced == (
+    assert settings(tmp_path, used).misplaced_keys == ()
+    assert settings(tmp_path, "seq_ordering = 'random'\n").misplaced_keys == (
         'seq_ordering in config.py: read in the dict of a dataset only, such as train = {"class": ..., "seq_ordering": ...}',
     )
 
@@ -870,7 +870,7 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
     assert (
         settings(tmp_path, step + "torch_distributed = {'param_sync_step': 3}\n", torch_distributed="None").reduce.sync_steps == 7
     )
-    shown = {key.name: (key.value, key.origin) for key in effective(both)}
+    shown = {key.name: (key.value, key.origin) for key in effective_keys(both)}
     assert shown["horovod_param_sync_step"] == ("3", "config.py")
 
 

@@ -33,6 +33,7 @@ def train_step(*, model, extern_data, **_):
 APART = {
     *("task", "backend", "model", "device", "torch_compile", "profile_steps", "watchdog_timeout", "num_epochs", "deterministic"),
     *("log", "lengths_dir", "cache_dir", "learning_rate_file", "output_file", "trace_sequences", "horovod_timeline", "load"),
+    "search_output_file",
     *("import_model_train_epoch1", "load_epoch", "start_epoch", "use_horovod", "torch_distributed", "ngpu", "overfit_batches"),
     *("use_wandb", "use_mlflow", "use_tensorboard", "tensorboard_histograms", "time_limit", "max_restarts", "min_ngpu"),
     *("horovod_timeline", "startup_callback", "trackers", "track_epoch"),
@@ -116,16 +117,16 @@ def test_random_values_are_refused_by_the_name_of_their_key_or_trained(tmp_path:
         config = tmp_path / f"{number}.py"
         config.write_text(f"{CONFIG}{name} = {value}\n")
         finished = run_forked([config, "++model", tmp_path / str(number) / "model"], seconds=20)
-        told = f"case {number}: {name} = {value}: status {finished.status}"
+        label = f"case {number}: {name} = {value}: status {finished.status}"
         if finished.status == 0:
             reports = (tmp_path / str(number) / "scores.jsonl").read_text().splitlines()
             scores = [score for line in reports for score in json.loads(line)["scores"].values()]
-            assert len(reports) == 2, told
-            assert all(map(math.isfinite, scores)), f"{told}, {scores}"
+            assert len(reports) == 2, label
+            assert all(map(math.isfinite, scores)), f"{label}, {scores}"
         else:
             # By its name, or by that of the file that it is; a model may also fail on what is data.
             is_told = name in finished.err or value.strip("'") in finished.err or "in this batch: " in finished.err
-            assert is_told or "expected finite losses" in finished.err, f"{told}: {finished.err[-1500:]}"
+            assert is_told or "expected finite losses" in finished.err, f"{label}: {finished.err[-1500:]}"
             assert "Traceback" not in finished.err or "lambda" in value or "in this batch: " in finished.err, (
-                f"{told}: {finished.err[-1500:]}"
+                f"{label}: {finished.err[-1500:]}"
             )

@@ -97,7 +97,7 @@ def test_several_processes_copy_each_file_once(originals: list[Path], near: Path
 
 
 def slowly(near: Path, original: Path, budget: int | None = None) -> Callable[[Any], None]:
-    """Copies a file, but stops after the first block until it is told to go on."""
+    """Copies a file, but stops after the first block until it may continue."""
 
     def work(pipe: Any) -> None:
         def wait(_: int) -> None:
@@ -116,17 +116,17 @@ def test_who_waits_for_another_process_gets_its_copy(originals: list[Path], near
     with child(slowly(near, originals[0])) as (_, pipe), opened(near) as folder:
         assert pipe.recv() == "begun"
         assert [path.name.endswith("-0.hdf") for path in near.glob("partial-*")] == [True]
-        told: list[int] = []
+        reports: list[int] = []
 
         def waiting(number: int) -> None:
-            told.append(number)
-            if len(told) == 3:
+            reports.append(number)
+            if len(reports) == 3:
                 pipe.send("go on")
 
         copy = folder.copy(originals[0], waiting)
         assert (copy.made, copy.path.read_bytes() == originals[0].read_bytes()) == (False, True)
-        assert len(told) >= 3
-        assert told[-1] > 0  # what the other one has written: a sign of life
+        assert len(reports) >= 3
+        assert reports[-1] > 0  # what the other one has written: a sign of life
 
 
 def test_who_waits_for_a_process_that_is_killed_takes_over(originals: list[Path], near: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_longest_unused_copies_make_room_but_none_that_is_in_use(originals: 
                 NotCopied, match=r"no room for 1.0 MB in .*cache \(cache_dir\): 3.0 MB of 3.0 MB \(cache_dir_size\)"
             ):
                 folder.copy(originals[1], nothing)
-    with opened(near, budget) as folder:  # nobody uses any of them now
+    with opened(near, budget) as folder:  # no process uses any of them now
         assert folder.copy(originals[1], nothing).made
     assert (near / "mine.txt").exists()
     assert sum(path.stat().st_size for path in near.glob("*.hdf")) == 3 * SIZE
@@ -246,7 +246,7 @@ def test_an_original_that_changes_while_it_is_copied(originals: list[Path], near
     assert list(near.glob("*.hdf")) == []
 
 
-def test_a_bad_file_is_told_with_the_name_the_config_has(tmp_path: Path, near: Path) -> None:
+def test_a_bad_file_is_reported_with_the_name_the_config_has(tmp_path: Path, near: Path) -> None:
     bad = tmp_path / "bad.hdf"
     bad.write_text("not HDF")
     spec, _ = parse("train", {"class": "MetaDataset", "datasets": {"a": str(bad)}, "data_map": {"data": ("a", "data")}}, {})
@@ -293,6 +293,6 @@ def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Pat
     )
     assert second.status == 0, second.err
     # There is room for one file, once the copies of the first training have gone: its losses are the same in any case.
-    assert second.out.count("not copied, but read from its original path: ") == 1
+    assert second.out.count("not copied, read from its original path: ") == 1
     lines = [[line.split(", elapsed")[0] for line in text.split("\n") if " score: " in line] for text in (first.out, second.out)]
     assert lines[0] == lines[1] != []

@@ -1,4 +1,4 @@
-"""A MapDataset's random numbers: others in every epoch, the same whoever draws them."""
+"""A MapDataset's random numbers: different in every epoch, the same in whichever process draws them."""
 
 from pathlib import Path
 from typing import Any

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[object, str, str]] = {
     "floats in place of classes": (
         replaced("targets/data/classes", numpy.array([3, 1, 0, 2], "float32")),
         "",
-        r": expected class indices, got float32 in 'classes' \(extern_data.classes says so\)",
+        r": expected class indices, got float32 in 'classes' \(according to extern_data.classes\)",
     ),
     "vectors in place of classes": (
         replaced("targets/data/classes", numpy.array([[3], [1], [0], [2]], "int32")),

@@ -162,12 +162,12 @@ def test_faults_of_data_of_the_configs_own(tmp_path: Path) -> None:
         if form not in expected:
             expected[form] = outcome(tmp_path, f"{form} as it is", [form, "none", -1, 0])
             assert isinstance(expected[form], list), expected[form]
-        told = f"case {number}: {form}, {fault} in sequence {place} after {times} times"
+        label = f"case {number}: {form}, {fault} in sequence {place} after {times} times"
         got = outcome(tmp_path, f"{number}", [form, fault, place, times])
         # Of which form items are, the first one says: where it has the fault from the beginning, the config says otherwise.
         where = rf"\b(seq-)?{place}\b" + (r"|extern_data\." if place == 0 else "")
         is_refused = isinstance(got, str) and re.search(r"\btrain\b", got) and re.search(where, got)
-        assert is_refused or got == expected[form], f"{told}: {got}"
+        assert is_refused or got == expected[form], f"{label}: {got}"
 
 
 def outcome(folder: Path, name: str, case: list[object]) -> str | list[object]:

@@ -1,4 +1,4 @@
-"""From a config's keys to what a rank reads and what the log tells of it, on one rank and without a framework."""
+"""From a config's keys to the batches of a rank and the lines of its log, on one rank and without a framework."""
 
 import gzip
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_every_frame_is_read_once_under_chunks_and_balance(tmp_path: Path, corpu
     assert made.padding(train.lengths)["id"] == 0.0
 
 
-def test_what_is_left_out_is_told_once(tmp_path: Path, corpus: Path) -> None:
+def test_what_is_left_out_is_reported_once(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "tags.gz").write_bytes(gzip.compress("".join(f"seq-{number}\n" for number in range(50)).encode()))
     more = f"batch_size = 10\nmax_seq_length = {{'data': 11}}\ntrain['seq_list_filter_file'] = '{tmp_path}/tags.gz'"
     train, dev = opened(tmp_path, corpus, more)
@@ -79,13 +79,13 @@ def test_what_is_left_out_is_told_once(tmp_path: Path, corpus: Path) -> None:
     assert lines[1] == (4, f"train: 50 of them are listed in {tmp_path}/tags.gz")
     assert lines[2] == (2, f"train: a full epoch loses {(frames > 11).sum()} of 50 sequences, too short or too long")
     alone = (frames == 11).sum()
-    assert lines[3] == (2, f"train: {alone} sequences are longer than batch_size allows and make batches of their own")
+    assert lines[3] == (2, f"train: {alone} sequences are longer than batch_size allows: each makes a batch by itself")
     assert len(lines) == 4
     assert sorted(train.plan(1).order.tolist()) == [index for index, length in enumerate(frames) if length <= 11]
     assert [level for level, _ in feed_lines(dev)] == [4, 2, 2]
 
 
-def test_nothing_is_told_where_nothing_is_left_out(tmp_path: Path, corpus: Path) -> None:
+def test_nothing_is_reported_if_nothing_is_left_out(tmp_path: Path, corpus: Path) -> None:
     growing = "def growing(**_):\n    return 'random'\ntrain['seq_ordering'] = growing\n"
     train, _ = opened(tmp_path, corpus, "max_seqs = 3\nchunking = 3\nmax_seq_length = 100\n" + growing)
     (_, first), (level, second) = feed_lines(train)
@@ -122,7 +122,7 @@ def test_limits_of_data_keys_that_are_not_there(tmp_path: Path, corpus: Path) ->
     assert train.plan(1).fingerprint() == without.plan(1).fingerprint()
 
 
-def test_problems_of_the_new_keys_are_told_with_all_others(tmp_path: Path, corpus: Path) -> None:
+def test_problems_of_the_new_keys_are_reported_with_all_others(tmp_path: Path, corpus: Path) -> None:
     more = "batch_size = {'data': 0}\nchunking = 4\nmin_chunk_size = 5\nchunking_tail = 'drop_short'\nmax_pad_size = {'data': -1}"
     with pytest.raises(ConfigError) as caught:
         settings(tmp_path, corpus, more, balance_ranks="-1", max_seqs="-2")
@@ -159,7 +159,7 @@ def test_the_line_about_padding_stands_beside_the_epochs_own() -> None:
     assert (4, "train epoch 3, padding: data 12.3%, classes 50.0%") in report.lines([])
 
 
-def test_what_closes_a_batch_is_told_per_rank_and_in_all() -> None:
+def test_what_closes_a_batch_is_reported_per_rank_and_in_all() -> None:
     assert batch_lines(BatchKeys(max_seqs=-1, batch_size=30, packed_batch_size={"data": 20}), 1, 4) == [
         (4, "batch, at most: 30 padded frames per rank, 120 in all; {'data': 20} frames without padding per rank")
     ]

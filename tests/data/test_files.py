@@ -178,7 +178,7 @@ def train_step(**given):
 
 
 def test_a_crash_says_that_the_data_was_changed_meanwhile(corpus: Path, tmp_path: Path) -> None:
-    """Such as one for classes that the model lacks, which another process has written into the file that is mapped."""
+    """For example of classes that the model does not have, after another process has written to the mapped file."""
     shutil.copy(corpus / "train.hdf", tmp_path / "train.hdf")
     (tmp_path / "config.py").write_text(f"""
 import os

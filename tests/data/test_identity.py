@@ -11,7 +11,7 @@ import pytest
 from hdf_files import Change, laid_out, put
 
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten_files
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 
 NUMBER = 3000
@@ -68,10 +68,10 @@ def test_the_same_sequences_stored_otherwise(one: list[DatasetPart], tmp_path: P
 
 def test_a_file_that_is_written_again_is_the_same_data(one: list[DatasetPart], tmp_path: Path) -> None:
     before = identify(one)
-    assert rewritten(before, one) == []
+    assert rewritten_files(before, one) == []
     os.utime(tmp_path / "one.hdf", ns=(0, 0))
     again = parts(tmp_path / "one.hdf")
-    assert (list(changes(before, again)), rewritten(before, again)) == ([], [str(tmp_path / "one.hdf")])
+    assert (list(changes(before, again)), rewritten_files(before, again)) == ([], [str(tmp_path / "one.hdf")])
 
 
 def values_of(numbers: Callable[[numpy.ndarray], numpy.ndarray]) -> Change:
@@ -100,22 +100,22 @@ def test_other_data(one: list[DatasetPart], tmp_path: Path, change: Change, mess
     before = identify(one)
     path = changed(tmp_path / "one.hdf", change)
     os.utime(path, ns=(0, 0))
-    [told] = changes(before, parts(path))
-    assert told.startswith(message.format(path=path))
-    assert ", modified 19" in told
+    [difference] = changes(before, parts(path))
+    assert difference.startswith(message.format(path=path))
+    assert ", modified 19" in difference
 
 
 def test_the_file_is_named(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{number}.hdf", range(number, number + 9)) for number in range(30)]
     before = identify(parts(*paths))
     changed(paths[17], values_of(lambda frames: frames + 1))
-    [told] = changes(before, parts(*paths))
-    assert told.startswith(f"other values in sequence 'sequence 17' of {paths[17]}, modified ")
+    [difference] = changes(before, parts(*paths))
+    assert difference.startswith(f"other values in sequence 'sequence 17' of {paths[17]}, modified ")
     size = paths[5].stat().st_size
     paths[5].unlink()
     write(paths[5], range(300))
-    [told] = changes(before, parts(*paths))
-    assert told.startswith(
+    [difference] = changes(before, parts(*paths))
+    assert difference.startswith(
         f"300 sequences instead of 9 in {paths[5]}, {paths[5].stat().st_size} bytes instead of {size}, modified "
     )
     paths.pop(0)
@@ -128,8 +128,8 @@ def test_other_datasets_and_other_keys(one: list[DatasetPart], tmp_path: Path) -
     path = changed(tmp_path / "one.hdf", put("targets/data/classes", None))
     changed(path, lambda file: file.__delitem__("targets"))
     changed(path, lambda file: put("seqLengths", file["seqLengths"][:, :1])(file))
-    [told] = changes(before, parts(path))
-    assert told.startswith(f"no data key 'classes' in {path}")
+    [difference] = changes(before, parts(path))
+    assert difference.startswith(f"no data key 'classes' in {path}")
 
 
 class Own:
@@ -183,5 +183,5 @@ def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:
     assert [part.name for part in before] == ["train.dataset.datasets.a", "train.dataset.datasets.b"]
     assert found(before, opened("ba")) == []
     paths["b"] = str(write(tmp_path / "c.hdf", range(2, 20)))
-    [told] = found(before, opened("ba"))
-    assert told == f"18 sequences instead of 19 in {paths['b']}"
+    [difference] = found(before, opened("ba"))
+    assert difference == f"18 sequences instead of 19 in {paths['b']}"

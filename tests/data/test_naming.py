@@ -31,7 +31,7 @@ def test_the_traceback_ends_with_the_batch() -> None:
     assert "".join(traceback.format_exception(caught.value)).endswith(f"ValueError: broken\n{TEXT}\n")
 
 
-def test_class_indices_of_another_type_are_told() -> None:
+def test_class_indices_of_another_type_are_reported() -> None:
     scores, targets = torch.zeros(7, 3), torch.tensor(DATA["classes"].values[:, 0])
     with pytest.raises(RuntimeError) as caught, naming(BATCH):
         torch.nn.functional.cross_entropy(scores, targets)

@@ -253,7 +253,9 @@ def test_a_used_rendezvous_file_is_found(tmp_path: Path) -> None:
     assert check_environment(environ) == []
     used.touch()
     assert check_environment(environ) == [
-        Finding("warning", "DIST_INIT_METHOD", f"{used} is there from an earlier run", f"rm {used}, or a new name for every run")
+        Finding(
+            "warning", "DIST_INIT_METHOD", f"{used} is left over from an earlier run", f"rm {used}, or a new name for every run"
+        )
     ]
 
 

@@ -91,7 +91,7 @@ def test_layouts_that_read_slowly(tmp_path: Path) -> None:
     ]
     assert check(path, seconds=0).keys["data"]["storage"] == "chunks (300, 40), shuffle, gzip"
     assert warnings(store(path, "inputs", dtype=">f4")) == [
-        "/inputs: >f4 is not the byte order of this machine: numbers are converted in every read"
+        "/inputs: >f4 is not the byte order of this machine: every read converts numbers"
     ]
     assert warnings(store(path, "inputs", dtype="<f4")) == []
     assert warnings(store(path, "seqTags", dtype=h5py.string_dtype())) == [
@@ -157,7 +157,7 @@ def test_tags_that_stand_twice(tmp_path: Path) -> None:
     assert warnings(path)[0] == "2 tags occur more than once, such as 'ü', 'b': they do not identify a sequence"
 
 
-def test_an_unknown_dimension_is_told(tmp_path: Path) -> None:
+def test_an_unknown_dimension_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf")
     with h5py.File(path, "r+") as file:
         file["targets/size"].attrs["classes"] = [1, 1]

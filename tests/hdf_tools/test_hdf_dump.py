@@ -86,7 +86,7 @@ def dump(folder: Path, out: Path, source: str, *options: str) -> subprocess.Comp
 
 
 def dumped(folder: Path, out: Path, source: str, *options: str) -> list[tuple[str, dict[str, list]]]:
-    """What the tool makes of a source, run as a program of its own."""
+    """The result of the tool for a source, run as a separate program."""
     finished = dump(folder, out, source, *options)
     assert finished.returncode == 0, finished.stderr
     return contents(out)
@@ -293,10 +293,10 @@ MISTAKES = [
     (["{'class': 'corpus.py:Corpus'}"], "missing 1 required positional argument: 'part' (the dict's entries are passed to"),
     (["corpus.py:missing"], "corpus.py:missing: expected a name 'missing' in corpus.py, got none"),
     (["absent.py:sequences"], "no such file absent.py"),
-    (["corpus.py:nonsense"], "train, item 0, 'data': expected numbers, got str 'tag and nothing else' (of a text, give class"),
+    (["corpus.py:nonsense"], "train, item 0, 'data': expected numbers, got str 'tag and nothing else' (for text, give class"),
     (["items.py", "--dataset", "part"], "part: expected no partition_epoch for generator, which is read from beginning to end"),
     (["items.py", "--dataset", "batches"], "batches: expected items, got a DataLoader of batches"),
-    (["items.py", "--epoch", "2"], "--epoch: expected 1 for list, which knows no epochs, got 2"),
+    (["items.py", "--epoch", "2"], "--epoch: expected 1 for list, which has no epochs, got 2"),
     (["dev.hdf", "--start_seq", "3"], "out.hdf: expected at least one sequence to write, got none"),
     (["dev.hdf", "--start_seq", "-1"], "--start_seq: expected 0 or more, got -1"),
     (["dev.hdf", "--start_seq", "2", "--end_seq", "1"], "--end_seq: expected 2 or more, got 1"),

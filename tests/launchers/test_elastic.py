@@ -23,13 +23,13 @@ from elastic import (
 )
 from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torchrun
 
-from hvdtrain.checkpoint.lock import Holder, only_training_of
+from hvdtrain.checkpoint.lock import Holder, lock_model
 from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch, Launcher, Mpirun, Ngpu, SingleProcess, Srun, Torchrun
 from hvdtrain.comm.local import processes
 from hvdtrain.comm.restarts import Restarts, check_restarts
-from hvdtrain.comm.torchrun_failures import Failure, remember, remembered, tell
+from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
 from hvdtrain.errors import LaunchError
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
@@ -283,32 +283,32 @@ def test_the_first_error_is_remembered_by_an_agent_of_torchrun(tmp_path: Path, c
         folder.mkdir(parents=True, exist_ok=True)
         return {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TORCHELASTIC_MAX_RESTARTS": restarts}
 
-    assert remembered(environment(0)) is None
-    remember(environment(0), Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines"))
-    remember(environment(0), Failure(2, "later"))
-    assert remembered(environment(1)) == Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines")
+    assert read(environment(0)) is None
+    record(environment(0), Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines"))
+    record(environment(0), Failure(2, "later"))
+    assert read(environment(1)) == Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines")
     for _ in range(2):
-        tell(environment(1), Failure(1, "rank 1 of 2: ZeroDivisionError"))
+        print_refusal(environment(1), Failure(1, "rank 1 of 2: ZeroDivisionError"))
     assert capsys.readouterr().err.count("not started again after an error that would only repeat (see above): rank 1 of 2") == 1
-    assert remembered(environment(1, restarts="0")) is None
-    assert remembered({**environment(1), "TORCHELASTIC_ERROR_FILE": ""}) is None
-    assert remembered({}) is None
+    assert read(environment(1, restarts="0")) is None
+    assert read({**environment(1), "TORCHELASTIC_ERROR_FILE": ""}) is None
+    assert read({}) is None
 
 
 def test_a_lock_of_an_earlier_attempt_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the file system has no locks, and a rank that is not of the same launcher waits for signs of life."""
     own = Holder(pid=1, launcher=os.getppid())
-    assert own.was_before(Holder(pid=2, launcher=os.getppid()))
-    assert not own.was_before(Holder(pid=2, launcher=os.getppid() + 1))
-    assert not own.was_before(Holder(host="another", pid=2, launcher=os.getppid()))
-    assert not Holder(pid=1).was_before(Holder(pid=2))  # of an older version, or without a launcher
+    assert own.is_predecessor_of(Holder(pid=2, launcher=os.getppid()))
+    assert not own.is_predecessor_of(Holder(pid=2, launcher=os.getppid() + 1))
+    assert not own.is_predecessor_of(Holder(host="another", pid=2, launcher=os.getppid()))
+    assert not Holder(pid=1).is_predecessor_of(Holder(pid=2))  # of an older version, or without a launcher
 
     monkeypatch.setattr("hvdtrain.checkpoint.lock._acquire", lambda path, patience: None)
     monkeypatch.setenv("HVDTRAIN_RANK", "0")
     monkeypatch.setenv("HVDTRAIN_SIZE", "2")
-    with only_training_of(tmp_path / "model", beat=0.1):
+    with lock_model(tmp_path / "model", beat=0.1):
         left = (tmp_path / "model.lock").read_text()
     (tmp_path / "model.lock").write_text(left)
     began = time.monotonic()
-    with only_training_of(tmp_path / "model", beat=600.0 / 100):
+    with lock_model(tmp_path / "model", beat=600.0 / 100):
         assert time.monotonic() - began < 3 * 6.0  # it would have watched for so long

@@ -1,4 +1,4 @@
-"""The rest of the table of launchers and faults in docs/elastic.md: what test_elastic.py beside this file does not prove."""
+"""The rest of the table of launchers and faults in docs/elastic.md: what test_elastic.py does not prove."""
 
 import os
 import re

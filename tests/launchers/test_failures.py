@@ -48,7 +48,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, t
     finished, seconds = run_with_fault(corpus, tmp_path, fault="SIGSTOP,1,5", watchdog_timeout=10)
     assert seconds < 10 + PATIENCE
     assert finished.status != 0
-    assert re.search(r"rank 1 on \S+ has given no sign of life .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
+    assert re.search(r"rank 1 on \S+ has sent no heartbeat .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
     assert trainings(tmp_path) == []
 
 
@@ -74,7 +74,7 @@ def test_several_processes_without_use_horovod_are_refused(corpus: Path, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mistake_that_all_ranks_see_is_told_once(corpus: Path, tmp_path: Path) -> None:
+def test_a_mistake_that_all_ranks_see_is_reported_once(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.hdf").write_bytes((corpus / "train.hdf").read_bytes()[:5000])
     common = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
     finished = hvdtrain(TOY, {**common, "train.files": tmp_path / "broken.hdf"}, ranks=2)
@@ -88,7 +88,7 @@ def test_a_mistake_that_all_ranks_see_is_told_once(corpus: Path, tmp_path: Path)
     assert finished.err.count("learning_rat: unknown key in the command line (did you mean learning_rate?)") == 1
 
 
-def test_a_mistake_in_train_step_is_told_even_if_rank_0_does_not_see_it(corpus: Path, tmp_path: Path) -> None:
+def test_a_mistake_in_train_step_is_reported_even_if_rank_0_does_not_see_it(corpus: Path, tmp_path: Path) -> None:
     finished, seconds = run_with_fault(corpus, tmp_path, fault="mistake,1,5")
     assert seconds < PATIENCE
     assert finished.status != 0
@@ -97,7 +97,7 @@ def test_a_mistake_in_train_step_is_told_even_if_rank_0_does_not_see_it(corpus: 
     assert "Traceback" not in finished.err
 
 
-def test_without_horovod_the_user_is_told_how_to_build_it(corpus: Path, tmp_path: Path) -> None:
+def test_without_horovod_the_error_says_how_to_build_it(corpus: Path, tmp_path: Path) -> None:
     arguments = ["config", "++use_horovod", "1", "++corpus", str(corpus), "++model", str(tmp_path / "model")]
     arguments[0] = str(TOY)
     program = f"import sys; sys.modules['horovod'] = None; from hvdtrain.cli import main; sys.exit(main({arguments}))"
@@ -109,7 +109,7 @@ def test_without_horovod_the_user_is_told_how_to_build_it(corpus: Path, tmp_path
 
 
 def test_a_launcher_of_another_mpi_is_found_out(corpus: Path, tmp_path: Path) -> None:
-    """MPICH's mpirun tells its processes PMI_SIZE; a Horovod built for Open MPI then sees itself alone."""
+    """MPICH's mpirun sets PMI_SIZE; a Horovod built for Open MPI then sees only its own process."""
     overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
     finished = hvdtrain(TOY, overrides, environment={"PMI_RANK": "0", "PMI_SIZE": "2"})
     assert finished.status == 2

@@ -88,7 +88,7 @@ def test_usr1_to_mpirun_stops_all_ranks_once(corpus: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
-def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_where_it_is_told_to_wait(
+def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_if_it_has_to_wait(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     """Twice these seconds: before mpirun sends SIGTERM to the ranks, and before it kills them. It does not read their output
@@ -112,7 +112,7 @@ def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:
     assert len(saved_within(tmp_path)) == 1
 
 
-def test_a_loss_that_is_no_number_is_told_with_its_rank(corpus: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_reported_with_its_rank(corpus: Path, tmp_path: Path) -> None:
     common = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, "fault": "nan,1,5", "max_seqs": 4}
     finished = hvdtrain(TOY, {**common, "save_interval_steps": 4}, ranks=2)
     assert finished.status == 2
@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_is_told_with_its_rank(corpus: Path, tmp_path: 
 
 def test_a_signal_that_comes_twice_by_hand_ends_at_once() -> None:
     with Interrupt(None) as interrupt:
-        with pytest.raises(KeyboardInterrupt):  # nobody has said yet that there is something to save
+        with pytest.raises(KeyboardInterrupt):  # no signal yet that there is something to save
             signal.raise_signal(signal.SIGINT)
         interrupt.defer_sigint()
         signal.raise_signal(signal.SIGUSR1)
@@ -155,14 +155,14 @@ def test_time_limits() -> None:
     assert interrupt.reason == "time_limit"
 
 
-def test_a_ballot_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
+def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
     now = [0.0]
-    ballot = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
+    stop_vote = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
     asked = []
 
     def step(seconds: float, wishes: StopRequests) -> StopRequests:
         now[0] += seconds
-        return ballot.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
+        return stop_vote.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
 
     assert step(1.0, StopRequests(stop=1)) == StopRequests()
     assert step(1.0, StopRequests()) == StopRequests(stop=1)

@@ -90,7 +90,7 @@ def test_mpirun_over_several_hosts_asks_mpi_where_rank_0_is(corpus: Path, tmp_pa
     assert_trained(launch(["-c", f"{alone_on_its_host} sys.exit(main({arguments}))"], ranks=2), 2)
 
 
-def test_mpirun_whose_processes_start_some_of_their_own(corpus: Path, tmp_path: Path) -> None:
+def test_mpirun_whose_processes_start_others(corpus: Path, tmp_path: Path) -> None:
     keys = {
         "ngpu": 2,
         "multiprocessing_distributed": "true",
@@ -102,15 +102,15 @@ def test_mpirun_whose_processes_start_some_of_their_own(corpus: Path, tmp_path: 
 
 
 def test_srun(corpus: Path, tmp_path: Path) -> None:
-    """What srun sets, two nodes with one task each; the step's first node goes by a name that nobody knows."""
+    """What srun sets, two nodes with one task each; the step's first node has an unknown name."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "no-such-node[1-2]"}
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", **step}
     tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"} for rank in (0, 1)]
     assert_trained(by_hand([command(corpus, tmp_path, torch_distributed={})] * 2, tasks)[0], 2)
 
 
-def test_processes_that_are_told_their_ranks(corpus: Path, tmp_path: Path) -> None:
-    """As ESPnet2's text has it: each process is told its rank."""
+def test_processes_whose_ranks_are_given(corpus: Path, tmp_path: Path) -> None:
+    """As ESPnet2 documents it: each process is started with its rank."""
     where = {"dist_world_size": 2, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
     commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(2)]
     ended = by_hand(commands)
@@ -174,7 +174,7 @@ def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Path) -> None:
-    """That such processes train is in test_mpirun_whose_processes_start_some_of_their_own."""
+    """That such processes train is in test_mpirun_whose_processes_start_others."""
     arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
     process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
     wait_for(tmp_path / "record.fault")
@@ -266,7 +266,7 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
     if fault == "SIGSTOP":
-        stopped = r"rank 1 on \S+ has given no sign of life for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
+        stopped = r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
         assert "its threads:" not in finished.err
     if fault in ("kill", "exit0"):
@@ -304,12 +304,12 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
     assert "rank 0 of 2: stopped, because another rank did not respond within timeout_sec of torch_distributed" in finished.err
 
 
-def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: Path) -> None:
-    """Each of them finds out by itself: one of them, with what torchrun tells it."""
+def test_several_processes_without_a_key_get_a_hint_at_both_keys(corpus: Path, tmp_path: Path) -> None:
+    """Each of them finds out by itself, one of them with torchrun's variables."""
     started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
     finished = launch(command(corpus, tmp_path), environment=started)
     assert finished.status == 2
-    assert "2 processes that torchrun started belong together, got neither use_horovod nor torch_distributed" in finished.err
+    assert "use_horovod or torch_distributed to connect the 2 processes that torchrun started, got neither" in finished.err
     assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
 
 

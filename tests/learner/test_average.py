@@ -18,7 +18,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
-from hvdtrain.learner.weight_average import kept_share
+from hvdtrain.learner.weight_average import retained_share
 from hvdtrain.runtime.timer import Timer
 
 SUFFIX = {"torch": "pt", "tensorflow": "npz"}
@@ -56,7 +56,7 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
         expected = decay * expected + (1 - decay) * weight
     assert made.model.weight.item() == weight
     made.meter.take_scores()
-    with made.state.averaged():
+    with made.state.averaged_weights():
         made.evaluate(BATCH)
         assert made.meter.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
         made.state.contents({}).write(tmp_path / "within.pt", tmp_path / "within.opt.pt")
@@ -73,13 +73,13 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
         each.backward(BATCH)
         each.update(0.5)
         each.state.average_weights(1)
-    with made.state.averaged(), gone_on.state.averaged():
+    with made.state.averaged_weights(), gone_on.state.averaged_weights():
         assert torch.equal(made.model.weight, gone_on.model.weight)
 
 
 def test_several_updates_at_once_look_back_as_far_as_one_by_one() -> None:
-    assert kept_share(0.9, 0, 5) == pytest.approx(kept_share(0.9, 0, 2) * kept_share(0.9, 2, 3))
-    assert kept_share(0.999, 10**6, 100) == pytest.approx(0.999**100)
+    assert retained_share(0.9, 0, 5) == pytest.approx(retained_share(0.9, 0, 2) * retained_share(0.9, 2, 3))
+    assert retained_share(0.999, 10**6, 100) == pytest.approx(0.999**100)
 
 
 @trains(*RUNS)

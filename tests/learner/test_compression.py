@@ -135,14 +135,14 @@ def test_ranks_learn_in_16_bits_what_one_rank_learns(compression: str, average: 
         assert not close(alone, ranks[0], 1e-6)  # it was in 16 bits
 
 
-def synced(comm: Communicator, weight: float, change: float, **keys: Any) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+def after_sync(comm: Communicator, weight: float, change: float, **keys: Any) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     """A parameter after a sync, and what was sent: every rank has changed it by `change` times its rank plus one."""
     reducer = ReduceKeys(reduce_type="param", sync_steps=2, **keys).reducer(comm, Timer()).sync
     made = learner(comm, get_model=lambda **_: torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(3)))
     parameter = made.model[0].weight
     with torch.no_grad():
         parameter.fill_(weight)
-        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
+        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, is_resumed=False))
         for update in range(4):
             parameter += change * (comm.rank + 1)
             reducer.after_update(made.state, FinishedUpdate(True, comm.size, update + 1, 0.1))
@@ -153,9 +153,9 @@ def synced(comm: Communicator, weight: float, change: float, **keys: Any) -> tup
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_changes_of_parameters_travel_in_16_bits_and_statistics_as_they_are(compression: str) -> None:
     """A parameter of 1000 has a rounding of 1 in float16, and of 4 in bfloat16: it could not learn a change of 0.01."""
-    exact, messages = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01))[0]
+    exact, messages = on_ranks(2, lambda comm: after_sync(comm, 1000.0, 0.01))[0]
     assert messages == [("average.parameters", 28), ("average.statistics", 24)] * 2  # 7 parameters, 6 statistics
-    (one, narrow), (other, _) = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01, compression=compression))
+    (one, narrow), (other, _) = on_ranks(2, lambda comm: after_sync(comm, 1000.0, 0.01, compression=compression))
     assert narrow == [("average.parameters", 14), ("average.statistics", 24)] * 2
     assert torch.equal(one, other)
     assert exact.item() == pytest.approx(1000.06, abs=2e-4)
@@ -164,8 +164,8 @@ def test_changes_of_parameters_travel_in_16_bits_and_statistics_as_they_are(comp
 
 @pytest.mark.parametrize(("change", "size"), [(15.0, 2), (1e-6, 2), (15.0, 5), (1e-6, 5)])
 def test_large_and_small_changes_fit_into_float16_on_any_number_of_ranks(change: float, size: int) -> None:
-    (exact, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change))
-    (narrow, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change, compression="fp16"))
+    (exact, _), *_ = on_ranks(size, lambda comm: after_sync(comm, 0.0, change))
+    (narrow, _), *_ = on_ranks(size, lambda comm: after_sync(comm, 0.0, change, compression="fp16"))
     assert narrow.item() == pytest.approx(exact.item(), rel=2e-3)
 
 
@@ -174,13 +174,13 @@ def test_a_change_of_the_key_within_an_epoch_sends_the_parameters_as_they_are_on
         made = learner(comm)
         before, after = (ReduceKeys(reduce_type="param", sync_steps=3, compression=compression) for compression in (None, "fp16"))
         reducer = before.reducer(comm, Timer()).sync
-        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
+        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, is_resumed=False))
         reducer.after_update(made.state, FinishedUpdate(True, comm.size, 1, 0.1))
-        goes_on = after.reducer(comm, Timer()).sync
-        goes_on.restore(reducer.state())
-        goes_on.begin_epoch(made.state, EpochStart(1, 1, 100, 0.1, goes_on=True))
+        resumed = after.reducer(comm, Timer()).sync
+        resumed.restore(reducer.state())
+        resumed.begin_epoch(made.state, EpochStart(1, 1, 100, 0.1, is_resumed=True))
         for update in range(2, 8):
-            goes_on.after_update(made.state, FinishedUpdate(True, comm.size, update, 0.1))
+            resumed.after_update(made.state, FinishedUpdate(True, comm.size, update, 0.1))
         assert isinstance(comm, ThreadCommunicator)
         return [message for message in comm.messages if message[0] == "average.parameters"]
 

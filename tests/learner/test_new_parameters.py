@@ -80,5 +80,5 @@ def test_parameters_can_be_frozen_for_some_epochs(tmp_path: Path) -> None:
 
 
 def test_lazy_modules_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected parameters that have a size, got 0.weight, 0.bias without"):
+    with pytest.raises(ConfigError, match="expected parameters that have a size, got uninitialized ones: 0.weight, 0.bias"):
         train(tmp_path, nn.Sequential(nn.LazyLinear(2)))

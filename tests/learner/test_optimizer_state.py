@@ -168,7 +168,7 @@ def there_and_back(comm: Communicator, optimizer: Any, folder: Path, sharded: bo
     """The weights after six updates: in one go, after three in a new learner, and where an evaluation and a stop are between."""
     whole = updated(learner(comm, optimizer, sharded), comm, 0, 6)
     stopped = updated(learner(comm, optimizer, sharded), comm, 0, 3)
-    with stopped.state.averaged():
+    with stopped.state.averaged_weights():
         save(stopped, comm, folder)
     save(stopped, comm, folder)
     resumed = learner(comm, optimizer, sharded)
@@ -219,7 +219,7 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
     trained = weights(made)
     save(made, comm, tmp_path)
     assert same(weights(made), trained)
-    with made.state.averaged():
+    with made.state.averaged_weights():
         evaluated = weights(made)
     assert not same(evaluated, trained)
     assert same(torch.load(tmp_path / "model.pt")["model"], evaluated)
@@ -241,11 +241,15 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
             "optimizer: expected an optimizer that takes gradients as they are",
         ),
         (lambda parameters: parameters, {}, "optimizer: expected a function that returns an optimizer of PyTorch, got a list of"),
-        (lambda parameters: torch.optim.SGD(parameters[:2]), {}, "got none with seldom, unused (requires_grad_(False) leaves"),
+        (
+            lambda parameters: torch.optim.SGD(parameters[:2]),
+            {},
+            "got groups without seldom, unused (requires_grad_(False) leaves",
+        ),
         (
             lambda parameters: torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(1))]),
             {},
-            "got a tensor that is no parameter of the model",
+            "got a tensor that is not a parameter of the model",
         ),
         ({"class": ScheduleFree}, {"ema_decay": 0.9}, "ema_decay: expected None with ScheduleFree"),
         (

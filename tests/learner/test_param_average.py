@@ -54,7 +54,7 @@ class Job:
         self.done = 0
 
     def begin(self, updates: int = UPDATES) -> None:
-        self.reducer.sync.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, goes_on=self.done > 0))
+        self.reducer.sync.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, is_resumed=self.done > 0))
 
     def update(self, rate: float = 0.1) -> None:
         """One update; now and then a rank has no batch for it."""
@@ -190,7 +190,7 @@ def test_another_number_of_ranks_goes_on_with_anchor_and_velocity(tmp_path: Path
         job.run(8)
         shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in job.state.shared.items()}
         job.save(tmp_path)
-        with job.reducer.sync.averaged(job.state):
+        with job.reducer.sync.averaged_model(job.state):
             average = [parameter.detach().clone() for parameter in job.model.parameters()]
         return average, {name: tensors for name, tensors in shared.items() if "." not in name}
 
@@ -347,7 +347,7 @@ def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
     learner_keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "adam"}, gradient_noise=0.1)
     learner = build_learner(learner_keys, reducer.gradients, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1))
     learner.begin_epoch(1, 0)
-    reducer.sync.begin_epoch(learner.state, EpochStart(1, 0, updates, 0.1, goes_on=False))
+    reducer.sync.begin_epoch(learner.state, EpochStart(1, 0, updates, 0.1, is_resumed=False))
     seen = []
     for number in range(updates):
         values = numpy.random.default_rng(10 * number + comm.rank).normal(size=(2, 4, 2)).astype("float32")
@@ -399,7 +399,7 @@ def test_an_epoch_without_syncs_or_with_few_of_them_is_told_once(monkeypatch: py
     assert told(100, sync_steps=100) == []
     assert told(99, sync_steps=100) == [
         "2 horovod_param_sync_step: expected at most 99, the number of updates in epoch 1, got 100: the ranks' parameters are "
-        "averaged at its end only"
+        "only averaged at its end"
     ]
     assert told(90, sync_steps=10, outer_optimizer=nesterov) == [
         "2 horovod_param_outer.momentum: expected at least 10 syncs in an epoch for 0.9, got 9 in epoch 1 (a smaller "
@@ -457,14 +457,14 @@ def test_what_they_say_of_themselves() -> None:
 
 
 def test_keys_that_another_one_makes_useless() -> None:
-    assert not ReduceKeys(reduce_type="param", sync_steps=100).without_effect
-    assert not ReduceKeys(reduce_type="param", sync_seconds=10).without_effect
+    assert not ReduceKeys(reduce_type="param", sync_steps=100).ignored_key_line
+    assert not ReduceKeys(reduce_type="param", sync_seconds=10).ignored_key_line
     for keys, expected in (
-        ({"sync_steps": 100}, "horovod_param_sync_step: of no effect with horovod_reduce_type = 'grad'"),
-        ({"sync_seconds": 10}, "horovod_param_sync_time_diff: of no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_steps": 100}, "horovod_param_sync_step: no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_seconds": 10}, "horovod_param_sync_time_diff: no effect with horovod_reduce_type = 'grad'"),
         (
             {"reduce_type": "param", "sync_steps": 100, "sync_seconds": 10},
-            "horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, 10 seconds",
+            "horovod_param_sync_step: no effect with horovod_param_sync_time_diff = 10 seconds",
         ),
     ):
-        assert ReduceKeys(**keys).without_effect.startswith(expected)
+        assert ReduceKeys(**keys).ignored_key_line.startswith(expected)

@@ -115,11 +115,11 @@ def test_groups_that_cannot_be_right_are_refused() -> None:
         lambda model: list(model.parameters())
     )
     missing = wrong(lambda model: [{"params": model.linear.parameters()}])
-    assert "got none with embedding.weight, norm.weight, norm.bias, own.scale (requires_grad_(False)" in missing
+    assert "got groups without embedding.weight, norm.weight, norm.bias, own.scale (requires_grad_(False)" in missing
     twice = wrong(lambda model: [{"params": model.parameters()}, {"params": [model.own.scale]}])
     assert "got own.scale twice" in twice
     foreign = wrong(lambda model: [{"params": [*model.parameters(), torch.nn.Parameter(torch.ones(1))]}])
-    assert "a tensor that is no parameter of the model" in foreign
+    assert "a tensor that is not a parameter of the model" in foreign
     options = wrong(lambda model: [{"params": model.parameters(), "weight_dekay": 0, "learning_rate_multiplier": -1}])
     assert "param_groups_custom[0].weight_dekay: expected options of AdamW" in options
     assert "learning_rate_multiplier: expected zero or a positive number, got -1" in options

@@ -34,8 +34,8 @@ class Job:
         keys = ReduceKeys(compression="powersgd", compression_rank=rank, average_gradients=average)
         self.reducer = keys.reducer(comm, Timer())
 
-    def begin(self, goes_on: bool = False) -> None:
-        self.reducer.sync.begin_epoch(self.state, EpochStart(1, 0, 100, 0.1, goes_on))
+    def begin(self, is_resumed: bool = False) -> None:
+        self.reducer.sync.begin_epoch(self.state, EpochStart(1, 0, 100, 0.1, is_resumed))
 
     def reduce(self, matrix: torch.Tensor) -> torch.Tensor:
         vector, count = torch.full((ROWS,), 1 + 2.0**-20), torch.tensor([2.0**30 + 1], dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_a_stop_changes_nothing_and_other_ranks_begin_without_errors(tmp_path: P
         newest = CheckpointFolder(tmp_path / "model").newest()
         assert newest is not None
         gone_on.saver(tmp_path).load(newest)
-        gone_on.begin(goes_on=True)
+        gone_on.begin(is_resumed=True)
         assert gone_on.state.own
         return job.reduce(gradient(job.comm.rank, 3)), gone_on.reduce(gradient(job.comm.rank, 3))
 
@@ -145,7 +145,7 @@ def test_a_stop_changes_nothing_and_other_ranks_begin_without_errors(tmp_path: P
         newest = CheckpointFolder(tmp_path / "model").newest()
         assert newest is not None
         job.saver(tmp_path).load(newest)
-        job.begin(goes_on=True)
+        job.begin(is_resumed=True)
         assert job.state.own == job.state.shared == {}
         job.reduce(gradient(job.comm.rank, 3))
 

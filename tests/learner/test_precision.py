@@ -23,7 +23,7 @@ from hvdtrain.learner.precision import (
     Precision,
     PrecisionKeys,
     ScaleOptions,
-    cpu_lacks_bfloat16,
+    cpu_emulates_bfloat16,
     parse_scale_options,
 )
 from hvdtrain.learner.reducer import GradientExchange
@@ -49,7 +49,7 @@ def problems(**keys: Any) -> list[str]:
 def test_whether_a_cpu_computes_in_bfloat16(about: str | None, lacks: bool, tmp_path: Path) -> None:
     if about is not None:
         (tmp_path / "cpuinfo").write_text(about)
-    assert cpu_lacks_bfloat16(tmp_path / "cpuinfo") is lacks
+    assert cpu_emulates_bfloat16(tmp_path / "cpuinfo") is lacks
 
 
 def test_a_scale_halves_where_gradients_overflow_and_doubles_after_many_that_do_not() -> None:

@@ -9,7 +9,7 @@ from launching import faults
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.check import describe
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.reducers import REDUCERS, ReduceKeys
@@ -41,7 +41,7 @@ def test_a_framework_is_a_folder_with_these_files_and_functions(name: str) -> No
     }
     assert "build_learner" in functions["learner"]
     assert functions["tensors"] >= {"zeros", "size", "wait_for"}
-    assert ("prepare" in functions["learner"]) == framework.prepares
+    assert ("prepare" in functions["learner"]) == framework.has_prepare
     assert len({other.suffix for other in FRAMEWORKS.values()}) == len(FRAMEWORKS)
 
 
@@ -86,7 +86,7 @@ def test_a_reducer_has_its_keys_and_describes_itself(name: str) -> None:
     reducer = REDUCERS[name]
     own = {field.name for field in fields(reducer.keys)}
     assert own
-    assert own <= {key.field for key in declared(ReduceKeys)}
+    assert own <= {key.field for key in declared_keys(ReduceKeys)}
     made = ReduceKeys(reduce_type=name).reducer(SingleCommunicator(), Timer())
     assert type(made.sync) is reducer
     assert made.description

@@ -107,7 +107,7 @@ def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplo
     logger.addHandler(caplog.handler)
     try:
         made = learner(sums, lambda **_: Table(), precision=Precision("float16"))
-        assert "mixed_precision: Table has no Keras layers" in caplog.text
+        assert "mixed_precision: applies to Keras layers, of which Table has none" in caplog.text
         caplog.clear()
         mixed = learner(sums, lambda **_: Mixed(), precision=Precision("bfloat16"))
         assert caplog.text == ""

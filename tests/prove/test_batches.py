@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
-from hvdtrain.prove.training import GlobalBatches, chosen_steps, fixed_rates
+from hvdtrain.prove.training import GlobalBatches, choose_steps, fixed_rates
 
 ORDER = numpy.random.default_rng(0).permutation(40).astype(numpy.int64)
 PLAN = Plan(ORDER, numpy.array([0, 3, 5, 11, 12, 20, 21, 30, 34, 40]))
@@ -13,11 +13,11 @@ PLAN = Plan(ORDER, numpy.array([0, 3, 5, 11, 12, 20, 21, 30, 34, 40]))
 
 def test_each_step_has_the_same_sequences_on_any_number_of_ranks_and_is_at_the_same_share_of_the_epoch() -> None:
     """The last step included, in which only one of 4 ranks has a batch."""
-    batches = chosen_steps(PLAN, 4, 10)
+    batches = choose_steps(PLAN, 4, 10)
     assert (batches.steps, batches.begin, batches.end) == (3, 2, 1)
     expected = [set(ORDER[:12].tolist()), set(ORDER[12:34].tolist()), set(ORDER[34:].tolist())]
     for size in (1, 2, 3, 4, 9):
-        plan = batches.dealt(size)
+        plan = batches.deal(size)
         assert plan.num_batches == {1: 3, 2: 6, 3: 9, 4: 9, 9: 24}[size], "a batch has a sequence"
         assert plan.bounds[: 3 * size : size].tolist() == [0, 12, 34]
         steps = [
@@ -31,23 +31,23 @@ def test_each_step_has_the_same_sequences_on_any_number_of_ranks_and_is_at_the_s
 
 
 def test_the_largest_number_of_ranks_has_the_batches_of_its_own_training() -> None:
-    assert chosen_steps(PLAN, 4, 1).dealt(4) is PLAN
+    assert choose_steps(PLAN, 4, 1).deal(4) is PLAN
 
 
 @pytest.mark.parametrize(("steps", "begin", "end"), [(1, 1, 0), (2, 1, 1), (5, 3, 2), (9, 5, 4), (100, 5, 4)])
 def test_the_beginning_and_the_end_of_an_epoch_are_trained(steps: int, begin: int, end: int) -> None:
-    batches = chosen_steps(PLAN, 1, steps)
+    batches = choose_steps(PLAN, 1, steps)
     assert (batches.begin, batches.end) == (begin, end)
 
 
 def test_an_epoch_that_is_too_short() -> None:
     with pytest.raises(DataError, match="expected at least 10 batches in an epoch for 10 ranks, got 9") as caught:
-        chosen_steps(PLAN, 10, 3)
+        choose_steps(PLAN, 10, 3)
     assert caught.value.on_every_rank
 
 
 def test_batches_are_read_as_they_were_written(tmp_path) -> None:
-    batches = chosen_steps(PLAN, 2, 3)
+    batches = choose_steps(PLAN, 2, 3)
     batches.save(tmp_path / "batches.npz")
     read = GlobalBatches.load(tmp_path / "batches.npz")
     assert (read.ranks, read.steps, read.begin, read.end) == (2, 5, 2, 1)

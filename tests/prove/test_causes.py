@@ -16,8 +16,8 @@ from hvdtrain.prove.causes import (
     Probe,
     causes,
     describe_exchange,
-    parts_of,
-    without_dropout,
+    disable_dropout,
+    find_parts,
 )
 from hvdtrain.prove.compare import ModulePart, Record, compare
 
@@ -44,12 +44,12 @@ def test_nothing_is_made_up() -> None:
 
 def test_initial_weights() -> None:
     [found] = causes(case(changed(record(3), "weights", 0, "bias", 0.1)))
-    assert found.startswith("initial weights: bias has other values before the first update")
+    assert found.startswith("initial weights: bias differs before the first update")
 
 
 def test_data() -> None:
     [found] = causes(case(replace(different(), data=[17, 18, 17])))
-    assert found.startswith("data: the sequences of step 2 have other contents")
+    assert found.startswith("data: the same sequences of step 2 have different contents")
 
 
 def test_a_mean_of_means() -> None:
@@ -81,7 +81,7 @@ def test_averaging_parameters_is_another_training() -> None:
 
 def test_a_compressed_exchange() -> None:
     [found] = causes(case(different(), compression="fp16"))
-    assert found.startswith("horovod_compression = 'fp16': what is sent is rounded")
+    assert found.startswith("horovod_compression = 'fp16': messages are rounded")
 
 
 @pytest.mark.parametrize(("average", "why"), [(True, "horovod_avg_grad = True divides"), (False, "size of a batch")])
@@ -98,20 +98,20 @@ def test_modules_are_named() -> None:
     batch_norm, dropout = causes(case(replace(different(), parts=[BATCH_NORM, *[DROPOUT] * 5])))
     assert batch_norm.startswith("BatchNorm1d at encoder.norm: its statistics are those of each rank's own batch")
     assert dropout.startswith(
-        "Dropout at drop, Dropout at drop, Dropout at drop and 2 more: every rank draws other random numbers"
+        "Dropout at drop, Dropout at drop, Dropout at drop and 2 more: every rank draws different random numbers"
     )
 
 
 def test_random_numbers_that_no_module_tells_of() -> None:
     [found] = causes(case(different(), probe=Probe(repeated=0.0, other_rank=0.02, padded=0.1)))
-    assert found.startswith("random numbers in train_step or the model, of no module known to draw them")
+    assert found.startswith("random numbers in train_step or the model, but in no module known to draw them")
     [found] = causes(case(different(), probe=Probe(repeated=0.03, other_rank=0.02, padded=0.1)))
-    assert found.startswith("a state of its own in the model or train_step: the same step computed twice")
+    assert found.startswith("state in the model or train_step: the same step computed twice")
 
 
 def test_padding_that_changes_the_losses() -> None:
     [found] = causes(case(different(), probe=Probe(repeated=0.0, other_rank=0.0, padded=0.1)))
-    assert found.startswith("padding: 3 more padded frames behind the same sequences change the losses by 0.1")
+    assert found.startswith("padding: 3 more padded frames after the same sequences change the losses by 0.1")
     known = causes(case(replace(different(), parts=[DROPOUT]), probe=Probe(repeated=0.0, other_rank=0.1, padded=0.1)))
     assert [cause.split(":")[0] for cause in known] == ["padding", "Dropout at drop"]
 
@@ -164,7 +164,7 @@ def holder() -> Holder:
 
 
 def test_the_parts_of_a_model() -> None:
-    found = [(part.kind, part.name, part.type) for part in parts_of(holder())]
+    found = [(part.kind, part.name, part.type) for part in find_parts(holder())]
     assert found[0] == (STATISTICS, "0", "BatchNorm1d")
     assert found[1:] == [
         (RANDOM, "3", "LSTM"),
@@ -177,8 +177,8 @@ def test_the_parts_of_a_model() -> None:
 
 def test_dropout_is_switched_off_and_nothing_else() -> None:
     changed_one = holder()
-    without_dropout(changed_one)
-    assert [part.kind for part in parts_of(changed_one)] == [STATISTICS]
+    disable_dropout(changed_one)
+    assert [part.kind for part in find_parts(changed_one)] == [STATISTICS]
     assert changed_one.model[9].rate == 3.0
     frames = torch.randn(2, 5, 3)
     lstm = changed_one.model[3].train()

@@ -7,7 +7,7 @@ import pytest
 from launching import TOY
 
 from hvdtrain.comm import launch
-from hvdtrain.prove.__main__ import Run, job_of, keys_for, main, parser, unavailable
+from hvdtrain.prove.__main__ import Run, main, parse_job, parser, run_overrides, unavailable_reason
 from hvdtrain.settings import read_settings
 
 
@@ -40,7 +40,7 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 
 def runs(*options: str) -> list[str]:
-    return [str(run) for run in job_of(parser().parse_args([str(TOY), *options]), [str(TOY), "++model", "m"]).runs]
+    return [str(run) for run in parse_job(parser().parse_args([str(TOY), *options]), [str(TOY), "++model", "m"]).runs]
 
 
 def test_the_runs() -> None:
@@ -53,30 +53,30 @@ def test_the_runs() -> None:
 def test_the_tolerance_goes_by_the_precision() -> None:
     def tolerance(*options: str, **keys: str) -> float:
         overrides = [word for name, value in {"model": "m", **keys}.items() for word in (f"++{name}", value)]
-        return job_of(parser().parse_args([str(TOY), *options]), [str(TOY), *overrides]).tolerance
+        return parse_job(parser().parse_args([str(TOY), *options]), [str(TOY), *overrides]).tolerance
 
     assert (tolerance(), tolerance("--tolerance", "0.5")) == (1e-3, 0.5)
     assert tolerance(mixed_precision="bfloat16") == 2e-2
 
 
 def test_transports_go_with_the_framework() -> None:
-    assert unavailable("torch", "torch") is None
-    assert unavailable("torch", "tensorflow") == "backend = 'tensorflow', which it does not connect"
-    assert unavailable("horovod", "torch") is None, "the tests need it"
-    assert unavailable("horovod", "mxnet") == "no Horovod that was built for mxnet (python -m hvdtrain build-horovod)"
+    assert unavailable_reason("torch", "torch") is None
+    assert unavailable_reason("torch", "tensorflow") == "backend = 'tensorflow', which it does not connect"
+    assert unavailable_reason("horovod", "torch") is None, "the tests need it"
+    assert unavailable_reason("horovod", "mxnet") == "no Horovod that was built for mxnet (python -m hvdtrain build-horovod)"
 
 
 def test_a_run_decides_on_its_processes_itself() -> None:
     overrides = {"model": "m", "ngpu": "4", "torch_distributed": "{'sharded': True, 'world_size': 4}"}
     settings = read_settings([TOY], overrides)
-    assert keys_for(Run("torch", 2), settings) == {
+    assert run_overrides(Run("torch", 2), settings) == {
         "use_horovod": "False",
         "torch_distributed": "{'sharded': True}",
         "ngpu": "None",
         "dist_world_size": "None",
     }
-    alone = keys_for(Run(None, 1), settings)
+    alone = run_overrides(Run(None, 1), settings)
     assert (alone["use_horovod"], alone["torch_distributed"]) == ("False", "None")
     for run in (Run("horovod", 2), Run("torch", 2), Run(None, 1)):
-        read_settings([TOY], overrides | keys_for(run, settings))  # what the ranks do
-    assert keys_for(Run("horovod", 2), read_settings([TOY], {"model": "m", "ngpu": "0"}))["device"] == "cpu"
+        read_settings([TOY], overrides | run_overrides(run, settings))  # what the ranks do
+    assert run_overrides(Run("horovod", 2), read_settings([TOY], {"model": "m", "ngpu": "0"}))["device"] == "cpu"

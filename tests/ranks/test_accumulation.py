@@ -23,7 +23,7 @@ STOPPED = [(name, run) for run in RUNS[:2] for name in ("resumed", "resumed_para
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     size = run.size
     made: dict[str, dict[str, object]] = {}
-    # 231 sequences in batches of 5 are 47. An update takes 6 of them, the last one 5: of 2 ranks one lacks its last batch.
+    # 231 sequences in batches of 5 are 47. An update takes 6 of them, the last one 5: one of 2 ranks has no last batch.
     accumulated = {"max_seqs": 5, "accum_grad_multiple_step": 6 // size}
     for losses in ("sum", "mean", "several"):
         same = {"losses": losses, "gradient_clip_global_norm": 5.0}
@@ -130,7 +130,7 @@ def test_groups_follow_a_function_and_what_is_left_is_a_group() -> None:
         rounds_per_update(AccumulationKeys(accum_grad_multiple_step=lambda **_: 0))(1, 0.0, 0)
 
 
-def test_a_number_that_is_none_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_wrong_number_is_reported(corpus: Path, tmp_path: Path) -> None:
     finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "accum_grad_multiple_step": -1})
     assert finished.status == 2
     assert "accum_grad_multiple_step: expected a positive number, got -1" in finished.err

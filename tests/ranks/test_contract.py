@@ -17,7 +17,7 @@ from launching import hvdtrain
 from trainings import CONFIGS, TRANSPORTS, ResultsOf, Run, Trained, assert_alike, assert_same, marked, trains
 
 PAIRS = [("torch", "horovod"), ("torch", "torch.distributed"), ("tensorflow", "horovod")]
-"""Which transports serve which framework, beside single, which serves all."""
+"""Which transports serve which framework, in addition to single, which serves all."""
 
 PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""
@@ -203,7 +203,7 @@ def test_three_epochs_in_one_go_or_in_two(results: ResultsOf, run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", [*ALONE, *ALL], ids=str)
-def test_only_rank_0_prints_and_the_scaled_learning_rate_is_told(results: ResultsOf, run: Run) -> None:
+def test_only_rank_0_prints_and_the_scaled_learning_rate_is_logged(results: ResultsOf, run: Run) -> None:
     for name in results(run).names:
         assert results(run).out(name).count("Finished training in epoch") == 1
         assert [results(run).out(name, rank) for rank in range(1, run.size)] == [""] * (run.size - 1)

@@ -124,7 +124,7 @@ def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     assert finished.status == 0, finished.err
     assert finished.out.count(str([0] * len(conversions) + [2])) == 3
     assert finished.err.count("rank 0: ") == finished.err.count("expected a file that does not exist yet") == 1
-    assert finished.out.count(" sequences, ") == len(conversions)  # told by one rank only
+    assert finished.out.count(" sequences, ") == len(conversions)  # logged by one rank only
     assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(f"{name}.hdf" for name in sources)
     for name, source in sources.items():
         assert main([*source, str(folder / f"{name}.hdf")]) == 0
@@ -136,7 +136,7 @@ def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     [
         ("Wrong", 2, "rank 2: train, item 3333, 'data': expected numbers, got str 'no sequence' ("),
         ("Broken", 1, "in mistake\n"),
-        ("uncounted", 2, "train: expected a source that tells how many sequences it has (__len__), to share them out among 3"),
+        ("uncounted", 2, "train: expected a source with a known number of sequences (__len__), to share them out among 3"),
         ("missing", 2, "expected a name 'missing'"),
     ],
 )

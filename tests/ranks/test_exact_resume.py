@@ -123,7 +123,7 @@ def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, 
 
 
 @pytest.mark.parametrize("of", RUNS, ids=str)
-def test_every_stop_is_told_and_happens_within_the_epoch(results: ResultsOf, of: Run) -> None:
+def test_every_stop_is_logged_and_happens_within_the_epoch(results: ResultsOf, of: Run) -> None:
     for name in trainings_of(of):
         out = results(of).out(f"{name}.stopped")
         told = [line for line in out.splitlines() if line.startswith("stopped by SIGTERM in epoch")]
@@ -201,7 +201,7 @@ def test_what_cannot_go_on_within_an_epoch_says_why(corpus: Path, trained: Train
     keys = {"corpus": corpus, "model": two.models["stopped"], "max_seqs": 4, "starts_fast": False}
     alone = hvdtrain(TOY, {**keys, "horovod_dataset_distribution": "random_seed_offset"})
     assert alone.status == 2
-    assert "expected the 2 ranks that wrote it in the midst of epoch 1, got 1" in alone.err
+    assert "expected the 2 ranks that wrote it in the middle of epoch 1, got 1" in alone.err
     other = hvdtrain(TOY, {**keys, "model": one.models["stopped"], "max_seqs": 5})
     assert other.status == 2
     assert "epoch 1: expected the batches it began with, got others after" in other.err

@@ -67,7 +67,7 @@ def test_in_startup_callback_one_prepares_what_all_use(trained: Trained) -> None
     assert [(folder / f"seen.{rank}").read_text() for rank in (0, 1)] == [expected, expected]
 
 
-def test_where_the_preparation_fails_all_end_and_why_is_told_once(corpus: Path, tmp_path: Path) -> None:
+def test_if_the_preparation_fails_all_ranks_end_and_the_reason_is_logged_once(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(MORE.format(folder=str(tmp_path), fails=True))
     keys = ["++corpus", str(corpus), "++model", str(tmp_path / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
     finished = launch(["-m", "hvdtrain", str(TOY), str(tmp_path / "more.py"), *keys])

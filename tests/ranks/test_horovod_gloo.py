@@ -37,7 +37,7 @@ def test_the_third_of_2_and_1_tasks() -> None:
     }
 
 
-def test_the_second_task_of_the_first_node_has_nobody_across() -> None:
+def test_the_second_task_of_the_first_node_has_no_cross_rank() -> None:
     job = read_job({**TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"})
     assert job is not None
     assert (job.horovod["HOROVOD_CROSS_RANK"], job.horovod["HOROVOD_CROSS_SIZE"]) == ("0", "1")

@@ -23,7 +23,7 @@ RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
 BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
 
 OF_WHAT_IS_LEFT = 0.8796
-"""Standard deviation of a normal distribution that is cut off at two of its own."""
+"""Standard deviation of a normal distribution that is truncated at two of its standard deviations."""
 
 
 def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: float | None = None) -> tuple[numpy.ndarray, list]:

@@ -119,7 +119,7 @@ def test_changes_of_parameters_that_travel_in_float16_teach_about_the_same(resul
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)
-def test_ranks_that_update_alone_have_scales_of_their_own(results: ResultsOf, run: Run) -> None:
+def test_ranks_that_update_alone_have_separate_scales(results: ResultsOf, run: Run) -> None:
     left_out = [sum("is skipped" in line for line in loss_scales(results(run), "parts_apart", rank)) for rank in range(2)]
     assert left_out == [0, 2]
     assert_same(results(run).weights("parts_apart"), results(run).weights("parts_apart", 1))
@@ -136,7 +136,7 @@ def test_a_training_that_goes_on_goes_on_with_its_scale(results: ResultsOf, run:
     assert made.reports("float16")[-1]["loss_scale"] > 2048.0
 
 
-def test_returnns_names_are_understood_and_mistakes_are_told_before_training(corpus: Path, tmp_path: Path) -> None:
+def test_returnns_names_are_understood_and_mistakes_are_reported_before_training(corpus: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf"}
     finished = hvdtrain(TOY, {**keys, "torch_amp": {"dtype": "float16", "grad_scaler": {"init_scale": 2.0}}})
     assert finished.status == 0, finished.err

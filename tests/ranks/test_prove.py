@@ -70,7 +70,7 @@ def test_a_training_that_differs(prove: Prove, tmp_path: Path) -> None:
     beginnings = [
         "a mean of means: train_step marks ce",
         "BatchNorm1d at norm: its statistics",
-        "a state of its own in the model",
+        "state in the model",
     ]
     assert [any(cause.startswith(each) for cause in causes) for each in beginnings] == [True] * 3, causes
     assert ended.out.endswith("prove: the runs differ\n")

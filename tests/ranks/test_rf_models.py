@@ -26,7 +26,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     }
     wanted: dict[str, dict[str, object]] = {"layer_norm": {**words, "without_batch_norm": True}, "batch_norm": words}
     if DEMO.exists():
-        shutil.copy(DEMO, folder)  # it writes beside itself
+        shutil.copy(DEMO, folder)  # it writes next to itself
         wanted["demo"] = {
             "configs": [folder / DEMO.name],
             "num_epochs": 1,

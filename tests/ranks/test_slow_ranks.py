@@ -1,4 +1,4 @@
-"""A rank that is slower than the others is named with the cause, and nobody is where none is: on real ranks."""
+"""A rank that is slower than the others is named with the cause, and none is named if none is slower: on real ranks."""
 
 import re
 from functools import partial

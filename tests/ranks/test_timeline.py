@@ -43,7 +43,7 @@ def test_horovods_own_environment_does_the_same_and_parameters_have_names_too(tr
     assert set(averaged.values()) == {3}, averaged  # after 7 and 14 of 20 steps, and at the end of the epoch
 
 
-def test_a_timeline_that_cannot_be_written_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_timeline_that_cannot_be_written_is_reported(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     overrides = {"corpus": corpus, "model": tmp_path / "model", "horovod_timeline": tmp_path / "file" / "timeline.json"}
     finished = hvdtrain(TOY, {**overrides, "use_horovod": 1}, ranks=2)

@@ -23,10 +23,10 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.report import page
 from hvdtrain.report.__main__ import main
-from hvdtrain.report.epoch import EpochReport, held_up
+from hvdtrain.report.epoch import EpochReport, straggler_line
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.plots import MAX_POINTS, decimate, score_figures, time_figures
-from hvdtrain.report.runs import Start, note_start, read_runs
+from hvdtrain.report.runs import Start, append_start, read_runs
 from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
 
@@ -35,22 +35,22 @@ QUIET = {"data wait": 0.1, "compute": 10.0, "communication": 0.5, "parameter syn
 
 def test_who_held_the_others_up() -> None:
     waiting = {**QUIET, "communication": 3.5}
-    assert held_up([QUIET]) is None
-    assert held_up([QUIET, QUIET, QUIET]) is None
-    computing = held_up([waiting, {**QUIET, "compute": 13.0}, waiting])
+    assert straggler_line([QUIET]) is None
+    assert straggler_line([QUIET, QUIET, QUIET]) is None
+    computing = straggler_line([waiting, {**QUIET, "compute": 13.0}, waiting])
     assert computing == "rank 1 held the others up by 3.0 s (30%): computing took 13.0 s, against 10.0 s"
-    data = held_up([{**QUIET, "data wait": 3.1}, waiting])
+    data = straggler_line([{**QUIET, "data wait": 3.1}, waiting])
     assert data == "rank 0 held the others up by 3.0 s (30%): waiting for data took 3.1 s, against 0.1 s"
-    in_parameter_mode = held_up([{**QUIET, "compute": 14.0}, {**QUIET, "parameter sync": 4.0}])
+    in_parameter_mode = straggler_line([{**QUIET, "compute": 14.0}, {**QUIET, "parameter sync": 4.0}])
     assert in_parameter_mode is not None
     assert in_parameter_mode.startswith("rank 0 held the others up by 4.0 s")
 
 
-def test_nobody_is_accused_without_reason() -> None:
-    # A little more work than the others; much more, but nobody waited; too short an epoch.
-    assert held_up([QUIET, {**QUIET, "compute": 11.0}]) is None
-    assert held_up([QUIET, {**QUIET, "compute": 13.0, "communication": 0.4}]) is None
-    assert held_up([{"compute": 0.1, "communication": 0.1}, {"compute": 0.2, "communication": 0.0}]) is None
+def test_no_rank_is_blamed_without_reason() -> None:
+    # A little more work than the others; much more, but no rank waited; too short an epoch.
+    assert straggler_line([QUIET, {**QUIET, "compute": 11.0}]) is None
+    assert straggler_line([QUIET, {**QUIET, "compute": 13.0, "communication": 0.4}]) is None
+    assert straggler_line([{"compute": 0.1, "communication": 0.1}, {"compute": 0.2, "communication": 0.0}]) is None
 
 
 REPORT = EpochReport(
@@ -93,12 +93,12 @@ def test_numbers_for_trackers() -> None:
 
 
 def test_what_the_ranks_exchanged_is_a_line() -> None:
-    def told(**numbers: int) -> list[str]:
+    def exchange_lines(**numbers: int) -> list[str]:
         return [line for _, line in replace(REPORT, **numbers).lines([]) if "exchange" in line]  # type: ignore[arg-type]
 
-    assert told() == []
-    assert told(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
-    assert told(sent=3 << 20, syncs=7) == ["train epoch 3, exchange: 7 syncs of parameters, 3.0 MB sent by each rank"]
+    assert exchange_lines() == []
+    assert exchange_lines(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
+    assert exchange_lines(sent=3 << 20, syncs=7) == ["train epoch 3, exchange: 7 syncs of parameters, 3.0 MB sent by each rank"]
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
     assert main([str(one), "--out", str(page)]) == 0
     assert main([str(one / "model")]) == 0, "the value of the key model"
     assert (one / "report.html").exists()
-    assert not {"ranks", "stragglers"} & set(shown(page)), "one rank has nobody to be compared with"
+    assert not {"ranks", "stragglers"} & set(shown(page)), "one rank cannot be compared with others"
     assert main([str(one), str(two), "--out", str(page)]) == 0
     assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))
     for expected in ("What differs between the runs", "use_horovod", "the command line", "horovod 0.28.1"):
@@ -287,7 +287,7 @@ def test_what_a_config_says_stays_text(tmp_path: Path) -> None:
     line = as_line(replace(REPORT, scores={f"dev_loss_{evil}": 1.0, "dev_loss_ce": float("inf")}))
     (folder / "scores.jsonl").write_text(json.dumps(line) + "\n")
     start = Start([(evil, evil)], {evil: (evil, evil)}, 1, 5, {evil: evil}, evil, evil, evil, {evil: evil})
-    note_start(folder, start)
+    append_start(folder, start)
     assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     assert "alert(1)" in text
@@ -367,7 +367,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert f"{tmp_path / 'scores.jsonl'}: expected the file that a training writes beside its model" in capsys.readouterr().err
+    assert f"{tmp_path / 'scores.jsonl'}: expected the file that a training writes next to its model" in capsys.readouterr().err
     (tmp_path / "scores.jsonl").write_text('{"epoch": 1\n')
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path / 'scores.jsonl'}, line 1: expected JSON, got:" in capsys.readouterr().err

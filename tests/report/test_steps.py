@@ -16,7 +16,7 @@ from tensorboard_events import events
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.report.json_lines import StepLines
-from hvdtrain.report.steps import StepNumbers, StepRecord, step_metrics, work_of
+from hvdtrain.report.steps import StepNumbers, StepRecord, step_metrics, work_counter
 from hvdtrain.run import train
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.timer import Timer
@@ -49,7 +49,7 @@ LENGTHS = {"data": numpy.array([5, 6, 7, 100])}
 
 
 class Meter:
-    """Of a learner that is told what to say."""
+    """A learner's meter with given values."""
 
     seconds = 0.0
     norm: float | None = None
@@ -82,7 +82,7 @@ def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.Mo
     meter, timer, got = Meter(), Timer(), list[StepRecord]()
     meter.seconds, timer.seconds["data wait"] = 7.0, 1.0  # before: of no interest
     numbers = StepNumbers([got.append], timer, meter)  # type: ignore[arg-type]  # all that it asks for
-    numbers.begin(work_of(PLAN, LENGTHS), 1)
+    numbers.begin(work_counter(PLAN, LENGTHS), 1)
     now[0], meter.seconds, timer.seconds["data wait"], meter.norm = 104.0, 10.0, 1.5, 3.0
     place: dict[str, Any] = {"epoch": 1, "global_step": 9, "elapsed": 4.0, "learning_rate": 0.5, "scores": {"ce": 1.0}}
     numbers.step(**place, step=1, position=2, progress=0.5)
@@ -96,7 +96,7 @@ def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.Mo
     assert (second.sequences_per_second, second.frames_per_second) == (0.5, {"data": 50.0})
 
 
-def test_a_receiver_that_fails_is_told_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_fails_is_reported_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("hvdtrain.runtime.log.write", lambda level, line: said.append(line))
     got: list[StepRecord] = []
@@ -105,14 +105,14 @@ def test_a_receiver_that_fails_is_told_once_and_ends_nothing(monkeypatch: pytest
         raise OSError("no space left")
 
     numbers = StepNumbers([fails, got.append], Timer(), Meter())  # type: ignore[arg-type]
-    numbers.begin(work_of(PLAN, LENGTHS), 0)
+    numbers.begin(work_counter(PLAN, LENGTHS), 0)
     for step in (1, 2):
         numbers.step(epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=0.1, scores={})
     assert said == ["the numbers of step 1 were not recorded, training goes on: OSError: no space left"]
     assert [record.step for record in got] == [1, 2]
 
 
-def told_by(log: StepLog, steps: int, finish: bool = True) -> list[tuple[int, Mapping[str, float]]]:
+def logged_by(log: StepLog, steps: int, finish: bool = True) -> list[tuple[int, Mapping[str, float]]]:
     """The steps that a listener gets, of each of which the loss is its number, and the mean losses with them."""
     told: list[tuple[int, Mapping[str, float]]] = []
     meter = Meter()
@@ -130,11 +130,11 @@ def told_by(log: StepLog, steps: int, finish: bool = True) -> list[tuple[int, Ma
 
 
 def test_every_n_steps_and_at_the_end() -> None:
-    assert told_by(StepLog(every=3), 7) == [(3, {"ce": 2.0}), (6, {"ce": 5.0}), (7, {"ce": 7.0})]
-    assert told_by(StepLog(every=3), 6) == [(3, {"ce": 2.0}), (6, {"ce": 5.0})]
-    assert told_by(StepLog(0.0), 3) == [(1, {"ce": 1.0}), (2, {"ce": 2.0}), (3, {"ce": 3.0})]
-    assert told_by(StepLog(3600.0), 3) == [(3, {"ce": 2.0})]
-    assert told_by(StepLog(3600.0), 3, finish=False) == []
+    assert logged_by(StepLog(every=3), 7) == [(3, {"ce": 2.0}), (6, {"ce": 5.0}), (7, {"ce": 7.0})]
+    assert logged_by(StepLog(every=3), 6) == [(3, {"ce": 2.0}), (6, {"ce": 5.0})]
+    assert logged_by(StepLog(0.0), 3) == [(1, {"ce": 1.0}), (2, {"ce": 2.0}), (3, {"ce": 3.0})]
+    assert logged_by(StepLog(3600.0), 3) == [(3, {"ce": 2.0})]
+    assert logged_by(StepLog(3600.0), 3, finish=False) == []
 
 
 def test_the_lines_of_steps_jsonl(tmp_path: Path) -> None:

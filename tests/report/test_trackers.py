@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, git_state
-from hvdtrain.report.trackers import InBackground, RunIds
+from hvdtrain.report.trackers import BackgroundTracker, RunIds
 from hvdtrain.settings import read_settings
 
 
@@ -65,7 +65,7 @@ def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     wandb.teardown()
 
 
-def test_a_class_of_the_config_is_told_everything(tracked: Path) -> None:
+def test_a_class_of_the_config_receives_everything(tracked: Path) -> None:
     exp = tracked / "exp"
     reports = [json.loads(line) for line in (exp / "scores.jsonl").read_text().splitlines()]
     steps = [json.loads(line) for line in (exp / "steps.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def track_epoch(*, epoch, **_):
 """
 
 
-def test_a_tracker_that_fails_is_told_once_and_training_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(corpus: Path, tmp_path: Path) -> None:
     finished = run(corpus, config_with(tmp_path, FAILING), num_epochs=2)
     assert finished.status == 0, finished.err
     told = [line for line in finished.out.splitlines() if "failed" in line and "track" in line]
@@ -190,13 +190,13 @@ class Slow:
 
 def test_a_slow_service_does_not_hold_training_up(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
-    tracker = InBackground("slow", lambda: slow)
+    tracker = BackgroundTracker("slow", lambda: slow)
     tracker.begin(RUN)
     for _ in range(3):
         tracker.epoch(REPORT)  # returns at once, or this test hangs
-    tracker.ask_to_end("finished", {})
+    tracker.request_end("finished", {})
     tracker.wait(0.1)
-    assert "trackers: slow is still busy and is left behind" in caplog.text
+    assert "trackers: slow is still busy and was abandoned" in caplog.text
     slow.may_go_on.set()
     tracker.wait(60)
     assert slow.logged == [10, 10, 10]
@@ -205,9 +205,9 @@ def test_a_slow_service_does_not_hold_training_up(caplog: pytest.LogCaptureFixtu
 def test_an_id_is_noted_for_the_next_start(tmp_path: Path) -> None:
     ids = RunIds(tmp_path)
     assert ids.read() == {}
-    ids.note("one", "1")
-    ids.note("two", "2")
-    ids.note("one", "3")
+    ids.store("one", "1")
+    ids.store("two", "2")
+    ids.store("one", "3")
     assert RunIds(tmp_path).read() == {"one": "3", "two": "2"}
     (tmp_path / "trackers.json").write_text('{"one": ')
     assert ids.read() == {}
@@ -234,7 +234,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow", "tensorboard"])
-def test_a_missing_package_is_told_before_the_data_are_opened(
+def test_a_missing_package_is_reported_before_the_data_are_opened(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

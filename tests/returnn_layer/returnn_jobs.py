@@ -1,6 +1,6 @@
 """Runs RETURNN several times in one start of Python: `python returnn_jobs.py JOBS.json`, a list of command lines.
 
-Each is run by a child process of its own, as RETURNN keeps much in globals. PyTorch and RETURNN are imported once.
+Each is run by a separate child process, as RETURNN keeps much in globals. PyTorch and RETURNN are imported once.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)
-            os.chdir(Path(sys.argv[1]).parent)  # where it may leave files of its own
+            os.chdir(Path(sys.argv[1]).parent)  # where it may leave files
             run_returnn(["returnn", *arguments])
             sys.stdout.flush()
             os._exit(0)

@@ -70,7 +70,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
         "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
     }
     if DEMO.exists():
-        shutil.copy(DEMO, made / "demo-rf.config")  # it writes beside itself
+        shutil.copy(DEMO, made / "demo-rf.config")  # it writes next to itself
         jobs["demo"] = (made / "demo-rf.config", {**demo_data(folder), "num_epochs": 2})
     lines = []
     for name, (config, overrides) in jobs.items():
@@ -181,7 +181,7 @@ def test_either_program_goes_on_with_the_others_training(folder: Path, by_return
 
 
 def test_outputs_with_hypotheses(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
-    """RETURNN loads hvdtrain's model. Each hypothesis of a sequence has a length of its own."""
+    """RETURNN loads hvdtrain's model. The hypotheses of a sequence have different lengths."""
     options = {"load": by_returnn.folder / "begun" / "model.001", "task": "forward"}
     ours(WORDS, folder=folder, model=tmp_path / "model", kept=tmp_path / "kept", **options)
     own, theirs = (eval(path.read_text()) for path in (tmp_path / "kept", by_returnn.folder / "best.kept"))

@@ -9,7 +9,7 @@ import pytest
 from launching import ROOT, faults
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -91,7 +91,7 @@ def test_entries_of_datasets_with_a_meaning_say_what_to_do_instead(name: str) ->
 
 
 def test_the_cache_of_a_dataset(tmp_path: Path) -> None:
-    """RETURNN's number of bytes in the dict, beside cache_size for the others."""
+    """RETURNN's number of bytes in the dict, with cache_size for the others."""
     for name in ("train", "dev"):
         with HDFWriter(tmp_path / f"{name}.hdf", dims={"data": 3}) as writer:
             writer.add("seq", {"data": [1, 2]})
@@ -122,7 +122,7 @@ size_of_my_own = 3
 """
 
 
-def test_names_that_returnn_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_returnn_reads_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = (
         "RETURNN reads from a config, and hvdtrain does not: tf_log_memory_usage, torch_dataloader_opts (every rank reads ahead; "
         "num_workers of a MapDataset), tensorboard_opts (use_tensorboard writes after every epoch, and within it every "
@@ -162,7 +162,9 @@ def test_every_line_of_the_table_of_keys(tmp_path: Path) -> None:
     with HDFWriter(tmp_path / "train.hdf", dims={"data": 3}) as writer:
         writer.add("seq", {"data": [1, 2]})
     files = f"train = {{'class': 'HDFDataset', 'files': [{str(tmp_path / 'train.hdf')!r}]}}\n"
-    own = {key.name for key in (*all_keys(), *declared(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
+    own = (
+        {key.name for key in (*all_keys(), *declared_keys(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
+    )
     found = rows()
     assert {outcome for _, outcome in found} == {"honoured", "taken", "logged", "refused"}
     assert len(found) > 40

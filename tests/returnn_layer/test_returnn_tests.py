@@ -132,7 +132,7 @@ def test_no_test_is_left_out() -> None:
 
 
 def test_the_benchmark(tmp_path: Path) -> None:
-    """An attention model with a conformer of 87 million parameters: few sequences of its own data."""
+    """An attention model with a conformer of 87 million parameters: few sequences of its data."""
     shutil.copy(BENCHMARK, tmp_path)
     short = {"num_epochs": 1, "train.num_seqs": 8, "dev.num_seqs": 4, "max_seqs": 4, "num_threads": 1, "device": "cpu"}
     try:

@@ -58,25 +58,25 @@ def train_step(*, model, extern_data, **_):
         ("extern_data['data'] = {'dim': 8}", r"train: expected frames of shape \(8,\), got \(9,\) in 'data'"),
         (
             "extern_data['data'] = {'dim': 9, 'sparse': True}",
-            r"train: expected class indices, got float32 in 'data' \(extern_data.data says so\)",
+            r"train: expected class indices, got float32 in 'data' \(according to extern_data.data\)",
         ),
         ("extern_data['words'] = {'dim': 9}", r"extern_data.words: expected one of the dataset's data keys \(data, classes\)"),
-        ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected what RETURNN makes a Tensor of, got {'dimm': 9}: "),
+        ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected options of RETURNN's Tensor, got {'dimm': 9}: "),
         ("extern_data = [9]", r"extern_data: expected a dict of dicts by data key, got \[9\]"),
-        ("model_outputs = {'output': 3}", "model_outputs.output: expected what RETURNN makes a Tensor of, got 3: "),
-        ("behavior_version = 1", "behavior_version: expected one that RETURNN has for PyTorch, got 1"),
+        ("model_outputs = {'output': 3}", "model_outputs.output: expected options of RETURNN's Tensor, got 3: "),
+        ("behavior_version = 1", "behavior_version: expected one that RETURNN supports with PyTorch, got 1"),
         ("backend = 'tensorflow'", "backend: expected 'torch' in a config that imports returnn, got 'tensorflow'"),
         ("torch_compile = True", "torch_compile: expected a get_model that returns a torch.nn.Module, got an rf.Module"),
         ("rf.Lineer", "my.config, line 21: AttributeError: .*Lineer"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_values_are_reported(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         train(read(tmp_path, text))
 
 
-def test_what_looks_like_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """RETURNN ignores it, and so do its users: one of its own demos has such a name. On the command line, it is refused."""
+def test_a_name_that_looks_like_a_misspelt_key_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RETURNN ignores it, and so do its users: one of its demos has such a name. On the command line, it is refused."""
     train(read(tmp_path, f"{TRAINS}relative_error_div_by_old, log_verbosity = True, 2\n"))
     told = "relative_error_div_by_old in my.config: neither RETURNN nor hvdtrain reads it (did you mean newbob_relative_error_"
     assert capsys.readouterr().out.count(told) == 1
@@ -105,8 +105,37 @@ class forward_callback:
     forward_all(read(tmp_path, body))
 
 
+def test_search_writes_hypotheses_in_the_vocabulary_of_the_output(tmp_path: Path) -> None:
+    """As RETURNN's search with TensorFlow: a dict from tags to lists of (score, text)."""
+    body = """
+import torch
+from returnn.tensor import Tensor
+task, search_data, search_output_file, search_output_file_format = "search", train, {file!r}, "py"
+extern_data["classes"] = {{
+    "sparse": True,
+    "available_for_inference": False,
+    "vocab": {{"class": "Vocabulary", "vocab_file": None, "labels": ["no", "yes"], "unknown_label": None}},
+}}
+def forward_step(*, model, extern_data, **_):
+    batch = extern_data["data"].dims[0]
+    number = extern_data["data"].raw_tensor.shape[0]
+    beam = Dim(2, name="beam")
+    sizes = Tensor("sizes", [batch, beam], "int32", raw_tensor=torch.tensor([[3, 2]] * number, dtype=torch.int32))
+    hyps = torch.tensor([[[0, 1, 0], [1, 1, 0]]] * number, dtype=torch.int32)
+    out = Dim(sizes, name="out")
+    context = rf.get_run_ctx()
+    hyps = Tensor("hyps", [batch, beam, out], "int32", raw_tensor=hyps, sparse_dim=extern_data["data"].feature_dim)
+    context.mark_as_output(hyps, "hyps", dims=[batch, beam, out])
+    context.mark_as_output(Tensor("scores", [batch, beam], "float32", raw_tensor=torch.tensor([[-0.5, -1.2]] * number)), "scores")
+"""
+    train(read(tmp_path, TRAINS))
+    forward_all(read(tmp_path, body.format(file=str(tmp_path / "found.py"))))
+    found = eval((tmp_path / "found.py").read_text())
+    assert found == {f"seq-{number}": [(-0.5, "no yes no"), (-1.2, "yes yes")] for number in range(6)}
+
+
 def test_hooks_after_the_model_is_loaded(tmp_path: Path) -> None:
-    """At every start, and before other tasks, on what was loaded. `where` tells what they saw."""
+    """At every start, and before other tasks, on what was loaded. `where` records what they saw."""
     body = """
 import os
 where = os.environ.setdefault("CALLED", "")
@@ -160,7 +189,7 @@ def test_an_optimizer_by_its_dotted_name(tmp_path: Path) -> None:
             make_optimizer({"class": name}, torch.nn.Linear(1, 1))
 
 
-def test_without_extern_data_the_data_tells(tmp_path: Path) -> None:
+def test_without_extern_data_the_data_determines_it(tmp_path: Path) -> None:
     """And the tags are read when they are used, in the form that they have in RETURNN."""
     body = """
 del extern_data
@@ -229,7 +258,7 @@ def test_options_of_optimizers_see_returnns_modules(tmp_path: Path) -> None:
         return {name for name, one in model.named_parameters() if id(one) in kept}
 
     assert undecayed() == {"norm.bias", "out.bias"}
-    for blacklist in (["rf.LayerNorm"], [rf.LayerNorm]):
+    for blacklist in (["rf.LayerNorm"], [rf.LayerNorm], ["rf.LayerNorm", "rf.LearnedRelativePositionalEncoding"]):
         assert undecayed(weight_decay_modules_blacklist=blacklist) == {"norm.scale", "norm.bias", "out.bias"}
     with pytest.raises(ConfigError, match="weight_decay_modules_blacklist: expected the framework's classes or the model's"):
         undecayed(weight_decay_modules_blacklist=["rf.LayerNorn"])

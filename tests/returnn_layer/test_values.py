@@ -14,7 +14,7 @@ from launching import ROOT, faults
 from hvdtrain.config.missing import import_failure
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, NO_OPS, UNSUPPORTED
-from hvdtrain.returnn_layer.values import OFF, is_off, understood
+from hvdtrain.returnn_layer.values import OFF, convert_values, is_off
 from hvdtrain.run import train
 from hvdtrain.settings import BOOLEAN_KEYS, Settings, all_keys, read_settings
 from hvdtrain.tasks.tasks import forward_all
@@ -120,7 +120,7 @@ def test_what_is_not_off() -> None:
     assert not is_off("gradient_clip", 1e-9)
     assert not is_off("dev", [])
     assert not is_off("newbob_learning_rate_decay", 0)
-    assert understood(
+    assert convert_values(
         {"newbob_learning_rate_decay": None, "stop_on_nonfinite_train_score": None}, {}, ["stop_on_nonfinite_train_score"]
     ) == (
         {"newbob_learning_rate_decay": 1.0, "stop_on_nonfinite_train_score": False},
@@ -170,7 +170,7 @@ class forward_callback:
 
 
 @pytest.mark.parametrize("key", ["load", "import_model_train_epoch1", "preload_from_files"])
-def test_forward_without_a_model_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_forward_without_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """As i6_core's forward jobs: outputs go to the working folder, and the config says elsewhere which model it is."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -218,8 +218,8 @@ def train_step(*, model, extern_data, global_train_step, **_):
     told = capsys.readouterr().out
     for name in ("max_seq_length", "min_seq_length"):
         assert f"{name}: without effect for 'words': the data keys of train are " in told
-    assert "learning_rate_control_error_measure: there is no score 'dev_score_ce', so dev_loss_ce is used" in told
-    assert told.count("there is no score") == 1
+    assert "learning_rate_control_error_measure: no score 'dev_score_ce' exists, so dev_loss_ce is used" in told
+    assert told.count("no score 'dev_score_ce' exists") == 1
     assert "train: 8 sequences" in told
 
 

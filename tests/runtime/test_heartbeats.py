@@ -1,4 +1,4 @@
-"""What the watchdogs of several ranks tell each other, over real datagrams."""
+"""The watchdogs of several ranks exchange heartbeats over real datagrams."""
 
 import os
 import random
@@ -37,17 +37,17 @@ def ranks() -> Iterator[list[Heartbeats]]:
         rank.close()
 
 
-def until(ranks: list[Heartbeats], signs: list[Heartbeat | None], wanted: dict[int, Diagnosis | None]) -> None:
-    """Let those with a sign tell it, until the ranks conclude what is wanted; rank 0 tells the others."""
+def until(ranks: list[Heartbeats], beats: list[Heartbeat | None], wanted: dict[int, Diagnosis | None]) -> None:
+    """Let the ranks send these heartbeats until they reach the wanted diagnoses; rank 0 broadcasts its own."""
     deadline = time.monotonic() + PATIENCE
     found: dict[int, Diagnosis | None] = {}
     while found != wanted:
         assert time.monotonic() < deadline, found
-        for rank, sign in zip(ranks, signs, strict=True):
-            if sign is not None:
-                rank.tell(sign)
+        for rank, beat in zip(ranks, beats, strict=True):
+            if beat is not None:
+                rank.send(beat)
                 rank.listen(0.02)
-        found = {number: ranks[number].conclude(signs[number] or FINE) for number in wanted}
+        found = {number: ranks[number].conclude(beats[number] or FINE) for number in wanted}
         if 0 in wanted:
             ranks[0].broadcast(found[0])
 
@@ -76,8 +76,8 @@ def test_a_rank_of_which_nothing_is_heard_is_named(ranks: list[Heartbeats], monk
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     until(ranks, [WAITS, None, WAITS], {0: Diagnosis(silent=(1,)), 2: Diagnosis(silent=(1,))})
     text = ranks[0].describe(Diagnosis(silent=(1,)), WAITS) or ""
-    assert text.startswith(f"rank 1 on {socket.gethostname()} has given no sign of life for ")
-    assert f"(last in epoch 1, step 5): its process {os.getpid()} runs" in text
+    assert text.startswith(f"rank 1 on {socket.gethostname()} has sent no heartbeat for ")
+    assert f"(last in epoch 1, step 5): its process {os.getpid()} is running" in text
     # The same for rank 0, which the others find out each for itself.
     until(ranks, [None, WAITS, WAITS], {1: Diagnosis(silent=(0,)), 2: Diagnosis(silent=(0,))})
     assert "rank 0 on " in (ranks[2].describe(Diagnosis(silent=(0,)), WAITS) or "")
@@ -85,12 +85,12 @@ def test_a_rank_of_which_nothing_is_heard_is_named(ranks: list[Heartbeats], monk
 
 def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-    ranks[2].tell(ENDED)
+    ranks[2].send(ENDED)
     ranks[0].listen(0.2)
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     time.sleep(0.6)
     until(ranks, [HANGS, FINE, None], {0: Diagnosis((0,))})
-    ranks[0].tell(ENDED)
+    ranks[0].send(ENDED)
     deadline = time.monotonic() + PATIENCE
     while not ranks[1].decides:
         assert time.monotonic() < deadline
@@ -100,13 +100,13 @@ def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatc
 
 def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-    ranks[1].tell(FAILED)
+    ranks[1].send(FAILED)
     until(ranks, [FINE, None, FINE], {0: None, 2: None})  # nobody waits
     gone = Diagnosis(gone=(1,), ends=True)
     until(ranks, [FINE, None, JUST_WAITS], {0: gone, 2: gone})
-    text = f"rank 1 on {socket.gethostname()} has ended: the other ranks wait for it in vain, and end, too"
+    text = f"rank 1 on {socket.gethostname()} has ended: the remaining ranks are blocked on it and will exit"
     assert ranks[0].describe(gone, FINE) == text
-    ranks[0].tell(FAILED)
+    ranks[0].send(FAILED)
     deadline = time.monotonic() + PATIENCE
     while not ranks[2].decides:
         assert time.monotonic() < deadline
@@ -117,9 +117,9 @@ def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> No
 
 def test_who_is_slow_to_disconnect_does_not_take_the_others_for_gone(ranks: list[Heartbeats]) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-    ranks[1].tell(FAILED)
+    ranks[1].send(FAILED)
     until(ranks, [JUST_WAITS, None, FINE], {0: Diagnosis(gone=(1,), ends=True)})
-    ranks[2].tell(ENDED)  # as all ranks are about to
+    ranks[2].send(ENDED)  # as all ranks are about to
     until(ranks, [JUST_WAITS, None, None], {0: None})
 
 
@@ -247,7 +247,9 @@ def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
     until(lost.ranks, [JUST_WAITS, None, JUST_WAITS], {0: gone, 2: gone})
     text = lost.ranks[0].describe(gone, JUST_WAITS) or ""
     assert text.startswith("host1 with rank 1 has not answered for ")
-    assert text.endswith(" s, so its power or its network is lost: the other ranks wait for it in vain, and end, too")
+    assert text.endswith(
+        " s, so it has lost power or its network connection: the remaining ranks are blocked on it and will exit"
+    )
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:  # rank 2 is silent, too, but its host answers
         until(lost.ranks, [JUST_WAITS, None, None], {0: gone})
@@ -281,7 +283,7 @@ def test_a_host_is_asked_before_it_is_lost(lost: Lost, monkeypatch: pytest.Monke
         assert time.monotonic() < began + PATIENCE
     assert number_of_questions(asked) > 10
     assert time.monotonic() - began > 3 * 0.5 + 0.5  # silent after three times as long; then half a second to answer
-    lost.ranks[0].forgive()  # it was suspended, so it cannot tell
+    lost.ranks[0].reset_silence()  # it was suspended, so it cannot tell
     assert lost.ranks[0].conclude(JUST_WAITS) is None
 
 
@@ -326,7 +328,7 @@ def test_what_strangers_send_is_not_even_parsed(ranks: list[Heartbeats], monkeyp
     while ranks[0].conclude(WAITS) != Diagnosis(silent=(1,)):
         assert time.monotonic() < deadline
         send_to_all(ranks, known)
-        ranks[2].tell(WAITS)
+        ranks[2].send(WAITS)
         for rank in (ranks[0], ranks[2]):
             rank.listen(0.02)
 

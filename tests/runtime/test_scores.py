@@ -56,18 +56,18 @@ def test_the_order_of_adding_cannot_be_seen(seed: int) -> None:
 def test_any_number_of_ranks_gives_the_same_means(ranks: int) -> None:
     batches = random_batches(1)
     parts = [scores_of(batches[rank::ranks]) for rank in range(ranks)]
-    assert Scores.merged(parts).means() == scores_of(batches).means()
-    assert Scores.merged(reversed(parts)).means() == scores_of(batches).means()
-    assert Scores.merged(parts).counts() == scores_of(batches).counts()
+    assert Scores.merge(parts).means() == scores_of(batches).means()
+    assert Scores.merge(reversed(parts)).means() == scores_of(batches).means()
+    assert Scores.merge(parts).counts() == scores_of(batches).counts()
 
 
 def test_merging_changes_no_part() -> None:
     first, second = scores_of([("a", 1.0, 1)]), scores_of([("a", 3.0, 1), ("b", 1.0, 1)])
-    merged = Scores.merged([first, second])
+    merged = Scores.merge([first, second])
     merged.add("a", 100.0, 1)
     assert first.means() == {"a": 1.0}
     assert second.means() == {"a": 3.0, "b": 1.0}
-    assert Scores.merged([]).means() == {}
+    assert Scores.merge([]).means() == {}
 
 
 def test_scores_travel_between_ranks() -> None:

@@ -16,7 +16,7 @@ from thread_ranks import on_ranks
 from hvdtrain.errors import DataError
 from hvdtrain.runtime.heartbeats import STACK_SIGNAL, Diagnosis, Heartbeat, exchange_contacts
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.watchdog import Watchdog, _waits
+from hvdtrain.runtime.watchdog import Watchdog, _is_waiting
 
 BEGIN = """
 import sys, time
@@ -132,7 +132,7 @@ with watchdog.Watchdog(0.5, 3, Broken(3)) as dog:
     time.sleep(30)
 """)
     assert ended.returncode == 1
-    assert ended.stderr.count("rank 3: the watchdog met an error and goes on watching: RecursionError('planted')") == 1
+    assert ended.stderr.count("rank 3: the watchdog had an error and keeps watching: RecursionError('planted')") == 1
     assert "rank 3: no progress for " in ended.stderr
 
 
@@ -183,7 +183,7 @@ def test_who_waits_is_told_by_modules_and_not_by_folders(module: str | None, wai
     try:
         assert began.wait(60)
         deadline = time.monotonic() + (60 if waits else 0.5)
-        while not (seen := _waits(thread.ident or 0)) and time.monotonic() < deadline:
+        while not (seen := _is_waiting(thread.ident or 0)) and time.monotonic() < deadline:
             time.sleep(0.01)  # it may be within began.set
         assert seen == waits
     finally:
@@ -223,7 +223,7 @@ exec('''
 def wait():
     until = time() + 4
     while time() < until:
-        second.tell(sign)
+        second.send(sign)
         sleep(0.01)
     print("has time", flush=True)
     while True:
@@ -235,4 +235,4 @@ with watchdog.Watchdog(1.5, 0, first) as dog:
 """)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stdout == "has time\n"
-    assert re.search(r"rank 1 on \S+ has given no sign of life for \d+ s \(last in on_stop of a callback\)", ended.stderr)
+    assert re.search(r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in on_stop of a callback\)", ended.stderr)

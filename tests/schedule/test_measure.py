@@ -5,7 +5,7 @@ from hvdtrain.schedule.measure import (
     Measure,
     complete_history,
     error_key,
-    rises,
+    implies_higher_is_better,
     unclear_line,
     unclear_scores,
     with_totals,
@@ -85,8 +85,8 @@ def test_what_returnn_wrote_is_compared_as_by_returnn() -> None:
 def test_names_that_say_that_higher_is_better() -> None:
     higher = "acc accuracy frame_accuracy bleu BLEU4 f1 macro-F1 auc valAuc top1_acc recall@5 mIoU psnr ROUGE-L".split()
     lower = "ce ctc fer wer loss backward accuracy_error bleu_loss neg_f1 face mapping total precise mae nll_top1_acc".split()
-    assert [name for name in higher if not rises(name)] == []
-    assert [name for name in lower if rises(name)] == []
+    assert [name for name in higher if not implies_higher_is_better(name)] == []
+    assert [name for name in lower if implies_higher_is_better(name)] == []
 
 
 def test_a_key_that_would_take_the_worst_epoch_for_the_best() -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with the data is told before training starts: in a message with the file, by the program as a user runs it."""
+"""Bad data is reported before training starts: in a message with the file, by the program as a user runs it."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_a_file_of_no_sequences_beside_others(tmp_path: Path) -> None:
             assert [batch.data["data"].values[0, 0, 0] for batch in batches] == [0, 6, 0, 6]
 
 
-def test_sequences_without_frames_are_told_and_may_be_dropped(tmp_path: Path) -> None:
+def test_sequences_without_frames_are_reported_and_may_be_dropped(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", put("seqLengths", numpy.array([[0, 4], [5, 0]])))
     (feed,) = feeds(tmp_path, f"train = '{path}'")
     assert feed_lines(feed)[1:] == [
@@ -72,5 +72,5 @@ def test_tags_that_stand_twice_where_they_join(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             feeds(tmp_path, f"train = {both.format(first, second)}")
         assert "'second'" in str(caught.value)
-    (feed,) = feeds(tmp_path, f"train = '{two}'")  # nobody looks for them by tag
+    (feed,) = feeds(tmp_path, f"train = '{two}'")  # nothing looks them up by tag
     assert feed.dataset.num_sequences == 2

@@ -17,7 +17,7 @@ import yaml
 from launching import ROOT, TOY, Finished, launch, refused
 
 from hvdtrain.submit.__main__ import main
-from hvdtrain.submit.job import choose_launcher, seconds_of
+from hvdtrain.submit.job import choose_launcher, parse_seconds
 from hvdtrain.version import __version__
 
 G2P = "configs/g2p.py"
@@ -133,7 +133,7 @@ def test_slurm_scripts_say_what_a_person_would_have_said() -> None:
     assert f"-m hvdtrain doctor --no-measure {G2P} ++torch_distributed '{{}}' || exit" in torchrun
     assert "no-kill" not in torchrun
     elastic = submit(G2P, "--scheduler", "slurm", *SIZE, "--max-restarts", "3", *TORCH).out
-    assert "#SBATCH --no-kill  # the others go on if a node is lost" in elastic.splitlines()
+    assert "#SBATCH --no-kill  # the other nodes continue if one is lost" in elastic.splitlines()
     for part in (
         "srun --no-kill --ntasks=2 --ntasks-per-node=1",
         "--nnodes=1:2 --nproc-per-node=4 --max-restarts=3",
@@ -213,7 +213,7 @@ def test_manifests_are_what_the_published_schemas_allow(tmp_path: Path) -> None:
     assert "python -m hvdtrain configs/g2p.py &" in alone["spec"]["template"]["spec"]["containers"][0]["command"][2]
 
 
-def test_mistakes_are_told_before_anything_is_submitted() -> None:
+def test_mistakes_are_reported_before_anything_is_submitted() -> None:
     wrong = submit(G2P, "--scheduler", "slurm", "--submit", *SIZE, "++learning_rat", "1", "++num_epochs", "none")
     assert wrong.status == 2
     assert wrong.out == ""
@@ -258,12 +258,12 @@ def test_launchers_go_with_the_keys() -> None:
         choose_launcher("python", 4, use_horovod=True, torch_distributed=False)
     for text in ("soon", "0", "1:2:3:4", "-5"):
         with pytest.raises(ValueError, match=re.escape(text)):
-            seconds_of(text)
+            parse_seconds(text)
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
 def test_scripts_stop_the_training_before_the_limit(tmp_path: Path, scheduler: str) -> None:
-    """Neither PBS nor LSF tells a script in time, so it tells itself. A stand-in for Python ends as the trainer does."""
+    """Neither PBS nor LSF signals a script in time, so it signals itself. A stand-in for Python ends as the trainer does."""
     trainer = tmp_path / "python"
     trainer.write_text("#!/bin/bash\ntrap 'kill $!; exit 75' USR1\ntouch started; sleep 1000 & wait\n")
     (tmp_path / "qsub").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/resubmitted\n')

@@ -13,7 +13,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.tasks.tasks import Rounds
 
 WRITES = {"use_tensorboard": True, "save_interval_steps": 1, "evaluated": True}
-"""Beside the keys of `would_write`, what has a training write files."""
+"""Keys with which a training writes files, in addition to those of `would_write`."""
 
 
 def plan_of(*batches: list[int]) -> Plan:
@@ -133,7 +133,7 @@ def test_with_tensorflow(corpus: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_told_as_in_training(corpus: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_as_in_training(corpus: Path, tmp_path: Path) -> None:
     keys = {"corpus": corpus, "model": tmp_path / "exp" / "model", "use_horovod": True, "fault": "['raise', 1, 3]"}
     ended = hvdtrain(TOY, {**keys, "horovod_dataset_distribution": "random_seed_offset"}, 2, options=["--dry-run"])
     assert ended.status == 1
@@ -149,7 +149,7 @@ def test_a_model_folder_that_cannot_be(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slow", ["compute", "data"])
 def test_what_a_step_takes(corpus: Path, tmp_path: Path, slow: str) -> None:
-    """A tenth of a second in every step, or in reading every batch, which goes on beside the computing."""
+    """A tenth of a second in every step, or in reading every batch, which runs in parallel with computing."""
     keys = {"corpus": corpus, "model": tmp_path / "model", "slow": f"['{slow}', -1]"}
     ended = hvdtrain(TOY, keys, options=["--dry-run"])
     assert ended.status == 0, ended.err

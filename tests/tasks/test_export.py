@@ -92,7 +92,9 @@ def test_a_pytorch_model_in_every_form(corpus: Path, exportable: Path) -> None:
     assert 'outputs = session.run(None, {"frames": frames, "mask": mask})' in told
 
 
-def test_what_cannot_be_exported_is_told(corpus: Path, exportable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_that_cannot_be_exported_are_reported(
+    corpus: Path, exportable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config.py"
     config.write_text(TOY.read_text() + PARTS)
     (tmp_path / "out").mkdir()
@@ -177,7 +179,7 @@ class Halved(nn.Module):
         return batch["frames"][:, ::2] + batch["frames"][:, 1::2]
 
 
-def test_conditions_on_sizes_are_told(tmp_path: Path) -> None:
+def test_conditions_on_sizes_are_reported(tmp_path: Path) -> None:
     model = Halved()
     written = export_model(model, lambda: model({"frames": torch.randn(3, 8, 4)}), tmp_path)
     assert written[1].takes.startswith("batch_frames float32 (A, B, C) with A, B, C of any size; ")
@@ -198,7 +200,7 @@ def test_conditions_on_sizes_are_told(tmp_path: Path) -> None:
         (nn.LSTM(4, 3, proj_size=2), "ONNX has no LSTM with projections (proj_size)"),
     ],
 )
-def test_recurrent_layers_that_onnx_lacks(layer: nn.Module, problem: str, tmp_path: Path) -> None:
+def test_recurrent_layers_that_onnx_does_not_have(layer: nn.Module, problem: str, tmp_path: Path) -> None:
     written = export_model(layer, lambda: layer(torch.randn(7, 3, 4)), tmp_path)
     assert (written[1].problem, written[2].problem) == (None, problem)
     frames = torch.randn(2, 5, 4)
@@ -221,7 +223,7 @@ class Places(nn.Module):
         return frames + (self.offset if offset else self.places[: frames.shape[1]])
 
 
-def test_sizes_that_are_fixed_or_limited_are_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_sizes_that_are_fixed_or_limited_are_reported(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = Places()
     frames = torch.randn(3, 7, 4)
     records: list[logging.LogRecord] = []

@@ -1,5 +1,6 @@
 """Tasks besides training, on one and on two ranks."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -105,11 +106,43 @@ def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Pa
     assert "out-1.hdf: expected a file that does not exist yet (output_file)" in again.err
 
 
+def test_search_writes_texts_in_the_datasets_order(after_training: tuple[Path, dict[str, object]], corpus: Path) -> None:
+    config, keys = after_training
+    texts = {}
+    for ranks in (1, 2):
+        file = config.parent / f"search-{ranks}.py.gz"
+        task = {
+            "task": "search",
+            "search_data": corpus / "dev.hdf",
+            "search_output_file": file,
+            "search_output_file_format": "py",
+        }
+        task |= {"search_output_layer": "best", "search_labels": ["a", "b", "c", "d", "e"], "use_horovod": ranks > 1}
+        finished = run(config, {**keys, **task}, ranks=ranks if ranks > 1 else None)
+        assert finished.status == 0, finished.err
+        texts[ranks] = gzip.decompress(file.read_bytes()).decode()
+    assert texts[1] == texts[2]
+    dev = open_hdf([corpus / "dev.hdf"])
+    found = eval(texts[1])
+    assert list(found) == dev.tags(range(101))
+    assert [len(text.split()) for text in found.values()] == [len(dev.sequence(index)["data"]) for index in range(101)]
+    assert not list(config.parent.glob("*.unfinished"))
+    again = run(config, {**keys, **task, "use_horovod": False})
+    assert again.status == 2
+    assert "search-2.py.gz: expected a file that does not exist yet (search_output_file)" in again.err
+    early = run(
+        config, {**keys, **task, "use_horovod": False, "search_output_file": config.parent / "early", "search_labels": ["a"]}
+    )
+    assert early.status == 2
+    assert "output 'best': expected numbers below 1 (the labels), got" in early.err
+    assert not (config.parent / "early").exists()
+
+
 def test_forward_says_what_is_missing(after_training: tuple[Path, dict[str, object]]) -> None:
     config, keys = after_training
-    nobody = run(config, {**keys, "task": "forward"})
-    assert nobody.status == 2
-    assert nobody.names("output_file, forward_callback")
+    neither = run(config, {**keys, "task": "forward"})
+    assert neither.status == 2
+    assert neither.names("output_file, forward_callback")
     step = hvdtrain(TOY, {**keys, "task": "forward", "forward_data": keys["corpus"] / "dev.hdf", "output_file": "x.hdf"})
     assert step.status == 2
     assert step.problems == ("forward_step: missing",)

@@ -177,12 +177,12 @@ def test_sync_batch_norm(comm) -> None:
         gradients = [torch.zeros_like(parameter) for parameter in together.parameters()]
         if own.any():
             loss = (together(rows[own]) * targets[own]).sum()
-            exchange.done(rows.device)
+            exchange.end_pass(rows.device)
             gradients = list(torch.autograd.grad(loss, list(together.parameters())))
-            exchange.done(rows.device)
+            exchange.end_pass(rows.device)
         else:
-            exchange.stand_by(rows.device, forward=True)
-            exchange.stand_by(rows.device, forward=False)
+            exchange.join_without_batch(rows.device, forward=True)
+            exchange.join_without_batch(rows.device, forward=False)
         for one, other in zip(expected, all_reduce(comm, gradients, "sum", name="gradients"), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for name, value in alone.state_dict().items():

@@ -210,7 +210,7 @@ def test_what_two_ranks_use_is_compared_with_their_plan(takes: str) -> None:
         assert (got is None) if message is None else message in str(got)
 
 
-def test_ranks_with_plans_of_their_own() -> None:
+def test_ranks_with_separate_plans() -> None:
     def work(comm: Communicator) -> str | None:
         account = Account(feed_of(comm, "random_seed_offset"), PLAN, position=1)
         for number in [1, 2] if comm.rank else [1, 2, 3]:
@@ -264,7 +264,7 @@ train = {"class": "MapDataset", "dataset": {"class": lambda: sequences}, "map_se
     assert found[0] == found[1]
 
 
-def test_a_file_that_is_listed_twice_and_a_score_without_a_value_are_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_listed_twice_and_a_score_without_a_value_are_reported(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(f"""
 # Reads the keys corpus, evaluated and starts_fast.
 exec(open({str(TOY)!r}).read())

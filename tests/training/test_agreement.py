@@ -45,7 +45,7 @@ def test_a_resume_on_another_number_of_ranks_goes_on_at_the_same_share() -> None
     assert by_size[1] == [bound / 101 for bound in made.bounds.tolist()]
 
 
-def test_ranks_with_plans_of_their_own_have_the_same_rates() -> None:
+def test_ranks_with_separate_plans_have_the_same_rates() -> None:
     plans = [planned(max_seqs=None, batch_size=size) for size in (40, 60, 80)]
     first, *others = on_ranks(3, lambda comm: shares(comm, plans[comm.rank], "random_seed_offset"))
     assert others == [first, first]

@@ -148,7 +148,7 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     assert beats[saving + 1] == ("between", "step 2, after saving")
     usual = {phase for phase, _ in beats} - {"start-up", "unhurried"}
     assert usual == {"planning", "between", "steps", "evaluation", "saving", "finishing"}
-    assert {Patience(fixed=10.0).allowed(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
+    assert {Patience(fixed=10.0).seconds(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
 
     beats.clear()
     nothing = {"epoch_start": None, "epoch_end": None, "track_epoch": None}
@@ -204,7 +204,7 @@ def problems(folder: Path, callbacks: str) -> list[str]:
     return faults(raised.value.problems)
 
 
-def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems(tmp_path, 'type("Late", (), {"on_epoch_ends": print})') == ["callbacks: wrong-type"]
     several = (
         '[Notes(), {"class": Notes, "fil": "x"}, "Notes", {"file": "x"}, 3, "nowhere.at:All", {"class": Notes(), "file": ""}]'
@@ -228,7 +228,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"noted": {"num_epochs": 5, "noted": f"{folder}/noted,25"}}
 
 
-def test_all_ranks_are_told_and_end_together(trained: Trained) -> None:
+def test_all_ranks_are_notified_and_end_together(trained: Trained) -> None:
     results = trained(trainings, TWO)
     for rank in range(2):
         [noted] = results.needed(f"noted.{rank}").read_text().splitlines()

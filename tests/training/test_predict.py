@@ -11,7 +11,7 @@ from hvdtrain.training.keys import Placement, parse_placements
 from hvdtrain.training.predict import (
     METHODS,
     Exchange,
-    Measured,
+    Measurement,
     Method,
     Prediction,
     Work,
@@ -24,7 +24,7 @@ from hvdtrain.training.predict import (
 
 GRAD, EVERY_1, EVERY_16, EVERY_64 = METHODS
 EXCHANGE = Exchange(latency=0.0, bucket_bytes=1000, bucket_seconds=0.001, parameters_seconds=0.02, waited=0.0)
-MEASURED = Measured(
+MEASURED = Measurement(
     size=2,
     per_host=1,
     hosts=2,
@@ -44,7 +44,7 @@ EVEN = Work(numpy.full(6400, 50), 64_000)
 """10 sequences in every batch, batches that 64 ranks can share."""
 
 
-def of(measured: Measured, ranks: int, method: Method = GRAD, work: Work = EVEN, per_host: int | None = None) -> Prediction:
+def of(measured: Measurement, ranks: int, method: Method = GRAD, work: Work = EVEN, per_host: int | None = None) -> Prediction:
     placement = Placement(ranks, per_host)
     made = predict(measured, {1: work, ranks: work}, [placement])
     return next(one for one in made if one.method == method or ranks == 1)
@@ -192,7 +192,7 @@ def test_the_best_is_the_first_that_is_nearly_as_fast() -> None:
     assert best(predict(expensive, {1: EVEN, 2: EVEN}, [Placement(2)])).method == EVERY_16
 
 
-def test_what_is_told() -> None:
+def test_lines_of_the_prediction() -> None:
     work = {1: EVEN, 2: EVEN, 64: EVEN}
     text = lines(MEASURED, predict(MEASURED, work, parse_placements("1,2,64")))
     table = [line for line in text if re.match(r" +\d", line)]

@@ -43,13 +43,13 @@ def test_every_rank_writes_a_trace(trained: Trained) -> None:
         process = next(event["pid"] for event in events if event.get("name") == "hvdtrain: compute")
         names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
         assert names[process].startswith(f"rank {rank} of 2: ")
-        assert process >> 22 == rank, "opened together, the ranks' processes are told apart"
+        assert process >> 22 == rank, "opened together, the ranks' processes differ"
     assert f"profile: 3 steps in {folder / 'rank-0-of-2.json.gz'}" in made.out("some")
     assert "grouped_allreduce.gradients" in (folder / "horovod.json").read_text()
 
 
 def test_a_profile_of_tensorflow_with_its_op_determinism(corpus: Path, tmp_path: Path) -> None:
-    """Determinism is for the whole process, so this training has one of its own. The log has the layers, too."""
+    """Determinism is for the whole process, so this training runs in a separate one. The log has the layers, too."""
     keys = {"profile_steps": 3, "deterministic": True, "log_verbosity": 5, "corpus": corpus, "model": tmp_path / "model"}
     ended = hvdtrain(CONFIGS["tensorflow"], keys)
     assert ended.status == 0, ended.err

@@ -38,13 +38,13 @@ def test_steps_count_from_where_the_training_goes_on() -> None:
 def test_an_old_checkpoint_is_asked_for_once_by_the_rank_with_the_clock() -> None:
     clock, limits = Clock(), TrainingLimits(1, save_minutes=2)
     policy, other = (SavePolicy(limits, 0, has_clock, clock) for has_clock in (True, False))
-    assert not policy.requests()
+    assert not policy.should_request()
     clock.now = 120.0
-    assert [policy.requests(), policy.requests(), other.requests()] == [True, False, False]
-    policy.saved()
-    assert not policy.requests()
+    assert [policy.should_request(), policy.should_request(), other.should_request()] == [True, False, False]
+    policy.reset()
+    assert not policy.should_request()
     clock.now = 240.0
-    assert policy.requests()
+    assert policy.should_request()
 
 
 @dataclass

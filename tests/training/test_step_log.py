@@ -27,7 +27,7 @@ def training(corpus: Path, folder: Path, **keys: object) -> list[str]:
     return ["-m", "hvdtrain", str(TOY), *(str(part) for name, value in overrides.items() for part in (f"++{name}", value))]
 
 
-def test_a_bar_and_what_is_told_above_it(corpus: Path, tmp_path: Path) -> None:
+def test_a_bar_and_the_lines_above_it(corpus: Path, tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, training(corpus, tmp_path, num_epochs=2, evaluated=True), columns=150)
     assert terminal.read_to_end() == 0, terminal.text
     drawn = re.findall(DRAWN, terminal.text)
@@ -48,7 +48,7 @@ def test_a_bar_and_what_is_told_above_it(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
-    """Open MPI gives every rank a terminal of its own, whatever its own output goes to."""
+    """Open MPI gives every rank a terminal, wherever its own output goes."""
     arguments = training(corpus, tmp_path, use_horovod=True)
     terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
     terminal.read_until(r"\repoch 1: ")
@@ -197,7 +197,7 @@ def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
     os.close(end)
 
 
-def test_a_terminal_that_was_closed_stops_nobody() -> None:
+def test_a_closed_terminal_does_not_stop_the_training() -> None:
     end, inside = pty.openpty()
     os.system(f"stty cols 80 < {os.ttyname(inside)}")
     stream = os.fdopen(inside, "w")

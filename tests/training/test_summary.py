@@ -13,7 +13,7 @@ from hvdtrain.learner.base import Layer
 from hvdtrain.report.json_lines import as_json, table
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.job import open_session
-from hvdtrain.start_up.overfit import overfitting
+from hvdtrain.start_up.overfit import repeat_batches
 
 
 def test_counts_of_a_layer_have_those_inside_it() -> None:
@@ -93,7 +93,7 @@ def test_every_rank_has_its_own_batches(corpus: Path, tmp_path: Path, number: in
 
     def shares(comm: Communicator) -> list[list[int]]:
         with open_session(settings, "measure", comm) as session:
-            feed = overfitting(session, number).feeds[0]
+            feed = repeat_batches(session, number).feeds[0]
             return [batch.tolist() for batch in feed.share(feed.plan(7))]
 
     found = on_ranks(2, shares)

@@ -63,7 +63,7 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
         scores.add("a", number, 3.0)
     more.add("a", 0.3, 1.0)
     compact = Scores.from_state(scores.compact().state())
-    assert repr(Scores.merged([compact, more]).means()) == repr(Scores.merged([scores, more]).means())
+    assert repr(Scores.merge([compact, more]).means()) == repr(Scores.merge([scores, more]).means())
     for odd in (float("inf"), float("nan"), float("-inf")):
         scores.add("a", odd, 1.0)
         assert repr(scores.compact().means()) == repr(scores.means())

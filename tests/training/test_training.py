@@ -1,4 +1,4 @@
-"""A training of one process, started as a user does, and what it tells of its batches."""
+"""A training of one process, started as a user does, and what it logs about its batches."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_keys_of_the_learning_rate_that_are_wrong(corpus: Path, tmp_path: Path) 
     }
 
 
-def test_a_loss_that_is_a_mean_of_the_batch_is_told(tmp_path: Path) -> None:
+def test_a_loss_that_is_a_mean_of_the_batch_is_reported(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text(
         "import hvdtrain, numpy, torch\n"

@@ -14,7 +14,7 @@ from hvdtrain.cli import main  # noqa: E402  # found through the line above
 
 
 def transport() -> list[str]:
-    """What the launcher tells: i6_core sets use_horovod for each of them, and torchrun's processes meet by torch.distributed."""
+    """Keys that depend on the launcher: i6_core sets use_horovod for each, but torchrun's processes use torch.distributed."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     return ["++use_horovod", "False"]

@@ -19,33 +19,33 @@ class Budget:
     """Bytes that several datasets together may cache; None: no limit.
 
     Args:
-        within: a larger budget that this one is a part of, shared with others.
+        within: a larger budget that this one shares with others.
 
     Attributes:
         size: the smaller of the two limits.
-        used: bytes that are taken.
+        used: the bytes in use.
         caches: the datasets that draw on this budget.
     """
 
     def __init__(self, size: int | None, within: Budget | None = None) -> None:
-        self._own = size
+        self._limit = size
         self._within = within
         self.used = 0
         self.caches: list[CachedDataset] = []
 
     @property
     def size(self) -> int | None:
-        sizes = [size for size in (self._own, self._within.size if self._within is not None else None) if size is not None]
+        sizes = [size for size in (self._limit, self._within.size if self._within is not None else None) if size is not None]
         return min(sizes, default=None)
 
     def is_cut(self, wanted: int) -> bool:
-        """Whether the larger budget leaves less than this one's own limit and than the bytes that are wanted."""
+        """Whether the larger budget leaves less than both this one's limit and the wanted bytes."""
         available = None if self._within is None else self._within.size
-        return available is not None and available < min(wanted, wanted if self._own is None else self._own)
+        return available is not None and available < min(wanted, wanted if self._limit is None else self._limit)
 
     def take(self, size: int) -> bool:
-        """Take some bytes; False if there are not as many left."""
-        if self._own is not None and self.used + size > self._own:
+        """Take some bytes; False if fewer are left."""
+        if self._limit is not None and self.used + size > self._limit:
             return False
         if self._within is not None and not self._within.take(size):
             return False
@@ -64,10 +64,10 @@ class Budget:
 class CachedDataset(Dataset):
     """A dataset that caches the sequences it reads until its budget is used up.
 
-    It wraps the dataset that reads files, below those that join, map or cut sequences: they make batches in ways of their own,
-    and a function over sequences is called anew in every epoch.
+    It wraps the dataset that reads files, below those that join, map or cut sequences: these make batches differently, and a
+    function over sequences is called anew in every epoch.
 
-    Data keys that are memory-mapped are not cached: the page cache of the system holds them already, once for all ranks.
+    Memory-mapped data keys are not cached: the page cache of the system already holds them, once for all ranks.
     Nothing is evicted: as each sequence is needed once per epoch, every cached sequence saves the same amount of reading.
     So the cache serves any order and any part of the data, from epoch to epoch.
     """
@@ -75,7 +75,7 @@ class CachedDataset(Dataset):
     def __init__(self, dataset: Dataset, budget: Budget) -> None:
         self._dataset = dataset
         self._budget = budget
-        self._kept: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
+        self._cached: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
         self.memory_mapped = dataset.memory_mapped
         self.streams = dataset.streams
         self.lengths = dataset.lengths
@@ -86,9 +86,9 @@ class CachedDataset(Dataset):
         return self._dataset.num_sequences
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """The number of sequences in memory."""
-        return len(self._kept)
+        return len(self._cached)
 
     def file_bounds(self) -> Array:
         return self._dataset.file_bounds()
@@ -109,18 +109,17 @@ class CachedDataset(Dataset):
         return {name: pad([arrays[place] for arrays in sequences]) for place, name in enumerate(self.streams)}
 
     def _arrays(self, index: int) -> tuple[Array, ...]:
-        """The arrays of a sequence in the order of the streams; cached from now on, if there is room."""
-        kept = self._kept.get(index)
-        if kept is not None:
-            return kept
+        """The arrays of a sequence in the order of the streams; cached from now on if the budget allows."""
+        if (cached := self._cached.get(index)) is not None:
+            return cached
         read = self._dataset.sequence(index)
         arrays = tuple(read[name] for name in self.streams)
         size = sum(_size(read[name]) for name in self.streams if name not in self.memory_mapped)
         if self._budget.take(PER_SEQUENCE + size):
             arrays = tuple(
-                array if name in self.memory_mapped else _own(array) for name, array in zip(self.streams, arrays, strict=True)
+                array if name in self.memory_mapped else _detach(array) for name, array in zip(self.streams, arrays, strict=True)
             )
-            self._kept[index] = arrays
+            self._cached[index] = arrays
         return arrays
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -130,7 +129,7 @@ class CachedDataset(Dataset):
         return self._dataset.tag_bytes(start, stop)
 
     def close(self) -> None:
-        self._kept = {}
+        self._cached = {}
         self._dataset.close()
 
     def how_read(self) -> str:
@@ -139,7 +138,7 @@ class CachedDataset(Dataset):
 
 
 def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
-    """The dataset with a cache, if it gains from one."""
+    """The dataset, with a cache if it gains from one."""
     all_mapped = dataset.streams.keys() <= dataset.memory_mapped
     return dataset if budget.size == 0 or all_mapped or dataset.is_stochastic else CachedDataset(dataset, budget)
 
@@ -155,28 +154,28 @@ def _size(array: Array) -> int:
     return array.nbytes + texts + PER_ARRAY
 
 
-def _own(array: Array) -> Array:
-    """The array, read-only; a copy if it is a view, which would keep the whole array in memory."""
-    kept = array.copy() if array.base is not None else array
-    kept.flags.writeable = False
-    return kept
+def _detach(array: Array) -> Array:
+    """The array, read-only; copied if it is a view, which would keep all of its base in memory."""
+    detached = array.copy() if array.base is not None else array
+    detached.flags.writeable = False
+    return detached
 
 
 def host_memory() -> int | None:
-    """Bytes of free memory of this host, or of the control group of this process if it has less; None: not known."""
-    left = [_available(Path("/proc/meminfo"))]
+    """Bytes of free memory on this host, or in the control group of this process if that is less; None: unknown."""
+    left = [_available_memory(Path("/proc/meminfo"))]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, _, place = line.split(":", 2)
             if number == "0":  # version 2; the limit may be set on a parent group
                 group = Path("/sys/fs/cgroup") / place.strip("/")
-                left += [_left_in(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
+                left += [_memory_left(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
     except (OSError, ValueError):
         pass
     return min((size for size in left if size is not None), default=None)
 
 
-def _available(meminfo: Path) -> int | None:
+def _available_memory(meminfo: Path) -> int | None:
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         return int(lines["MemAvailable"].split()[0]) << 10
@@ -184,12 +183,12 @@ def _available(meminfo: Path) -> int | None:
         return None
 
 
-def _left_in(group: Path) -> int | None:
+def _memory_left(group: Path) -> int | None:
     """The limit of a control group minus the memory that it uses, without the page cache."""
     try:
         limit = int((group / "memory.max").read_text())
         taken = int((group / "memory.current").read_text())
         files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return max(0, limit - taken + int(files.get("file", 0)))
-    except (OSError, ValueError):  # "max" where there is no limit
+    except (OSError, ValueError):  # "max": no limit
         return None

@@ -23,8 +23,7 @@ class CombinedDatasetKeys(DatasetKeys):
     sampling_sizes: int | dict[str, int] | None = key(
         None,
         "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one "
-        "ended; by name, "
-        "or the same number for all",
+        "ended; by name, or the same number for all",
         positive,
     )
     data_map: dict[Any, str] = key(
@@ -98,7 +97,7 @@ class MetaDatasetKeys(DatasetKeys):
 
     @property
     def ordered_by(self) -> str:
-        """The name of the dataset that determines which sequences there are."""
+        """The name of the dataset that determines the sequences."""
         return self.seq_order_control_dataset or next(iter(self.datasets))
 
     def problems(self) -> list[Problem]:
@@ -130,7 +129,6 @@ class OutputKeys:
     dtype: str | None = key(None, "numpy's name of the type; None: int32 for sparse data, else float32")
 
     def problems(self) -> list[Problem]:
-        """What is wrong between the keys."""
         import numpy  # not at the top: `--help` imports this file
 
         try:
@@ -148,11 +146,11 @@ class MapDatasetKeys(DatasetKeys):
 
     opener: ClassVar[str] = "hvdtrain.data.combine.map:open_map"
 
-    dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
+    dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys apply")
     map_seq: Callable[..., Any] | str = key(
         REQUIRED,
         "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
-        "read-only; index is that of the sequence, rng a numpy.random.RandomState of its own for every sequence and epoch; only "
+        "read-only; index is that of the sequence, rng a separate numpy.random.RandomState for every sequence and epoch; only "
         "the arguments that the function accepts are passed",
     )
     map_outputs: dict[str, Any] | None = key(

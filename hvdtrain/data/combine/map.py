@@ -1,4 +1,4 @@
-"""MapDataset: a function applied to every sequence of a dataset, in worker processes where it is costly.
+"""MapDataset: a function applied to every sequence of a dataset, in worker processes if it is costly.
 
 The plan of an epoch needs all lengths in advance. So the function either keeps the lengths, or another one (`map_lengths`)
 computes the new lengths of all sequences of an epoch at once, and every sequence is checked against them.
@@ -17,7 +17,7 @@ import numpy
 from hvdtrain.config.source import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, iterator_ended
+from hvdtrain.data.dataset import Dataset, ended_iterator_error
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -31,7 +31,7 @@ class MapDataset(Dataset):
         lengths_of: computes the lengths after the function, by data key, from the dataset inside and the epoch.
         lengths_vary: whether they depend on the epoch.
         num_workers: the number of processes that `start` starts.
-        seed: of the random numbers that the function is given, together with the epoch and the index of the sequence.
+        seed: of the function's random numbers, together with the epoch and the index of the sequence.
     """
 
     is_stochastic = True
@@ -56,7 +56,7 @@ class MapDataset(Dataset):
         self._seed = seed
         self._epoch = 1
         self._num_workers = num_workers
-        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker: once per epoch instead of for every sequence
+        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker, once per epoch instead of for every sequence
         self._workers: Workers[tuple[int, int]] = Workers(num_workers, lambda asked: latest(asked[0]).sequence(asked[1]))
         self._lengths_of = lengths_of
         self._lengths_vary = lengths_vary
@@ -93,23 +93,24 @@ class MapDataset(Dataset):
         if "index" in self._arguments:
             arguments["index"] = index
         if "rng" in self._arguments:
-            arguments["rng"] = _generator(self._seed, self._epoch, index)
-        # An item may be the user's own array, and a cache keeps it: what map_seq changes in place would change again next time.
+            # The same on every rank, in any order of the sequences; a RandomState, as existing configs call its methods.
+            arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index])
+        # A copy, as the user's items and a cache keep their arrays: an array changed in place would be changed again next time.
         given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:
             made = self._map_seq(given, **arguments)
         except StopIteration as error:
-            raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
-        except BaseException as error:  # a SystemExit, too, which has no message of its own
+            raise ended_iterator_error(f"{self._where}.map_seq, sequence {index}", error) from error
+        except BaseException as error:  # including SystemExit, which has no message
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
         if not isinstance(made, dict):
             raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
-        return {name: self._checked(index, name, made) for name in self.streams}
+        return {name: self._check_array(index, name, made) for name in self.streams}
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """The worker processes share the sequences, if there are any."""
-        if self._workers.usable:
+        """Shares the sequences among the worker processes, if any."""
+        if self._workers.is_usable:
             return self._workers.results([(self._epoch, index) for index in indices])
         return [self.sequence(index) for index in indices]
 
@@ -131,8 +132,8 @@ class MapDataset(Dataset):
     def warnings(self) -> list[str]:
         return self._dataset.warnings()
 
-    def _checked(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
-        """One array, checked against its stream and length, from which batches are planned. Raises: DataError."""
+    def _check_array(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
+        """One array, checked against its stream and against the length that batches are planned with. Raises: DataError."""
         what = f"{self._where}.map_seq"
         if name not in made:
             raise DataError(f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, made))} for sequence {index}")
@@ -159,21 +160,13 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
     """  # noqa: E501
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions that are written in C
+    except (TypeError, ValueError):  # some functions written in C
         return ()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return names
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
-    return tuple(name for name in names if name in own)
-
-
-def _generator(seed: int, epoch: int, index: int) -> numpy.random.RandomState:
-    """The random numbers of a sequence in an epoch, the same on every rank and in any order of the sequences.
-
-    A RandomState, whose methods functions of existing configs call.
-    """
-    return numpy.random.RandomState([seed, epoch, index])
+    accepted = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
+    return tuple(name for name in names if name in accepted)
 
 
 def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -194,7 +187,7 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) 
         lengths: Any = {name: column.copy() for name, column in inside.lengths.items()}
         if map_lengths is not None:
             lengths = map_lengths(lengths, epoch=epoch) if takes_epoch else map_lengths(lengths)
-        return _checked_lengths(where, lengths, inside.num_sequences, streams)
+        return _check_lengths(where, lengths, inside.num_sequences, streams)
 
     mapped = MapDataset(where, dataset, map_seq, streams, lengths_of, takes_epoch, keys.num_workers, keys.map_seed)
     mapped.start()
@@ -208,7 +201,7 @@ def _function(what: str, function: Any) -> Callable[..., Any]:
         raise DataError(f"{what}: expected something that can be imported, got {error}") from error
 
 
-def _checked_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapping[str, Stream]) -> dict[str, Array]:
+def _check_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapping[str, Stream]) -> dict[str, Array]:
     """The lengths after map_seq, by data key."""
     if not isinstance(lengths, dict):
         raise DataError(f"{where}.map_lengths: expected a dict of lengths, got {type(lengths).__name__}")
@@ -230,6 +223,6 @@ def _checked_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapp
 
 
 def _stream(entry: OutputKeys) -> Stream:
-    """What an entry of `map_outputs` describes."""
+    """The stream that an entry of `map_outputs` describes."""
     dtype = numpy.dtype(entry.dtype or ("int32" if entry.sparse else "float32"))
     return Stream(dtype, () if entry.sparse else (entry.dim,), entry.dim, entry.sparse)

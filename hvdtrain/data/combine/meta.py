@@ -53,9 +53,9 @@ def _odd(number: int) -> numpy.uint64:
 
 
 class TagIndex:
-    """The tags of one dataset, sorted by hash, in which to look up the tags of other datasets.
+    """The tags of one dataset, sorted by hash, to look up the tags of other datasets.
 
-    It takes the bytes of the tags and 16 bytes per sequence; release it when everything is joined.
+    It takes the bytes of the tags and 16 bytes per sequence; drop it once everything is joined.
 
     Raises:
         DataError: two sequences have the same tag.
@@ -63,11 +63,11 @@ class TagIndex:
 
     def __init__(self, name: str, dataset: Dataset) -> None:
         self._name = name
-        self._tags = _all(dataset)
+        self._tags = _all_tags(dataset)
         unsorted = numpy.empty(len(self._tags), dtype=numpy.uint64)
         for start in range(0, len(self._tags), BLOCK):
             unsorted[start : start + BLOCK] = hashes(self._tags[start : start + BLOCK])
-        self._order = numpy.argsort(unsorted, kind="stable").astype(_small(len(unsorted)), copy=False)
+        self._order = numpy.argsort(unsorted, kind="stable").astype(_index_type(len(unsorted)), copy=False)
         self._hashes = unsorted[self._order]
         self._run = self._longest_run()
 
@@ -78,15 +78,15 @@ class TagIndex:
         other dataset has are ignored.
 
         Raises:
-            DataError: the other dataset lacks some of the tags, or has one of them twice.
+            DataError: the other dataset does not have all of the tags, or has one of them twice.
         """
         if other.num_sequences == len(self._tags) and self._same_order(other):
             return None
-        found = numpy.full(len(self._tags), -1, dtype=_small(other.num_sequences))
+        found = numpy.full(len(self._tags), -1, dtype=_index_type(other.num_sequences))
         for start, block in tag_blocks(other):
             here, there = self._lookup(block)
             if len(numpy.unique(here)) < len(here) or (found[here] >= 0).any():
-                twice = numpy.concatenate([here[found[here] >= 0], here[_repeated(here)]])
+                twice = numpy.concatenate([here[found[here] >= 0], here[_is_repeated(here)]])
                 raise DataError(f"{name}: expected every tag once, got {_text(self._tags[twice[0]])!r} twice")
             found[here] = start + there
         missing = numpy.flatnonzero(found < 0)
@@ -103,11 +103,11 @@ class TagIndex:
     def _lookup(self, block: Array) -> tuple[Array, Array]:
         """Which tags of the block this dataset has: positions in the dataset, and in the block."""
         wanted = hashes(block)
-        by_hash = numpy.argsort(wanted, kind="stable")  # sorted needles walk through the index in one direction
+        by_hash = numpy.argsort(wanted, kind="stable")  # sorted, so that the search walks through the index in one direction
         places = numpy.empty(len(wanted), dtype=numpy.int64)
         places[by_hash] = numpy.searchsorted(self._hashes, wanted[by_hash])
         here, there = [], []
-        for step in range(self._run):  # once, unless two tags have the same hash
+        for step in range(self._run):  # one step, unless two tags have the same hash
             inside = numpy.flatnonzero(places + step < len(self._hashes))
             candidates = self._order[places[inside] + step]
             same = self._hashes[places[inside] + step] == wanted[inside]
@@ -118,7 +118,7 @@ class TagIndex:
         return numpy.concatenate(here), numpy.concatenate(there)
 
     def _longest_run(self) -> int:
-        """The largest number of tags with the same hash. Raises: DataError, if there is a tag twice."""
+        """The largest number of tags with the same hash. Raises: DataError, if a tag occurs twice."""
         longest = 1
         while len(same := numpy.flatnonzero(self._hashes[longest:] == self._hashes[:-longest])):
             first, second = self._order[same], self._order[same + longest]
@@ -131,7 +131,7 @@ class TagIndex:
         return longest
 
 
-def _all(dataset: Dataset) -> Array:
+def _all_tags(dataset: Dataset) -> Array:
     """All tags as one array. The blocks are released while it is filled."""
     blocks = [block for _, block in tag_blocks(dataset)][::-1]
     width = max((block.dtype.itemsize for block in blocks), default=1)
@@ -144,11 +144,11 @@ def _all(dataset: Dataset) -> Array:
     return tags
 
 
-def _small(size: int) -> type[numpy.int32] | type[numpy.int64]:
+def _index_type(size: int) -> type[numpy.int32] | type[numpy.int64]:
     return numpy.int32 if size <= numpy.iinfo(numpy.int32).max else numpy.int64
 
 
-def _repeated(numbers: Array) -> Array:
+def _is_repeated(numbers: Array) -> Array:
     """A mask of the second and later occurrences of a number."""
     _, first = numpy.unique(numbers, return_index=True)
     again = numpy.ones(len(numbers), dtype=bool)
@@ -264,7 +264,7 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
         where: the config key of the dataset, for messages.
 
     Raises:
-        DataError: a data key or a tag is missing, or a tag is there twice.
+        DataError: a data key or a tag is missing, or a tag occurs twice.
     """
     sources = {data_key: (str(name), str(there)) for data_key, (name, there) in keys.data_map.items()}
     for data_key, (name, there) in sources.items():

@@ -1,4 +1,4 @@
-"""What every dataset needs that consists of several parts, one after the other.
+"""Helpers for datasets that consist of several parts, one after the other.
 
 `bounds` holds the index of the first sequence of every part, then the number of sequences.
 """
@@ -13,8 +13,8 @@ from hvdtrain.data.types import Array
 
 
 def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iterator[tuple[int, Array, Array]]:
-    """For each part that some of the indices lie in: its number, the positions of these indices, and their indices in
-    the part."""
+    """For each part that contains some of the indices: its number, the positions of these indices, and their indices in the
+    part."""
     wanted = numpy.asarray(indices, dtype=numpy.int64)
     owners = numpy.searchsorted(bounds, wanted, side="right") - 1
     for part in numpy.unique(owners).tolist():
@@ -22,10 +22,10 @@ def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iter
         yield part, rows, wanted[rows] - bounds[part]
 
 
-def concatenated_tags(
+def concatenate_tags(
     indices: Sequence[int], bounds: Sequence[int] | Array, read: Callable[[int, Array], Sequence[str]]
 ) -> list[str]:
-    """`Dataset.tags` of a concatenation. `read` is given a part's number and indices in the part."""
+    """`Dataset.tags` of a concatenation. `read` gets a part's number and indices in the part."""
     tags = [""] * len(indices)
     for part, rows, inside in split(indices, bounds):
         for row, tag in zip(rows, read(part, inside), strict=True):
@@ -33,8 +33,8 @@ def concatenated_tags(
     return tags
 
 
-def concatenated_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]) -> Array:
-    """`Dataset.tag_bytes` of a concatenation. `read` is given a part's number, and where to start and stop in the part."""
+def concatenate_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]) -> Array:
+    """`Dataset.tag_bytes` of a concatenation. `read` gets a part's number, and where to start and stop in the part."""
     parts = []
     for part in range(len(bounds) - 1):
         begin, end = max(start, int(bounds[part])), min(stop, int(bounds[part + 1]))

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys
-from hvdtrain.data.combine.parts import concatenated_tag_bytes, concatenated_tags, split
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys
+from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.padding import merged
+from hvdtrain.data.padding import merge_batches
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -21,7 +21,7 @@ class UnionDataset(Dataset):
     """The sequences of several datasets, one dataset after the other.
 
     Args:
-        keys: for each dataset, by data key here: the data key there. Where there is none, the sequence is empty.
+        keys: for each dataset, the data key there by data key here. A sequence is empty in the data keys left out.
         streams: by data key here.
         sampling_sizes: how many sequences of each dataset a full epoch takes; None: all.
     """
@@ -59,7 +59,7 @@ class UnionDataset(Dataset):
         return numpy.concatenate([*begins, self._first[-1:]])
 
     def selected(self, full_epoch: int) -> Array | None:
-        """With `sampling_sizes`: the next sequences of each dataset, which starts again from the beginning where it ends."""
+        """With `sampling_sizes`: the next sequences of each dataset, starting again from the beginning where it ends."""
         if self._sampling_sizes is None:
             return None
         return numpy.concatenate(
@@ -90,13 +90,13 @@ class UnionDataset(Dataset):
         for number, rows, inside in split(indices, self._first):
             batch = self._datasets[number].padded(inside)
             parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
-        return merged(self.streams, len(indices), parts)
+        return merge_batches(self.streams, len(indices), parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenated_tags(indices, self._first, lambda number, inside: self._datasets[number].tags(inside.tolist()))
+        return concatenate_tags(indices, self._first, lambda number, inside: self._datasets[number].tags(inside.tolist()))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenated_tag_bytes(start, stop, self._first, lambda number, *inside: self._datasets[number].tag_bytes(*inside))
+        return concatenate_tag_bytes(start, stop, self._first, lambda number, *inside: self._datasets[number].tag_bytes(*inside))
 
     def close(self) -> None:
         for dataset in self._datasets:
@@ -115,7 +115,7 @@ class UnionDataset(Dataset):
         ]
 
     def _is_memory_mapped(self, name: str) -> bool:
-        """Whether a data key is memory-mapped wherever it is read."""
+        """Whether a data key is memory-mapped in every dataset that has it."""
         return all(
             name not in keys or keys[name] in dataset.memory_mapped
             for dataset, keys in zip(self._datasets, self._keys, strict=True)
@@ -146,10 +146,10 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a ConcatDataset. Raises: DataError."""
-    return concatenated(where, datasets)
+    return concatenate(where, datasets)
 
 
-def concatenated(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
+def concatenate(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
     """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
     return UnionDataset(list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
@@ -181,7 +181,7 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
                 f"{where}: expected the labels of {first}, got others in {name} (the first difference is at index {different})"
             )
         labels = labels or other.labels
-    dtype = numpy.result_type(*[one.dtype for one in given.values()]) if others else stream.dtype
+    dtype = numpy.result_type(*[other.dtype for other in given.values()]) if others else stream.dtype
     return replace(stream, dtype=dtype, labels=labels)
 
 
@@ -240,13 +240,13 @@ class FilesDataset(Dataset):
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Each file reads its part of the batch at once."""
         parts = [(rows, self._file(number).padded(inside)) for number, rows, inside in split(indices, self._bounds)]
-        return merged(self.streams, len(indices), parts)
+        return merge_batches(self.streams, len(indices), parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenated_tags(indices, self._bounds, lambda number, inside: self._file(number).tags(inside.tolist()))
+        return concatenate_tags(indices, self._bounds, lambda number, inside: self._file(number).tags(inside.tolist()))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenated_tag_bytes(start, stop, self._bounds, lambda number, *inside: self._file(number).tag_bytes(*inside))
+        return concatenate_tag_bytes(start, stop, self._bounds, lambda number, *inside: self._file(number).tag_bytes(*inside))
 
     def close(self) -> None:
         for file in self._open.values():
@@ -274,10 +274,3 @@ class FilesDataset(Dataset):
                 )
         self._open[number] = file
         return file
-
-
-def open_files(where: str, keys: FilesDatasetKeys, open_file: Callable[[str], Dataset]) -> Dataset:
-    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
-    dataset = FilesDataset(where, keys.data_files(), open_file, keys.max_open_files)
-    dataset.read_lengths()
-    return dataset

@@ -23,30 +23,30 @@ AHEAD = 4
 """The number of questions that are queued per worker. They are small, so that writing them to a pipe never blocks."""
 
 START_SECONDS = 20.0
-"""Within which a new process has to answer. If it does not, it is killed and started again."""
+"""How long a new process may take to answer before it is killed and started again."""
 
 STARTS = 5
-"""How often a process is started until that is an error."""
+"""How many times a process is started before giving up."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when the thread that started it ends."""
+"""Option of Linux's prctl: the signal that a process gets when the thread that started it ends."""
 
 WAKE = signal.SIGRTMIN + 8
-"""Sent by a thread that fails to the main thread of its own process."""
+"""Signal from a thread that fails to the main thread of the same process."""
 
 Question = TypeVar("Question")
 
 
 class Workers(Generic[Question]):
-    """Processes that all do the same work. They are forked, so that what they work with, such as functions of the config, is
-    not pickled: start them before the GPU is in use.
+    """Processes that all do the same work. They are forked, so that functions of the config and the like need not be pickled:
+    start them before the GPU is in use.
 
-    A process that is forked while other threads run has copies of the locks that these hold, and no thread that releases them:
-    on rare occasions, it waits for ever within Python before it reaches any code of ours. So each says that it has begun, and is
-    otherwise killed and started again.
+    A process that is forked while other threads run has copies of the locks that these hold, and no thread to release them: on
+    rare occasions it waits forever inside Python before it reaches our code. So each process reports that it has begun; one that
+    does not is killed and started again.
 
-    They end when `close` tells them to, or when this process ends in any way: the kernel then kills them, whatever they do.
-    Closed pipes would not be enough: processes that were forked later have copies, and a busy process does not look at its own.
+    They end at `close`, or when this process ends in any way: the kernel then kills them, whatever they do. Closing the pipes
+    would not be enough: processes that were forked later have copies, and a busy process does not look at its pipe.
 
     Args:
         work: returns the answer to a question. Both are pickled.
@@ -68,8 +68,8 @@ class Workers(Generic[Question]):
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         for number in range(self._count):
             self._fork(context, number, parent)
-        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes. What is
-        # registered last comes first: multiprocessing's own function, which waits, is registered when a process starts.
+        # If an error ends the program before `close`, Python would wait for the processes before it closes the pipes. The
+        # function registered last runs first: multiprocessing's, which waits, is registered when a process starts.
         atexit.register(self.close)
         for number in range(self._count):
             for _ in range(STARTS - 1):
@@ -83,12 +83,12 @@ class Workers(Generic[Question]):
                 if not self._has_begun(number):
                     self.close()
                     raise RuntimeError(
-                        f"worker process {number} was started {STARTS} times and did not begin within {START_SECONDS:g} s: is a "
-                        "lock held by another thread of this process?"
+                        f"worker process {number} was started {STARTS} times and did not begin within {START_SECONDS:g} s: does "
+                        "another thread of this process hold a lock?"
                     )
 
     def _fork(self, context: ForkContext, number: int, parent: int | None) -> None:
-        """Start a process, in the place of another one of this number if there is one."""
+        """Start a process; it replaces the one with this number, if any."""
         here, there = context.Pipe()
         inherited = [*(pipe for place, pipe in enumerate(self._pipes) if place != number), here]
         arguments = (self._work, there, inherited, parent)
@@ -99,11 +99,11 @@ class Workers(Generic[Question]):
         self._processes[number : number + 1] = [process]
 
     def _has_begun(self, number: int) -> bool:
-        """Whether a new process says so in time. Raises: WorkerDied."""
-        return self._pipes[number].poll(START_SECONDS) and self._take(number)[0] == "began"
+        """Whether a new process reports in time that it has begun. Raises: WorkerDied."""
+        return self._pipes[number].poll(START_SECONDS) and self._receive(number)[0] == "began"
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether this process started the workers: a process forked from it must not take their answers."""
         return bool(self._pipes) and self._process == os.getpid()
 
@@ -111,7 +111,7 @@ class Workers(Generic[Question]):
         """The answers to the questions, in their order.
 
         Raises:
-            DataError: the work did.
+            DataError: the work raised it.
             RuntimeError: the work raised another exception, whose traceback is in the message, or a process died.
         """
         made: list[Any] = []
@@ -119,10 +119,10 @@ class Workers(Generic[Question]):
         try:
             for number in range(len(questions)):
                 while asked < min(len(questions), number + AHEAD * self._count):
-                    self._ask(asked % self._count, questions[asked])
+                    self._send(asked % self._count, questions[asked])
                     asked += 1
                 received = number + 1
-                kind, answer = self._take(number % self._count)
+                kind, answer = self._receive(number % self._count)
                 if kind == "data error":
                     raise DataError(answer)
                 if kind == "error":
@@ -131,8 +131,8 @@ class Workers(Generic[Question]):
         except WorkerDied:
             raise
         except BaseException:
-            for number in range(received, asked):  # so that the next question does not get an old answer
-                self._take(number % self._count)
+            for number in range(received, asked):  # discard them, so that the next question does not get an old answer
+                self._receive(number % self._count)
             raise
         return made
 
@@ -151,42 +151,42 @@ class Workers(Generic[Question]):
                 process.kill()
         self._pipes, self._processes = [], []
 
-    def _ask(self, worker: int, question: Question) -> None:
+    def _send(self, worker: int, question: Question) -> None:
         try:
             self._pipes[worker].send(question)
         except OSError:
-            raise self._died(worker) from None
+            raise self._death_of(worker) from None
 
-    def _take(self, worker: int) -> tuple[str, Any]:
+    def _receive(self, worker: int) -> tuple[str, Any]:
         try:
             return self._pipes[worker].recv()  # type: ignore[no-any-return]  # what `_answer` sends
         except (EOFError, OSError):
-            raise self._died(worker) from None
+            raise self._death_of(worker) from None
 
-    def _died(self, worker: int) -> WorkerDied:
+    def _death_of(self, worker: int) -> WorkerDied:
         process = self._processes[worker]
         process.join(timeout=5)
         return WorkerDied(f"worker process {worker} ended with exit code {process.exitcode} (negative: by that signal)")
 
 
 class ThreadErrors:
-    """Errors that end threads of a worker process, raised in its main thread, which may be waiting for such a thread for ever."""
+    """Raises errors that end threads of a worker process in its main thread, which may be waiting forever for such a thread."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._raising = False
 
     def watch(self) -> None:
-        """Notice such errors from now on. To be called by the main thread."""
+        """Catch such errors from now on. Call it in the main thread."""
         signal.signal(WAKE, self._wake)
-        threading.excepthook = self._ended
+        threading.excepthook = self._record
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Raise, inside the `with` block or at its end, the first error that there was.
+    def reraise(self) -> Iterator[None]:
+        """Raise the first error of a thread inside the `with` block or at its end.
 
         Raises:
-            ThreadFailed: with that error as its cause, also in place of an exception that may be its consequence.
+            ThreadFailed: with that error as its cause; also in place of an exception that may be a consequence of it.
         """
         self._raising = True
         try:
@@ -204,12 +204,12 @@ class ThreadErrors:
             raise ThreadFailed from self._error
 
     def _wake(self, number: int, frame: FrameType | None) -> None:
-        """Called in the main thread, whatever it does or waits for."""
+        """Runs in the main thread, whatever it does or waits for."""
         if self._raising:
             self._raise()
 
-    def _ended(self, ended: threading.ExceptHookArgs) -> None:
-        """Called in a thread that an exception ends."""
+    def _record(self, ended: threading.ExceptHookArgs) -> None:
+        """Runs in a thread that an exception ends."""
         error = ended.exc_value
         if isinstance(error, SystemExit):  # RETURNN's threads print their errors and exit with 1
             error = error.__context__ if error.code else None
@@ -225,14 +225,14 @@ class ThreadFailed(BaseException):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended unexpectedly: it was killed, for example for lack of memory, or crashed in native code."""
+    """A worker process ended unexpectedly: it was killed, for example when memory ran out, or crashed in native code."""
 
 
 def end_with(parent: int) -> None:
     """Have the kernel kill this process when the one that started it ends."""
     with suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # it ended before prctl was called
         os._exit(1)
 
 
@@ -240,14 +240,14 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed.
 
     Args:
-        parent: the process to end with; None: that is told by the pipe alone.
+        parent: the process to end with; None: end only when the pipe is closed.
     """
     if parent is not None:
         end_with(parent)
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
-    for other in inherited:  # else they would stay open while this process lives, and their workers would not end
+    for other in inherited:  # left open in this process, they would keep their workers from ending
         other.close()
     try:
         pipe.send(("began", None))

@@ -6,6 +6,7 @@ Text becomes class indices by a vocabulary, a list of entries: the class of an e
 from __future__ import annotations
 
 import wave
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from hvdtrain.errors import ConfigError, DataError
 Units = Literal["characters", "words"]
 
 UNKNOWN = "<unk>"
-"""The entry of a vocabulary that stands for everything that the vocabulary lacks."""
+"""The entry of a vocabulary that stands for everything that is not in it."""
 
 
 class Vocabulary:
@@ -40,7 +41,7 @@ class Vocabulary:
             if unit not in self._classes:
                 raise DataError(
                     f"{source}: expected text of the entries in {self._where}, got {unit!r} in sequence {tag!r} "
-                    f"(an entry {UNKNOWN} would stand for it)"
+                    f"(an entry {UNKNOWN} would cover it)"
                 )
 
     def classes(self, units: Sequence[str]) -> Array:
@@ -82,13 +83,31 @@ SUFFIXES = (".npy", ".wav")
 Item = tuple[str, dict[str, Array]]
 
 
-class FolderDataset(Sequence[Item]):
+class ItemSequence(Sequence[Item]):
+    """Items by number, from 0. A subclass implements `__len__` and `item`."""
+
+    @abstractmethod
+    def item(self, number: int) -> Item:
+        """One item. Raises: DataError."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        numbers = range(len(self))[index]  # also handles negative numbers, and raises IndexError
+        return self.item(numbers) if isinstance(numbers, int) else list(map(self.item, numbers))
+
+
+class FolderDataset(ItemSequence):
     """Files named by tag, in the order of the transcript; without one, in the order of their names.
 
-    A tag is the path of a file in the folder without its suffix. The data key 'data' holds the content of the file: an array as
-    it is, or 16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
+    A tag is the path of a file in the folder without its suffix. The data key 'data' holds the array of the file, or 16-bit PCM
+    sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
 
-    Its lengths are not known before the files are read, so it is best converted once with hvdtrain dump.
+    Lengths are unknown until the files are read, so it is best converted once with hvdtrain dump.
 
     Args:
         folder: the folder of the files, which may be in subfolders.
@@ -122,9 +141,9 @@ class FolderDataset(Sequence[Item]):
         self._tags = sorted(self._files)
         if transcript is None:
             if vocabulary is not None:
-                raise ConfigError.of("missing", "vocabulary: expected a transcript beside it, got none in the FolderDataset")
+                raise ConfigError.of("missing", "vocabulary: expected a transcript with it, got none in the FolderDataset")
         else:
-            self._texts = _transcript(Path(transcript), units)
+            self._texts = _read_transcript(Path(transcript), units)
             self._tags = list(self._texts)
             missing = [tag for tag in self._tags if tag not in self._files]
             if missing:
@@ -145,16 +164,8 @@ class FolderDataset(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._tags)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        tag = self._tags[index]
+    def item(self, number: int) -> Item:
+        tag = self._tags[number]
         arrays = {"data": self._read(self._files[tag])}
         if tag in self._texts:
             arrays["classes"] = self._vocabulary.classes(self._texts[tag])
@@ -162,11 +173,11 @@ class FolderDataset(Sequence[Item]):
 
     def _read(self, path: Path) -> Array:
         if path.suffix == ".npy":
-            return _array(path)
-        rate, values = _sound(path)
-        if self._rate is None:  # of the first file of all, so that the result does not depend on which file is read first
+            return _read_array(path)
+        rate, values = _read_sound(path)
+        if self._rate is None:  # that of the first file, so that the result does not depend on which one is read first
             first = next((file for file in map(self._files.__getitem__, self._tags) if file.suffix == ".wav"), path)
-            self._rate = rate if first == path else _sound(first)[0]
+            self._rate = rate if first == path else _read_sound(first)[0]
         if rate != self._rate:
             raise DataError(f"{path}: expected {self._rate} samples per second as in the first file, got {rate}")
         return values
@@ -186,7 +197,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _transcript(path: Path, units: Units) -> dict[str, list[str]]:
+def _read_transcript(path: Path, units: Units) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
     for number, line in enumerate(read_lines(path), start=1):
         tag, _, text = line.strip().partition(" ")
@@ -196,7 +207,7 @@ def _transcript(path: Path, units: Units) -> dict[str, list[str]]:
     return texts
 
 
-def _array(path: Path) -> Array:
+def _read_array(path: Path) -> Array:
     try:
         values: Any = numpy.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -206,7 +217,7 @@ def _array(path: Path) -> Array:
     return values
 
 
-def _sound(path: Path) -> tuple[int, Array]:
+def _read_sound(path: Path) -> tuple[int, Array]:
     """The sampling rate in Hz, and the samples."""
     try:
         with wave.open(str(path), "rb") as file:
@@ -218,5 +229,5 @@ def _sound(path: Path) -> tuple[int, Array]:
         raise DataError(f"{path}: expected a .wav file of 16-bit PCM, got {8 * width} bits")
     if len(stored) != samples * channels * width:
         raise DataError(f"{path}: expected {samples} samples as its header says, got {len(stored) // (channels * width)}")
-    # As floats with a channel axis: RETURNN takes integers without one for class indices.
+    # As floats with a channel axis: RETURNN would take integers without one for class indices.
     return rate, (numpy.frombuffer(stored, "<i2").astype(numpy.float32) / 32768).reshape(samples, channels)

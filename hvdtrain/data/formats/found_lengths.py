@@ -1,4 +1,4 @@
-"""Files that keep the lengths of sequences that only reading the data tells, with what identifies their source."""
+"""Files with the lengths of sequences that are only known from reading the data, and with the identity of their source."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ import numpy
 from hvdtrain.data.types import Array, Stream
 
 FORMAT = 1
-"""Of the files; another number: they are made anew."""
+"""Version of the files; those with another one are written anew."""
 
 HEAD_START = 0.5
-"""Seconds by which rank 0, which shows the progress, is ahead of the others."""
+"""Seconds by which rank 0, which shows the progress, starts before the others."""
 
 
 @dataclass(frozen=True)
-class About:
-    """What is known of a source once it was read for the first time.
+class SourceTraits:
+    """Properties of a source, known once it was read for the first time.
 
     Attributes:
         name: of the dataset, for messages.
         streams: by data key, what a sequence's array holds.
-        by_corpus: whether the lengths are those of the sequences of a corpus, of which each epoch tells its order in advance;
-            otherwise every epoch is read to find its lengths.
+        by_corpus: whether the lengths are those of a whole corpus, whose order in each epoch is known in advance; otherwise every
+            epoch is read to find its lengths.
         skips: whether a sequence can be read without those before it.
-        repeats: whether an epoch that begins again gives the same sequences.
+        repeats: whether an epoch yields the same sequences when it begins again.
     """
 
     name: str
@@ -49,33 +49,33 @@ class About:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Sequences: of an epoch, or of a whole corpus.
+class SequenceTable:
+    """The sequences of an epoch or of a whole corpus.
 
     Attributes:
         tags: as UTF-8; numpy bytes of shape (num_sequences,).
-        lengths: by data key, the number of frames, int32 of shape (num_sequences,); -1: not known.
+        lengths: by data key, the number of frames, int32 of shape (num_sequences,); -1: unknown.
     """
 
     tags: Array
     lengths: Mapping[str, Array]
 
-    def at(self, indices: Array) -> Found:
+    def select(self, indices: Array) -> SequenceTable:
         """Some of the sequences, in the order of the indices."""
-        return Found(self.tags[indices], {key: column[indices] for key, column in self.lengths.items()})
+        return SequenceTable(self.tags[indices], {key: column[indices] for key, column in self.lengths.items()})
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all lengths are known."""
         return all(bool((column >= 0).all()) for column in self.lengths.values())
 
 
 class LengthsFile:
-    """The files of one source in a folder that several jobs may share. Each is replaced as a whole.
+    """The files of one source in a folder that several jobs may share. Each file is replaced as a whole.
 
     Args:
         folder: None: nothing is kept.
-        identity: what identifies the source. It is in the file, too; the name is a hash of it.
+        identity: of the source. The file contains it; its name is a hash of it.
     """
 
     def __init__(self, folder: Path | None, identity: str) -> None:
@@ -87,8 +87,8 @@ class LengthsFile:
         """The file of a part: 'corpus', or 'epoch-N'."""
         return None if self._folder is None else self._folder / f"{self._name}.{part}.npz"
 
-    def load(self, part: str) -> tuple[About, Found] | None:
-        """What was saved; None, if there is none, or it is of another source or format."""
+    def load(self, part: str) -> tuple[SourceTraits, SequenceTable] | None:
+        """The saved lengths; None if nothing was saved, or for another source or format."""
         path = self.path(part)
         if path is None:
             return None
@@ -98,12 +98,12 @@ class LengthsFile:
                 if about["format"] != FORMAT or about["identity"] != self._identity:
                     return None
                 lengths = {key: file[f"lengths/{key}"] for key in about["streams"]}
-                return _about(about), Found(file["tags"], lengths)
+                return _from_json(about), SequenceTable(file["tags"], lengths)
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
             return None
 
-    def save(self, part: str, about: About, found: Found) -> str | None:
-        """Write the file whole or not at all; the reason, if it cannot be written."""
+    def save(self, part: str, about: SourceTraits, found: SequenceTable) -> str | None:
+        """Write the file whole or not at all. Returns the reason if it cannot be written."""
         path = self.path(part)
         if path is None:
             return None
@@ -126,14 +126,14 @@ class LengthsFile:
         """Hold the lock of the files inside the `with` block: of several processes, one reads the data and the others wait.
 
         Args:
-            waiting: called now and then meanwhile.
-            delay: seconds for which to leave the lock to others.
+            waiting: called now and then while the lock is not available.
+            delay: seconds to wait first, so that others get the lock.
         """
         time.sleep(delay)
         path = None if self._folder is None else self._folder / f"{self._name}.lock"
         lock = -1
         if path is not None:
-            with suppress(OSError):  # the folder cannot be written to: everyone reads the data
+            with suppress(OSError):  # the folder cannot be written to: every process reads the data
                 path.parent.mkdir(parents=True, exist_ok=True)
                 lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -152,7 +152,7 @@ class LengthsFile:
                 os.close(lock)
 
 
-def _as_json(about: About) -> dict[str, Any]:
+def _as_json(about: SourceTraits) -> dict[str, Any]:
     streams = {
         key: [stream.dtype.str, list(stream.shape), stream.dim, stream.sparse, list(stream.labels)]
         for key, stream in about.streams.items()
@@ -160,17 +160,17 @@ def _as_json(about: About) -> dict[str, Any]:
     return {"name": about.name, "streams": streams, "flags": [about.by_corpus, about.skips, about.repeats]}
 
 
-def _about(read: Mapping[str, Any]) -> About:
+def _from_json(read: Mapping[str, Any]) -> SourceTraits:
     streams = {
         key: Stream(numpy.dtype(dtype), tuple(shape), dim, sparse, tuple(labels))
         for key, (dtype, shape, dim, sparse, labels) in read["streams"].items()
     }
-    return About(read["name"], streams, *read["flags"])
+    return SourceTraits(read["name"], streams, *read["flags"])
 
 
 def identity_of(value: Any) -> str:
-    """A text that differs where a value of a config does: of functions their code and what they enclose, of the names of files
-    their sizes and times of change.
+    """A text that differs if a value of a config does. It has the code and closures of functions, and the sizes and modification
+    times of named files.
 
     >>> identity_of({"b": (1, None), "a": len, "c": list.__getitem__})
     "{'a': builtins.len, 'b': [1, None], 'c': builtins.list.__getitem__}"
@@ -188,24 +188,24 @@ def identity_of(value: Any) -> str:
         return f"partial({identity_of([value.func, value.args, value.keywords])})"
     if callable(value) and getattr(value, "__qualname__", None):
         code = getattr(value, "__code__", None)
-        made_of = "" if code is None else f" {_code(code)} {_enclosed(value)}"
-        owner = getattr(value, "__objclass__", type(value))  # a method of a built-in class has no module of its own
+        made_of = "" if code is None else f" {_code_hash(code)} {_closure_text(value)}"
+        owner = getattr(value, "__objclass__", type(value))  # a method of a built-in class has no __module__
         module = getattr(value, "__module__", None) or owner.__module__
         return f"{module}.{value.__qualname__}{made_of}"
     text = re.sub(r"0x[0-9a-f]+", "0x", repr(value))
-    return text if type(value).__module__ == "builtins" else f"{type(value).__qualname__} {text} {_members(value)}"
+    return text if type(value).__module__ == "builtins" else f"{type(value).__qualname__} {text} {_attributes_text(value)}"
 
 
-def _code(code: CodeType) -> str:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+def _code_hash(code: CodeType) -> str:
+    constants = [_code_hash(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode("utf-8")).hexdigest()[:16]
 
 
-def _enclosed(function: Any) -> str:
+def _closure_text(function: Any) -> str:
     cells = [cell.cell_contents for cell in function.__closure__ or () if not callable(cell.cell_contents)]
     return identity_of([function.__defaults__, function.__kwdefaults__, cells])
 
 
-def _members(value: Any) -> str:
+def _attributes_text(value: Any) -> str:
     simple = (str, int, float, bool, type(None))
-    return repr(sorted((name, each) for name, each in getattr(value, "__dict__", {}).items() if isinstance(each, simple)))
+    return repr(sorted((name, member) for name, member in getattr(value, "__dict__", {}).items() if isinstance(member, simple)))

@@ -6,18 +6,16 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.folder import Units, Vocabulary, read_vocabulary, split
+from hvdtrain.data.formats.folder import Item, ItemSequence, Units, Vocabulary, read_vocabulary, split
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
 BLOCK = 64
 """The number of rows read at once: reading a single row takes about a millisecond, most of which is overhead."""
-
-Item = tuple[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Column:
 
     Attributes:
         name: of the column.
-        convert: makes an array of the value of a row, given a description of the row for messages. Raises: DataError.
+        convert: turns the value of a row into an array; also gets a description of the row for messages. Raises: DataError.
         labels: the names of the classes, if the column has them.
         decodes: whether the values are encoded files.
     """
@@ -37,7 +35,7 @@ class Column:
     decodes: bool = False
 
 
-class HuggingFaceDataset(Sequence[Item]):
+class HuggingFaceDataset(ItemSequence):
     """The rows of a folder that `save_to_disk` wrote, each a sequence.
 
     The type of a column determines its arrays: integers and lists of them, class indices (a ClassLabel has the names of the
@@ -45,7 +43,7 @@ class HuggingFaceDataset(Sequence[Item]):
     features); strings and lists of them, texts, or classes of a vocabulary; Audio, float32 from -1 to 1 of shape (samples,
     channels). A single value is a sequence of one frame.
 
-    Its lengths are not known before the rows are read, so it is converted once with hvdtrain dump.
+    Lengths are unknown until the rows are read, so it is converted once with hvdtrain dump.
 
     Args:
         folder: the folder that `save_to_disk` wrote.
@@ -60,7 +58,7 @@ class HuggingFaceDataset(Sequence[Item]):
         labels: the names of the classes, by data key.
 
     Raises:
-        DataError: the package is not installed, or what is in the folder is not as described here.
+        DataError: the package is not installed, or the content of the folder is not as described here.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class HuggingFaceDataset(Sequence[Item]):
         }
         self.labels = {key: list(column.labels) for key, column in self._columns.items() if column.labels}
         self._tag = tag
-        self._rows = _undecoded(rows, [column.name for column in self._columns.values() if column.decodes]).with_format(
+        self._rows = _leave_undecoded(rows, [column.name for column in self._columns.values() if column.decodes]).with_format(
             "numpy", columns=sorted({*columns.values(), *([tag] if tag is not None else [])})
         )
         self._block = range(0)
@@ -101,16 +99,7 @@ class HuggingFaceDataset(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]  # also handles negative numbers, and raises IndexError
+    def item(self, number: int) -> Item:
         if number not in self._block:
             first = number // BLOCK * BLOCK
             self._values = self._rows[first : first + BLOCK]
@@ -143,7 +132,7 @@ def _load(folder: str, part: str | None) -> Any:
     return found if parts is None else found[part]
 
 
-def _undecoded(rows: Any, names: Sequence[str]) -> Any:
+def _leave_undecoded(rows: Any, names: Sequence[str]) -> Any:
     """The dataset with encoded files left undecoded: the decoder of the package needs a framework."""
     import datasets
 

@@ -1,4 +1,4 @@
-"""Map-style datasets: a torch Dataset, a list, a Hugging Face dataset, or anything else that has a length and gives item i."""
+"""Map-style datasets: a torch Dataset, a list, a Hugging Face dataset, or anything else that has a length and returns item i."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset, Item, Scanning, iterator_ended
-from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile, identity_of
+from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
+from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits, identity_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
 TAG = "seq_tag"
-"""The entry of an item that is its name, not data."""
+"""The entry of an item that holds its name, not data."""
 
 POSITIONS = ("data", "classes")
 """The data keys of an item that is a tuple."""
 
 FIRST = 8
-"""How many items are read to see how long reading takes."""
+"""How many items are read first, to estimate how long reading takes."""
 
 SAMPLED = 32
-"""How many items are read to see whether lengths that are kept are theirs."""
+"""How many items are read to recognize the source of saved lengths."""
 
 BLOCK = 256
-"""How many items a process reads for one answer, when lengths are counted."""
+"""How many items a process reads per answer while lengths are counted."""
 
 SIMPLE = (str, int, float, bool, type(None))
-"""Types of attributes that tell datasets of a class apart."""
+"""Types of the attributes by which datasets of the same class are distinguished."""
 
 Counted = tuple[dict[str, Array], dict[str, int]]
-"""By data key, the lengths of some items, and the largest class."""
+"""The lengths of some items, and the largest class; both by data key."""
 
 ALONE = Scanning()
 
@@ -46,15 +46,15 @@ ARE_BATCHES = (
     "if an item is a batch, as a DataLoader makes them: hvdtrain makes the batches, give it the DataLoader's dataset, whose "
     "items are single sequences"
 )
-"""Advice where items do not look like sequences."""
+"""Advice if items do not look like sequences."""
 
 SECONDS_ALONE = 2.0
-"""How long counting may take in every rank. If it would take longer, one counts for all, in several processes, and what it found
-is kept in a file."""
+"""How long counting may take on every rank. If it would take longer, one rank counts for all in several processes, and saves the
+lengths in a file."""
 
 
 class ItemForm:
-    """What all items of a source look like: as the first one.
+    """The form of all items of a source: that of the first one.
 
     Args:
         where: the config key of the source, for messages.
@@ -68,8 +68,8 @@ class ItemForm:
         self.streams: dict[str, Stream] = {}
 
     def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
-        """The tag, if there is one, and the arrays of an item. Raises: DataError."""
-        tag, values = named(f"{self._where}, item {index}", item)
+        """The tag, if any, and the arrays of an item. Raises: DataError."""
+        tag, values = tag_and_values(f"{self._where}, item {index}", item)
         if self.streams and values.keys() != self.streams.keys():
             raise DataError(f"{self._where}, item {index}: expected {keys_text(self.streams)}, got {keys_text(values)}")
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
@@ -77,12 +77,12 @@ class ItemForm:
         return tag, arrays
 
     def sequence(self, index: int, item: Any) -> Item:
-        """An item as a sequence; without a name of its own, it is called by its number. Raises: DataError."""
+        """An item as a sequence; an item without a name is named after its number. Raises: DataError."""
         tag, arrays = self.arrays(index, item)
         return f"seq-{index}" if tag is None else tag, arrays
 
     def with_classes(self, dims: Mapping[str, int], labels: Mapping[str, Sequence[str]]) -> dict[str, Stream]:
-        """The streams with the numbers of classes and their names, where they are known."""
+        """The streams, with the numbers of classes and their names if known."""
         streams = dict(self.streams)
         for key, stream in self.streams.items():
             if stream.sparse:
@@ -99,8 +99,8 @@ class ItemForm:
             raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}{batches}") from None
         if array.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices, or "
-                f"leave it out; the name of a sequence belongs into the entry {TAG!r}"
+                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (for text, give class indices, or "
+                f"leave it out; the name of a sequence belongs in the entry {TAG!r}"
                 f"{f'; {ARE_BATCHES}' if isinstance(value, (list, tuple)) else ''})"
             )
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
@@ -134,7 +134,7 @@ class ItemsDataset(Dataset):
     `seq_tag` is the name of the sequence. Data keys and types are those of the first item; floats in Python lists are float32.
 
     The plan of an epoch needs all lengths. Where the object has no `lengths` (an attribute, or a method without arguments), all
-    items are read once to count them; if that takes long, by one rank for all, and what it found is kept in a file. `lengths` are
+    items are read once to count them; if that takes long, by one rank for all, which saves them in a file. `lengths` are
     a sequence of numbers by data key, or one sequence, of the lengths of `data`. Data keys that it leaves out are single numbers.
     The object may also have `dims`, the numbers of classes by data key, and `labels`, the names of the classes by data key; else
     the number of classes is the largest one counted plus 1, or unknown (1).
@@ -142,7 +142,7 @@ class ItemsDataset(Dataset):
     Args:
         where: the config key, for messages.
         items: has `__len__` and `__getitem__`.
-        scanning: how many processes may count, what shows their progress, and where lengths are kept.
+        scanning: how many processes may count, how to show their progress, and where to keep the lengths.
 
     Raises:
         DataError: an item is not as described here, or `lengths` are not.
@@ -152,7 +152,7 @@ class ItemsDataset(Dataset):
         self._where = where
         self._items = items
         self._size = len(items)
-        self._kept: Path | None = None
+        self._lengths_path: Path | None = None
         self.streams: dict[str, Stream] = {}
         self.lengths: dict[str, Array] = {}
         if not self._size:
@@ -178,10 +178,10 @@ class ItemsDataset(Dataset):
         _, arrays = self._arrays(index)
         for key, values in arrays.items():
             if len(values) != self.lengths[key][index]:
-                advice = "an item has to have the same lengths whenever it is read"
-                if self._kept is not None:
-                    self._kept.unlink(missing_ok=True)
-                    advice += f"; if the data has changed, start again: {self._kept}, which had its lengths, is removed"
+                advice = "an item must have the same lengths whenever it is read"
+                if self._lengths_path is not None:
+                    self._lengths_path.unlink(missing_ok=True)
+                    advice += f"; if the data has changed, start again: {self._lengths_path}, which had its lengths, is removed"
                 raise DataError(
                     f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {index}, as when lengths were "
                     f"counted or given, got {len(values)} ({advice})"
@@ -194,21 +194,21 @@ class ItemsDataset(Dataset):
         return [str(self._arrays(index)[0]) for index in indices]
 
     def warnings(self) -> list[str]:
-        return like_batches(self.lengths)
+        return batch_warnings(self.lengths)
 
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
-        """The tag, if there is one, and the arrays of an item. Raises: DataError."""
+        """The tag, if any, and the arrays of an item. Raises: DataError."""
         try:
             item = self._items[index]
         except StopIteration as error:
-            raise iterator_ended(f"{self._where}, item {index}", error) from error
-        except BaseException as error:  # a SystemExit, too, which has no message of its own
+            raise ended_iterator_error(f"{self._where}, item {index}", error) from error
+        except BaseException as error:  # including SystemExit, which has no message
             error.add_note(f"(in item {index} of {self._where})")
             raise
         return self._form.arrays(index, item)
 
     def _given_lengths(self, given: Any, first: Mapping[str, Array]) -> dict[str, Array]:
-        """The lengths that the object has."""
+        """The lengths that the object provides, by data key. Raises: DataError."""
         by_key = dict(given) if isinstance(given, Mapping) else {"data" if "data" in first else next(iter(first)): given}
         for key in first.keys() - by_key.keys():
             by_key[key] = numpy.ones(self._size, numpy.int32)
@@ -236,23 +236,23 @@ class ItemsDataset(Dataset):
                 left = blocks[len(parts) :]
                 elapsed = time.perf_counter() - began
                 expected = elapsed / max(1, left[0].start) * (self._size - left[0].start)
-                is_known = bool(parts) and elapsed > SECONDS_ALONE / 20  # a few items tell little if they are fast
+                is_known = bool(parts) and elapsed > SECONDS_ALONE / 20  # a few fast items are no basis for an estimate
                 if is_known and expected > SECONDS_ALONE:
                     return self._count_for_all(parts, left, scanning, advance)
                 parts.append(self._count_block(left[0]))
                 advance(len(left[0]))
-        return self._joined(parts)
+        return self._join_counts(parts)
 
     def _count_for_all(
         self, parts: list[Counted], left: Sequence[range], scanning: Scanning, advance: Callable[[int], None]
     ) -> tuple[dict[str, Array], dict[str, int]]:
-        """Count what is left unless another process does, or has done so. Of several processes, one counts, the others wait."""
+        """Count the rest, unless the lengths are saved already. Of several processes, one counts while the others wait."""
         shared = scanning.folder is not None
         file = LengthsFile(scanning.folder, self._identity() if shared else "")
         with file.turn(scanning.waiting, HEAD_START if shared and scanning.rank else 0.0):
             kept = file.load("items")
             if kept is not None:
-                self._kept = file.path("items")
+                self._lengths_path = file.path("items")
                 about, found = kept
                 return dict(found.lengths), {key: stream.dim - 1 for key, stream in about.streams.items()}
             processes = scanning.processes_alone if shared else scanning.processes
@@ -262,17 +262,17 @@ class ItemsDataset(Dataset):
                 for block in left:
                     parts.append(self._count_block(block))
                     advance(len(block))
-            lengths, largest = self._joined(parts)
+            lengths, largest = self._join_counts(parts)
             streams = {key: replace(stream, dim=largest[key] + 1) for key, stream in self.streams.items()}
-            about = About(self._where, streams, by_corpus=True, skips=True, repeats=True)
-            if (reason := file.save("items", about, Found(numpy.zeros(0, dtype=bytes), lengths))) is not None:
+            about = SourceTraits(self._where, streams, by_corpus=True, skips=True, repeats=True)
+            if (reason := file.save("items", about, SequenceTable(numpy.zeros(0, dtype=bytes), lengths))) is not None:
                 scanning.note(
                     f"{self._where}: the lengths are counted in every run, as they cannot be kept: {reason} (lengths_dir)"
                 )
         return lengths, largest
 
     def _identity(self) -> str:
-        """A text that differs where the items do: by their code, the simple attributes of the object, and some of the items."""
+        """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
         items, checksum = self._items, 0
         for index in sorted({place * (self._size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
             tag, arrays = self._arrays(index)
@@ -284,7 +284,7 @@ class ItemsDataset(Dataset):
         made_of = identity_of([type(items), getattr(type(items), "__getitem__", None), simple])
         return f"items {made_of} {self._size} {self.streams} {checksum}"
 
-    def _joined(self, parts: Sequence[Counted]) -> tuple[dict[str, Array], dict[str, int]]:
+    def _join_counts(self, parts: Sequence[Counted]) -> tuple[dict[str, Array], dict[str, int]]:
         lengths = {key: numpy.concatenate([part[key] for part, _ in parts]) for key in self.streams}
         return lengths, {key: max(most[key] for _, most in parts) for key in self.streams}
 
@@ -299,12 +299,12 @@ class ItemsDataset(Dataset):
         return lengths, largest
 
 
-def like_batches(lengths: Mapping[str, Array]) -> list[str]:
-    """A line if items look like batches: equally long in all data keys, and only the last one is shorter.
+def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
+    """A warning if items look like batches: equally long in all data keys, with only the last one shorter.
 
-    >>> like_batches({"data": numpy.array([32, 32, 17]), "classes": numpy.array([32, 32, 17])})[0][:57]
+    >>> batch_warnings({"data": numpy.array([32, 32, 17]), "classes": numpy.array([32, 32, 17])})[0][:57]
     'all items have 32 frames in every data key, the last 17: '
-    >>> like_batches({"data": numpy.array([32, 32, 17]), "classes": numpy.array([1, 1, 1])})
+    >>> batch_warnings({"data": numpy.array([32, 32, 17]), "classes": numpy.array([1, 1, 1])})
     []
     """
     first, *others = lengths.values()
@@ -318,7 +318,7 @@ def like_batches(lengths: Mapping[str, Array]) -> list[str]:
 def in_processes(
     count: int, work: Callable[[range], Counted], blocks: Sequence[range], advance: Callable[[int], None]
 ) -> list[Counted]:
-    """What is counted in the blocks, by several processes."""
+    """The counts of the blocks, made by several processes."""
     workers = Workers(count, work)
     workers.start()
     counted: list[Counted] = []
@@ -330,7 +330,7 @@ def in_processes(
     return counted
 
 
-def named(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
+def tag_and_values(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
     """The tag of an item, if it has one, and its values by data key. Raises: DataError."""
     tag = None
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Mapping):
@@ -355,7 +355,7 @@ def named(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
 
 
 def stream_of(values: Array) -> Stream:
-    """What the arrays of a data key hold, if this is one of them."""
+    """The stream of a data key, inferred from one of its arrays."""
     sparse = values.ndim == 1 and values.dtype.kind in "iu"
     return Stream(values.dtype, values.shape[1:], 1 if values.ndim == 1 else values.shape[-1], sparse)
 

@@ -1,8 +1,8 @@
-"""Iterables: generators, torch's IterableDataset, streams of Hugging Face, and whatever else yields items one after the other.
+"""Iterables: generators, torch's IterableDataset, streams of Hugging Face, and anything else that yields items one by one.
 
-The plan of an epoch needs all lengths, and an iterable tells them only when it is read. So it is read as the datasets of RETURNN
-are (streamed.py): once for its lengths, which are kept, then for training. Within windows of neighbours, sequences come in
-the order that the config asks for.
+The plan of an epoch needs all lengths, which an iterable only yields with its items. So it is read like the datasets of RETURNN
+(streamed.py): once for its lengths, which are saved, then for training. Within windows of neighbours, sequences come in the
+order that the config asks for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.source import is_reference, resolve
-from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, iterator_ended
+from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm
 from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Question, ScannedSequences
@@ -28,19 +28,19 @@ from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 
 WINDOW = 1000
-"""The default number of neighbouring items that are put in order together."""
+"""The default number of neighbouring items that are ordered together."""
 
 
 class IterableDataset(SequenceSource):
-    """What yields items (as those of `ItemsDataset`), each a sequence, whenever it is iterated over anew.
+    """An iterable of items (like those of `ItemsDataset`), each a sequence, that can be iterated over again and again.
 
     Args:
         iterable: an object that can be iterated over more than once; or a function that returns an iterator, or the name of one.
             A function with an argument `epoch`, or an object with a method `set_epoch`, gets the number of the epoch (from 1).
         window: the number of neighbouring items within which `seq_ordering` puts them in order. A rank holds up to two windows.
-        epoch_size: the number of items of an epoch; an epoch goes on where the last one ended, and the iterable begins again
-            when it has ended. None: an epoch is all of the iterable.
-        dims: by data key, the number of classes; else it is the largest class of the first epoch plus 1.
+        epoch_size: the number of items of an epoch; an epoch continues where the last one ended, and the iterable is restarted at
+            its end. None: an epoch is all of the iterable.
+        dims: by data key, the number of classes; default: the largest class of the first epoch plus 1.
 
     Raises:
         ConfigError: an argument is not as described here.
@@ -52,24 +52,25 @@ class IterableDataset(SequenceSource):
         for name, value in {"window": window, "epoch_size": epoch_size}.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError.of("out-of-range", f"{name}: expected a positive integer, got {value!r} in the IterableDataset")
-        made = resolve(iterable) if isinstance(iterable, str) and is_reference(iterable) else iterable
-        if not (callable(made) or is_iterable(made)) or isinstance(made, Iterator):
+        if isinstance(iterable, str) and is_reference(iterable):
+            iterable = resolve(iterable)
+        if not (callable(iterable) or is_iterable(iterable)) or isinstance(iterable, Iterator):
             raise ConfigError.of(
                 "wrong-type",
                 "iterable: expected something that can be iterated over more than once, or a function that returns an "
-                f"iterator, got {type(made).__name__} in the IterableDataset",
+                f"iterator, got {type(iterable).__name__} in the IterableDataset",
             )
-        self._made = made
+        self._iterable = iterable
         self._window = window
         self._epoch_size = epoch_size
-        self.dims = dict(getattr(made, "dims", {})) | dict(dims or {})
-        self.labels = {key: list(names) for key, names in dict(getattr(made, "labels", {})).items()}
+        self.dims = dict(getattr(iterable, "dims", {})) | dict(dims or {})
+        self.labels = {key: list(names) for key, names in dict(getattr(iterable, "labels", {})).items()}
         self._epoch = 1
 
     @property
     def name(self) -> str:
-        made = self._made.func if isinstance(self._made, partial) else self._made
-        return str(getattr(made, "__name__", type(made).__name__))
+        named = self._iterable.func if isinstance(self._iterable, partial) else self._iterable
+        return str(getattr(named, "__name__", type(named).__name__))
 
     def begin_epoch(self, epoch: int) -> int | None:
         self._epoch = epoch
@@ -82,17 +83,17 @@ class IterableDataset(SequenceSource):
                 yield tag, arrays
 
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
-        refuse_batches(where, self._made)
-        varies = self._epoch_size is not None or takes_epoch(self._made)
-        code = getattr(type(self._made), "__iter__", None)
-        identity = identity_of([self._made, code, self._epoch_size, self.dims, self.labels])
+        refuse_batches(where, self._iterable)
+        varies = self._epoch_size is not None or takes_epoch(self._iterable)
+        code = getattr(type(self._iterable), "__iter__", None)
+        identity = identity_of([self._iterable, code, self._epoch_size, self.dims, self.labels])
         source = Streamed(
             partial(self._reading, where),
             f"iterable {identity}",
             can_skip=False,
             constant=not varies,
             window=self._window,
-            advice="seed its random numbers, by the epoch if it is told that",
+            advice="seed its random numbers, with the epoch if it gets that",
         )
         return open_streamed(where, source, scanning)
 
@@ -100,21 +101,21 @@ class IterableDataset(SequenceSource):
         return IterableReading(where, self.name, self._iterator, self._window, self._epoch_size, self.dims, self.labels)
 
     def _iterator(self, epoch: int) -> Iterator[Any]:
-        """Begin anew; `epoch` is the number of the times, if an epoch is not all of it."""
-        if hasattr(self._made, "set_epoch"):
-            self._made.set_epoch(epoch)
-        if not callable(self._made) or is_iterable(self._made):
-            return iter(self._made)
-        return iter(self._made(epoch=epoch) if takes_epoch(self._made) else self._made())
+        """Start anew. `epoch` is the epoch, or counts the starts if an epoch is not all of the iterable."""
+        if hasattr(self._iterable, "set_epoch"):
+            self._iterable.set_epoch(epoch)
+        if not callable(self._iterable) or is_iterable(self._iterable):
+            return iter(self._iterable)
+        return iter(self._iterable(epoch=epoch) if takes_epoch(self._iterable) else self._iterable())
 
 
 class IterableReading:
-    """The reading process of an iterable: what it answers.
+    """The reading process of an iterable: a method for every question.
 
     Args:
         where: the config key, for messages.
-        iterator: begins anew, given the number of the epoch, or of the times.
-        window, epoch_size, dims, labels: as of `IterableDataset`.
+        iterator: starts anew, given the number of the epoch, or of the start.
+        window, epoch_size, dims, labels: as in `IterableDataset`.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class IterableReading:
         self._largest: dict[str, int] = {}
         self._iterator: Iterator[Any] | None = None
         self._latest: Iterator[Any] | None = None
-        self._times = 0  # how often it has begun
-        self._position = 0  # of the next item since it first began
-        self._epoch = self._next = 0  # the number of the next item of the epoch
+        self._starts = 0  # how often the iterable has been started
+        self._position = 0  # of the next item since its first start
+        self._epoch = self._next = 0  # `_next`: the number of the next item of the epoch
         self._held: dict[int, Any] = {}
 
     def __call__(self, question: Question) -> Any:
@@ -153,7 +154,7 @@ class IterableReading:
             yield self._form.sequence(number, item)
 
     def about(self, epoch: int) -> tuple[str, int, Mapping[str, Stream]]:
-        """As of `Reading`."""
+        """As in `Reading`."""
         self._begin(epoch)
         first = next(self._rest(), END)
         if first is END:
@@ -162,11 +163,11 @@ class IterableReading:
         return self._name, 1, self.streams()
 
     def streams(self) -> Mapping[str, Stream]:
-        """What the arrays hold, with the largest classes that were seen."""
+        """The streams, with the largest classes seen so far."""
         return self._form.with_classes({**{key: most + 1 for key, most in self._largest.items()}, **self._dims}, self._labels)
 
     def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
-        """As of `Reading`. Of later items than those that are read again, the checksum is 0."""
+        """As in `Reading`. The checksum is 0 for all items but the first ones, which are read again."""
         part = ScannedSequences([], {}, [], self._epoch_size, False)
         until = time.monotonic() + SCAN_SECONDS
         self._go_to(epoch, start)
@@ -186,13 +187,13 @@ class IterableReading:
         return part
 
     def order(self, epoch: int) -> None:
-        """An iterable does not tell it."""
+        """Unknown for an iterable."""
 
     def all_tags(self) -> None:
-        """An iterable does not tell them."""
+        """Unknown for an iterable."""
 
     def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
-        """Whether the first items of an epoch that begins again have these checksums."""
+        """Whether the first items of an epoch have these checksums when it begins again."""
         if skip:
             return False
         self._begin(epoch, anew=True)
@@ -203,7 +204,7 @@ class IterableReading:
         return [_checksum(*item) for item in again] == [checksums[number] for number in sorted(checksums)]
 
     def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
-        """Items of an epoch; those of their window that others want later are held. Raises: DataError."""
+        """Items of an epoch. The rest of their window is held for later questions. Raises: DataError."""
         first = min(numbers) // self._window * self._window
         if epoch != self._epoch or any(number < self._next and number not in self._held for number in numbers):
             self._go_to(epoch, first)
@@ -217,17 +218,17 @@ class IterableReading:
                 raise DataError(f"{self._where}: expected item {number} of epoch {epoch} of {self._name}, got only {self._next}")
         return [self._form.sequence(number, self._held[number]) for number in numbers]
 
-    def goes_on(self, epoch: int) -> bool:
-        """Whether there is an item after the last one that was read, if the epoch is all of the iterable."""
+    def has_more(self, epoch: int) -> bool:
+        """Whether an item follows the last one that was read, if the epoch is all of the iterable."""
         if self._epoch_size is not None or epoch != self._epoch or self._iterator is None:
             return False
         if self._advance() is END:
             return False
-        self._epoch = 0  # that item is gone: the next question begins anew
+        self._epoch = 0  # that item is consumed: the next question starts anew
         return True
 
     def skip(self, epoch: int, number: int) -> int:
-        """As of `Reading`: to the window of an item."""
+        """As in `Reading`, up to the window of an item."""
         first = number // self._window * self._window
         if epoch != self._epoch or self._next > first:
             self._begin(epoch)
@@ -239,21 +240,21 @@ class IterableReading:
         return self._next
 
     def _begin(self, epoch: int, anew: bool = False) -> None:
-        """Begin an epoch: by going on, if it is ahead. `anew`: by beginning anew in any case."""
+        """Begin an epoch: by reading on if it lies ahead, unless `anew`, else from the start."""
         import multiprocessing  # here, so that `--help` does not import it
 
         # The iterable may start processes, as a DataLoader does, which Python denies to daemons of multiprocessing.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         start = 0 if self._epoch_size is None else (epoch - 1) * self._epoch_size
         if anew or self._epoch_size is None or self._iterator is None or self._position > start:
-            self._iterator, self._times, self._position = None, 0, 0
+            self._iterator, self._starts, self._position = None, 0, 0
         self._epoch, self._next, self._held = epoch, 0, {}
         while self._position < start:
             if self._advance() is END:
                 break
 
     def _go_to(self, epoch: int, number: int) -> None:
-        """Have item `number` of an epoch be the next one."""
+        """Read on, or start anew, until item `number` of an epoch is the next one."""
         if epoch != self._epoch or number < self._next:
             self._begin(epoch)
         for _ in islice(self._rest(), number - self._next):
@@ -269,23 +270,23 @@ class IterableReading:
             yield item
 
     def _advance(self) -> Any:
-        """The next item, or `END`; where an epoch is not all of the iterable, it begins again at its end."""
+        """The next item, or `END`; unless an epoch is all of the iterable, it is restarted at its end."""
         for _ in range(2):
             if self._iterator is None:
-                self._times += 1
-                made = self._iterator_of(self._epoch if self._epoch_size is None else self._times)
-                if made is self._latest:
+                self._starts += 1
+                iterator = self._iterator_of(self._epoch if self._epoch_size is None else self._starts)
+                if iterator is self._latest:
                     raise DataError(
                         f"{self._where}: expected a new iterator whenever {self._name} begins again, got the same "
-                        f"{type(made).__name__}"
+                        f"{type(iterator).__name__}"
                     )
-                self._iterator = self._latest = made
+                self._iterator = self._latest = iterator
             try:
                 item = next(self._iterator)
             except StopIteration as ended:
                 if not is_end(ended):
                     where = f"{self._where}: item {self._next} of epoch {self._epoch} of {self._name}"
-                    raise iterator_ended(where, ended) from ended
+                    raise ended_iterator_error(where, ended) from ended
             except BaseException as error:
                 error.add_note(f"in item {self._next} of epoch {self._epoch} of {self._name}, {self._where}")
                 raise
@@ -298,19 +299,15 @@ class IterableReading:
         return END
 
 
-class End:
-    """The type of `END`."""
-
-
-END = End()
-"""In place of an item after the last one."""
+END: Any = object()
+"""Stands for the item after the last one."""
 
 
 def is_end(error: StopIteration) -> bool:
-    """Whether a StopIteration that `next` raised is the end of the iterator, and not that of another one which code inside asked.
+    """Whether a StopIteration that `next` raised is the end of the iterator itself, not of another one used inside it.
 
-    An iterator ends in its own `__next__`, which may be decorated, or in C. A function that map, say, calls, or `__getitem__` of
-    a DataLoader's dataset, has no say in that.
+    An iterator ends in its `__next__`, which may be decorated, or in C. A StopIteration from elsewhere, such as a function that
+    `map` calls or `__getitem__` of a DataLoader's dataset, does not end it.
     """
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # without that of the caller
     is_own = not frames or frames[0] == "__next__" or (frames[0] == "wrapper" and "__next__" in frames)
@@ -318,37 +315,37 @@ def is_end(error: StopIteration) -> bool:
 
 
 def is_iterable(value: Any) -> bool:
-    """Whether a value of a config is an iterable to read, and no text, dict, list or class."""
+    """Whether a value of a config is an iterable to read, not a string, dict, list or class."""
     return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, Mapping, list, tuple, set, frozenset, type))
 
 
-def refuse_batches(where: str, made: Any) -> None:
+def refuse_batches(where: str, iterable: Any) -> None:
     """Raises: DataError, if an iterable is a DataLoader that makes batches."""
-    if hasattr(made, "collate_fn") and getattr(made, "batch_size", None) is not None:
+    if hasattr(iterable, "collate_fn") and getattr(iterable, "batch_size", None) is not None:
         raise DataError(
-            f"{where}: expected items, got a {type(made).__name__} of batches (hvdtrain makes the batches: in place of the "
+            f"{where}: expected items, got a {type(iterable).__name__} of batches (hvdtrain makes the batches: in place of the "
             "DataLoader, give its dataset, or set its batch_size to None)"
         )
 
 
-def needs_epoch(made: partial[Any]) -> bool:
-    """Whether a config's function cannot be called without the number of the epoch: it has to be called for each."""
-    if not inspect.isroutine(made.func) or "epoch" in made.keywords:
+def needs_epoch(function: partial[Any]) -> bool:
+    """Whether a config's function requires the number of the epoch, so that it must be called for each."""
+    if not inspect.isroutine(function.func) or "epoch" in function.keywords:
         return False
     try:
-        epoch = inspect.signature(made.func).parameters.get("epoch")
+        epoch = inspect.signature(function.func).parameters.get("epoch")
     except (TypeError, ValueError):  # a function in C
         return False
     return epoch is not None and epoch.default is inspect.Parameter.empty
 
 
-def takes_epoch(made: Any) -> bool:
-    """Whether an epoch may have other items than the one before."""
-    if is_iterable(made):
-        return hasattr(made, "set_epoch")
-    given = made.keywords if isinstance(made, partial) else {}
+def takes_epoch(source: Any) -> bool:
+    """Whether an iterable, or a function that returns one, gets the epoch, so that its items may differ between epochs."""
+    if is_iterable(source):
+        return hasattr(source, "set_epoch")
+    given = source.keywords if isinstance(source, partial) else {}
     try:
-        return "epoch" in inspect.signature(made).parameters and "epoch" not in given
+        return "epoch" in inspect.signature(source).parameters and "epoch" not in given
     except (TypeError, ValueError):  # a function in C
         return False
 

@@ -1,4 +1,4 @@
-"""RETURNN's datasets, opened and read by the installed RETURNN: in this process, or in a process for nothing else."""
+"""RETURNN's datasets, opened and read by the installed RETURNN, in this process or in a dedicated one."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hvdtrain.errors import DataError
 INSTALL = "(pip install returnn dm-tree rapidfuzz soundfile)"
 
 OF_LAUNCHES = ("torch_distributed", "use_horovod")
-"""Keys by which RETURNN's datasets would give every rank an order of its own."""
+"""Keys that would make RETURNN's datasets use a different order on every rank."""
 
 SCAN_SECONDS = 0.5
-"""For how long the reading process reads between two signs of progress."""
+"""How long the reading process reads between two reports of progress."""
 
 Question = tuple[Any, ...]
 """The name of a method of `Reading`, and its arguments."""
 
 
 class OpenedDataset:
-    """A dataset that the installed RETURNN has opened. `begin` comes first.
+    """A dataset that the installed RETURNN has opened. Call `begin` first.
 
     Raises:
         DataError: RETURNN is not installed, or cannot open the dataset.
@@ -45,14 +45,14 @@ class OpenedDataset:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.name = f"{options['class']} of RETURNN"
         init_dataset = _returnn()
-        self._dataset = self._asked("that it can open", lambda: init_dataset(dict(options)))
+        self._dataset = self._call("that it can open", lambda: init_dataset(dict(options)))
         self._dense: dict[str, bool] = {}
         self._in_epoch = False
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch (counted from 1), also one that had begun before. Raises: DataError."""
+        """Begin an epoch (counted from 1), possibly again. Raises: DataError."""
         self._finish()
-        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+        self._call(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
         self._in_epoch = True
         self._dense = {key: self._is_dense(key) for key in self._keys()}
 
@@ -60,16 +60,16 @@ class OpenedDataset:
         """The number of sequences of the epoch; None if RETURNN does not know it."""
         try:
             return int(self._dataset.num_seqs)
-        except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
+        except Exception:  # RETURNN does not know it; the class of the exception depends on the dataset
             return None
 
     def is_endless(self) -> bool:
-        """Whether an epoch has no end, if RETURNN tells."""
-        # This class takes over the number of sequences of another dataset, and tells none.
+        """Whether an epoch is known to have no end."""
+        # AnythingDataset does not report that it is endless: inside a MetaDataset, another dataset sets the number of sequences.
         return type(self._dataset).__name__ == "AnythingDataset" or self._dataset.estimated_num_seqs == math.inf
 
     def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
-        """The labels and numbers of classes of sparse data, which some datasets only know once an epoch has begun."""
+        """The labels and numbers of classes of sparse data, which some datasets provide only once an epoch has begun."""
         found: dict[str, list[str]] = {}
         dims: dict[str, int] = {}
         labels = dict(self._dataset.labels or {})
@@ -78,17 +78,17 @@ class OpenedDataset:
             if dense and not names:
                 continue
             dim = int(self._dataset.get_data_dim(key) or 0)
-            if not dense and dim > 1:  # RETURNN gives 1 if it does not know
+            if not dense and dim > 1:  # RETURNN returns 1 if it does not know
                 dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
-                # A label may be a byte of a character.
+                # A label may be a single byte of a character.
                 found[key] = [
                     name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name) for name in names
                 ]
         return found, dims
 
     def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
-        """What the arrays of every sequence hold, given those of one."""
+        """The streams, inferred from the arrays of one sequence."""
         labels, dims = self.labels_and_dims()
         result = {}
         for key, array in arrays.items():
@@ -98,14 +98,14 @@ class OpenedDataset:
         return result
 
     def item(self, number: int) -> Item | None:
-        """The epoch's sequence of this number, in ascending order only; None at its end. Raises: DataError."""
-        item: Item | None = self._asked(f"that can be read at sequence {number}", partial(self._item, number))
+        """The epoch's sequence with this number; None after the last one. Numbers must ascend. Raises: DataError."""
+        item: Item | None = self._call(f"that can be read at sequence {number}", partial(self._item, number))
         if item is None:
             self._finish()
         return item
 
     def order(self) -> Array | None:
-        """The epoch's sequences as indices in the whole corpus, if RETURNN tells them before they are read."""
+        """The epoch's sequences as indices in the whole corpus, if RETURNN knows them before they are read."""
         dataset = self._dataset
         try:
             return numpy.asarray(dataset.get_current_seq_order(), dtype=numpy.int64)
@@ -119,23 +119,23 @@ class OpenedDataset:
         return None
 
     def all_tags(self) -> Array | None:
-        """The tags of the whole corpus as UTF-8, if RETURNN tells them."""
+        """The tags of the whole corpus as UTF-8, if RETURNN knows them."""
         try:
             return numpy.array([str(tag).encode("utf-8") for tag in self._dataset.get_all_tags()], dtype=bytes)
         except Exception:
             return None
 
     def _finish(self) -> None:
-        """End the epoch. Some datasets read ahead, and would go on where they were; some wait for a thread that may fail."""
+        """End the epoch. Some datasets read ahead and would continue from there; some wait for a thread that may fail."""
         if self._in_epoch:
             self._in_epoch = False
-            self._asked("whose epoch can end", self._dataset.finish_epoch)
+            self._call("whose epoch can end", self._dataset.finish_epoch)
 
     def _keys(self) -> list[str]:
-        return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
+        return sorted(self._call("that knows its data keys", self._dataset.get_data_keys))
 
     def _is_dense(self, key: str) -> bool:
-        """Some datasets describe texts by a dict, about which RETURNN's own method raises an exception."""
+        """Whether a data key is dense. Some datasets describe texts by a dict, on which RETURNN's method raises an exception."""
         described = (self._dataset.num_outputs or {}).get(key)
         return not (described.get("sparse", False) if isinstance(described, dict) else self._dataset.is_data_sparse(key))
 
@@ -146,66 +146,66 @@ class OpenedDataset:
         arrays = {key: _frames(self._dataset.get_data(number, key), dense) for key, dense in self._dense.items()}
         return str(self._dataset.get_tag(number)), arrays
 
-    def _asked(self, what: str, question: Callable[[], Any]) -> Any:
-        """Call RETURNN. It raises any kind of exception for bad data, often an assertion without a message. Raises: DataError."""
+    def _call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call RETURNN, which may raise any exception for bad data, often an assertion without a message. Raises: DataError."""
         try:
-            return question()
+            return function()
         except Exception as error:
-            raise DataError(f"{self.name}: expected a dataset {what}, got {_said(error)}") from error
+            raise DataError(f"{self.name}: expected a dataset {what}, got {_error_text(error)}") from error
 
 
-def _said(error: BaseException) -> str:
-    """What RETURNN said, and where."""
+def _error_text(error: BaseException) -> str:
+    """An exception of RETURNN as text, with the place that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
 
 
-def in_one_process(value: Any) -> Any:
-    """A dataset dict of RETURNN without the processes that it would start: it is read in a process of its own anyway.
+def without_processes(value: Any) -> Any:
+    """A dataset dict of RETURNN without the processes that it would start, as a dedicated process reads it anyway.
 
-    MultiProcDataset is its inner dataset, and what RETURNN would deal to ranks stays together: the sequences are the same.
+    MultiProcDataset becomes its inner dataset, and RETURNN does not split the data among ranks: the sequences are the same.
     """
     if isinstance(value, (list, tuple)):
-        return type(value)(map(in_one_process, value)) if type(value) in (list, tuple) else value
+        return type(value)(map(without_processes, value)) if type(value) in (list, tuple) else value
     if not isinstance(value, Mapping):
         return value
-    made = {name: in_one_process(inside) for name, inside in value.items()}
+    made = {name: without_processes(inside) for name, inside in value.items()}
     if made.get("class") == "MultiProcDataset" and isinstance(made.get("dataset"), Mapping):
         return inner_of_multi_proc(made)
     if made.get("class") == "PostprocessingDataset":
         made.pop("num_workers", None)
     if made.get("class") == "VariableDataset" and callable(made.get("get_dataset")):
         of_epoch = made["get_dataset"]
-        made["get_dataset"] = lambda **options: in_one_process(of_epoch(**options))
+        made["get_dataset"] = lambda **options: without_processes(of_epoch(**options))
     if made.get("class") == "DistributeFilesDataset":
         made.pop("distrib_shard_files", None)
         if callable(made.get("get_sub_epoch_dataset")):
             of_files = made["get_sub_epoch_dataset"]
-            made["get_sub_epoch_dataset"] = lambda files: in_one_process(of_files(files))
-        if _takes("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
+            made["get_sub_epoch_dataset"] = lambda files: without_processes(of_files(files))
+        if _has_argument("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
             made |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
     return made
 
 
 def num_parts(value: Any) -> int:
-    """The number of epochs after which a dataset dict, and all those inside it, begin with a first part again.
+    """The number of epochs after which a dataset dict, with all those inside it, is back at its first part.
 
     >>> num_parts({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
     6
     """
     inside: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    own = value.get("partition_epoch") if isinstance(value, Mapping) else None
-    return int(own or 1) * math.prod(map(num_parts, inside))
+    parts = value.get("partition_epoch") if isinstance(value, Mapping) else None
+    return int(parts or 1) * math.prod(map(num_parts, inside))
 
 
 def inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
     """The dataset inside a MultiProcDataset, with the keys that RETURNN passes on to it."""
-    own = ("class", "dataset", "num_workers", "buffer_size", "sharding_method")
-    return {**{name: value for name, value in options.items() if name not in own}, **options["dataset"]}
+    outer = ("class", "dataset", "num_workers", "buffer_size", "sharding_method")
+    return {**{name: value for name, value in options.items() if name not in outer}, **options["dataset"]}
 
 
-def _takes(module: str, name: str, argument: str) -> bool:
-    """Whether a class of the installed RETURNN has an argument: not all versions do."""
+def _has_argument(module: str, name: str, argument: str) -> bool:
+    """Whether a class of the installed RETURNN has an argument that not all versions have."""
     return argument in inspect.signature(getattr(importlib.import_module(module), name).__init__).parameters
 
 
@@ -237,7 +237,7 @@ def _returnn() -> Callable[[dict[str, Any]], Any]:
 def _frames(values: Any, is_dense: bool) -> Array:
     """The array as stored: frames on the first axis, and a feature axis for dense integers.
 
-    Without a feature axis every reader, including RETURNN, would take integers for class indices.
+    Every reader, including RETURNN, takes integers without a feature axis for class indices.
     """
     array = numpy.asarray(values)
     if array.ndim == 0:  # one number or text for the sequence
@@ -254,8 +254,8 @@ class ScannedSequences:
     Attributes:
         lengths: by data key.
         checksums: of tag and data.
-        total: the number of sequences of the epoch, if RETURNN knows it.
-        ended: whether the epoch has no more.
+        total: the number of sequences of the epoch, if known.
+        ended: whether the epoch has no more sequences.
     """
 
     tags: list[str]
@@ -266,7 +266,7 @@ class ScannedSequences:
 
 
 class Reading:
-    """The reading process: what it answers. It opens the dataset at the first question."""
+    """The reading process: a method for every question. It opens the dataset at the first one."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -276,15 +276,15 @@ class Reading:
 
     def __call__(self, question: Question) -> Any:
         try:
-            with self._thread_errors.raised():
+            with self._thread_errors.reraise():
                 return getattr(self, question[0])(*question[1:])
         except ThreadFailed as failed:
             error = failed.__cause__ or failed
             name = f"{self._options['class']} of RETURNN"
-            raise DataError(f"{name}: expected a dataset whose threads can read it, got {_said(error)}") from error
+            raise DataError(f"{name}: expected a dataset whose threads can read it, got {_error_text(error)}") from error
 
     def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
-        """The dataset's name, into how many parts it cuts a full epoch, and its streams."""
+        """The dataset's name, the number of parts that it cuts a full epoch into, and its streams."""
         self._begin(epoch)
         item = self._item(0)
         if item is None:
@@ -292,7 +292,7 @@ class Reading:
         return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
 
     def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
-        """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""
+        """Read up to `count` sequences from `start` on, for not much longer than `SCAN_SECONDS`."""
         part = ScannedSequences([], {}, [], None, False)
         until = time.monotonic() + SCAN_SECONDS
         while len(part.tags) < count and (not part.tags or time.monotonic() < until):
@@ -307,11 +307,11 @@ class Reading:
         return replace(part, total=self._dataset.num_sequences())
 
     def streams(self) -> Mapping[str, Stream] | None:
-        """What the arrays of every sequence hold, if that is known better by now; None: `about` told it."""
+        """The streams, if more is known about them than in `about`; else None."""
         return None
 
     def skip(self, epoch: int, number: int) -> int:
-        """Read on towards a sequence for not much longer than `SCAN_SECONDS`; the number of the next one."""
+        """Read on towards a sequence, for not much longer than `SCAN_SECONDS`. Returns the number of the next one."""
         if self._opened is None or epoch != self._epoch or number < self._next:
             self._begin(epoch)
         until = time.monotonic() + SCAN_SECONDS
@@ -320,7 +320,7 @@ class Reading:
         return self._next
 
     def order(self, epoch: int) -> tuple[Array, int] | None:
-        """As `OpenedDataset.order`, and a checksum of the tags of the corpus, which may be another one in every epoch."""
+        """As `OpenedDataset.order`, with a checksum of the tags of the corpus, which may differ from epoch to epoch."""
         self._begin(epoch)
         order, tags = self._dataset.order(), self._dataset.all_tags()
         return None if order is None or tags is None else (order, zlib.crc32(tags.tobytes()))
@@ -330,10 +330,10 @@ class Reading:
         return self._dataset.all_tags()
 
     def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
-        """Whether sequences of an epoch that begins again have these checksums.
+        """Whether sequences of an epoch have these checksums when it begins again.
 
         Args:
-            skip: to read them without those before them.
+            skip: whether to read them without those before them.
         """
         self._begin(epoch)
         try:
@@ -343,13 +343,13 @@ class Reading:
                 for item in [self._read(epoch, number, skip)]
             )
         except DataError:
-            self._opened = None  # in what state skipping left it, nobody knows
+            self._opened = None  # skipping may have left it in any state
             return False
         finally:
             self._epoch = 0
 
     def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
-        """Sequences of an epoch. Those before the first one, and in between, are read, too, unless `skip`."""
+        """Sequences of an epoch. Unless `skip`, reads all sequences before them and in between, too."""
         found: dict[int, Item] = {}
         for number in sorted(set(numbers)):
             item = self._read(epoch, number, skip)
@@ -366,7 +366,7 @@ class Reading:
             # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
             self._thread_errors.watch()
-            self._opened = OpenedDataset(in_one_process(self._options))
+            self._opened = OpenedDataset(without_processes(self._options))
             self._epoch = 0
         return self._opened
 
@@ -375,7 +375,7 @@ class Reading:
         if self._dataset.is_endless():
             raise DataError(
                 f"{self._dataset.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
-                "AnythingDataset belongs into a MetaDataset, whose seq_order_control_dataset tells the sequences)"
+                "AnythingDataset belongs in a MetaDataset, whose seq_order_control_dataset determines the sequences)"
             )
         self._epoch, self._next = epoch, 0
 
@@ -394,11 +394,11 @@ class Reading:
         self._next = number + 1
         if item is None:
             return None
-        return item[0], {key: _plain(values) for key, values in item[1].items()}
+        return item[0], {key: _texts_as_objects(values) for key, values in item[1].items()}
 
 
-def _plain(values: Array) -> Array:
-    """Texts as Python's objects, like those of an HDF file."""
+def _texts_as_objects(values: Array) -> Array:
+    """The values, with texts as Python objects like those of an HDF file."""
     return values.astype(object) if values.dtype.kind in "US" else values
 
 

@@ -1,6 +1,5 @@
-"""RETURNN's datasets as a source of sequences, to convert with hvdtrain dump as they come, or to train on in RETURNN's own order.
-
-To train, they are read as streamed.py says.
+"""RETURNN's datasets as a source of sequences, to convert with hvdtrain dump as they come, or to train on in
+RETURNN's order (see streamed.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hvdtrain.data.formats.streamed import Streamed, open_streamed
 from hvdtrain.errors import ConfigError, DataError
 
 ALWAYS_FROM_THE_BEGINNING = "PostprocessingDataset"
-"""It gives any later sequence, but reads those before it."""
+"""It returns any later sequence, but reads those before it to do so."""
 
 
 class ReturnnDataset(SequenceSource):
@@ -24,10 +23,10 @@ class ReturnnDataset(SequenceSource):
 
     Args:
         dataset: the dict of a RETURNN config. RETURNN handles its order keys (seq_ordering, partition_epoch, ...) and its files.
-        num_workers: processes that read for a training, where RETURNN's dataset can be read from anywhere.
+        num_workers: the number of processes that read for a training, if RETURNN's dataset can be read from anywhere.
 
     Raises:
-        ConfigError: it is no such dict.
+        ConfigError: it is not such a dict.
     """
 
     def __init__(self, dataset: Mapping[str, Any], num_workers: int = 1) -> None:
@@ -47,7 +46,7 @@ class ReturnnDataset(SequenceSource):
         self.dims: dict[str, int] = {}
 
     def begin_epoch(self, epoch: int) -> int | None:
-        """Open the dataset, if it is not open, and begin an epoch. Raises: DataError, also if RETURNN is not installed."""
+        """Open the dataset if necessary, and begin an epoch. Raises: DataError, also if RETURNN is not installed."""
         if self._opened is None:
             self._opened = OpenedDataset(self._options)
         self._epoch = epoch
@@ -56,7 +55,7 @@ class ReturnnDataset(SequenceSource):
         return self._opened.num_sequences()
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
-        """RETURNN reads an epoch from its beginning: the sequences before `start` are made and dropped."""
+        """RETURNN reads an epoch from its beginning: the sequences before `start` are read and dropped."""
         opened = self._opened
         if opened is None:
             raise RuntimeError("read before begin_epoch")

@@ -1,8 +1,8 @@
-"""Training on what is read from beginning to end: datasets of RETURNN (returnn_stream.py) and iterables (iterable.py).
+"""Training on data that is read from beginning to end: datasets of RETURNN (returnn_stream.py) and iterables (iterable.py).
 
 The plan of an epoch needs all lengths, which such a source mostly knows only once a sequence has been read. So the data is read
-once for its lengths, which are kept in a file; after that, a sequence is its place in the source's order of the epoch. A process
-of its own reads, which neither shares Python's lock with the training nor sees the modules that a config imports.
+once for its lengths, which are saved in a file; after that, a sequence is identified by its place in the source's order of the
+epoch. A dedicated process reads: it neither shares Python's lock with the training nor sees the modules that a config imports.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import numpy
 
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
-from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile
-from hvdtrain.data.formats.items import like_batches
+from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits
+from hvdtrain.data.formats.items import batch_warnings
 from hvdtrain.data.formats.returnn_reading import Question, ScannedSequences
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 AGAIN = 4
-"""The number of sequences that are read a second time, to see whether they are the same."""
+"""The number of sequences that are read again, to see whether they are the same."""
 
 VARIES = "varies"
-"""The part whose file says that lengths turned out to differ between epochs."""
+"""The part whose file records that lengths differ between epochs."""
 
 EVERYTHING = 1 << 62
 
 FAR = 1000
-"""Before this many sequences are skipped that have to be read for that, a line of the log says so."""
+"""Skipping at least this many sequences, which must be read for that, is announced in the log."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """What is read from beginning to end.
+    """A source that is read from beginning to end.
 
     Attributes:
-        reading: makes what a reading process answers with, such as `Reading`.
-        identity: identifies the source of the lengths that are kept.
+        reading: returns the object that answers questions in a reading process, such as `Reading`.
+        identity: identifies the source of saved lengths.
         can_skip: whether it may be possible to read a sequence without those before it.
-        constant: whether all epochs have the same sequences, so that the lengths of the first one are those of all.
-        window: the number of sequences that are put in order together; None: they stay in the order in which they come.
-        advice: for a source that does not repeat itself.
+        constant: whether all epochs have the same sequences, so that the lengths of the first one apply to all.
+        window: the number of sequences that are ordered together; None: they stay in the order of the source.
+        advice: what to do if the source does not repeat itself.
     """
 
     reading: Callable[[], Callable[[Question], Any]]
@@ -57,11 +57,11 @@ class Streamed:
 
 
 class Reader:
-    """Asks the reading processes, and knows the lengths.
+    """Asks the reading processes, and holds the lengths.
 
     Args:
         where: the config key of the dataset, for messages.
-        num_workers: the number of processes that read batches, where a sequence can be read without those before it.
+        num_workers: the number of processes that read batches, if a sequence can be read without those before it.
 
     Raises:
         DataError: the source cannot be read.
@@ -76,15 +76,15 @@ class Reader:
         self._workers = Workers[Question](1, source.reading())
         self._workers.start()
         self._pool = self._workers
-        if source.window is not None and not source.constant:  # so that neither begins again for the other
+        if source.window is not None and not source.constant:  # so that reading ahead and scanning do not restart each other
             self._pool = Workers[Question](1, source.reading())
             self._pool.start()
-        self._epochs: dict[int, Found] = {}
-        self._corpus: Found | None = None
+        self._epochs: dict[int, SequenceTable] = {}
+        self._corpus: SequenceTable | None = None
         self._unsaved: str | None = None
         try:
             self.file = LengthsFile(scanning.folder, source.identity)
-            self.about = self._look()
+            self.about = self._inspect()
             if self.about.skips and num_workers > 1:
                 self._pool = Workers[Question](num_workers, source.reading())
                 self._pool.start()
@@ -92,17 +92,17 @@ class Reader:
             self.close()
             raise
 
-    def epoch(self, epoch: int) -> Found:
-        """The sequences of an epoch, which is read for that if nobody knows their lengths. Raises: DataError."""
+    def epoch(self, epoch: int) -> SequenceTable:
+        """The sequences of an epoch, which is scanned if their lengths are unknown. Raises: DataError."""
         if epoch not in self._epochs:
-            found = self._of_corpus(epoch) if self.about.by_corpus else self._of_epoch(epoch)
+            found = self._corpus_epoch(epoch) if self.about.by_corpus else self._scanned_epoch(epoch)
             latest = sorted({*self._epochs, epoch} - {epoch})[-2:]
-            self._epochs = {**{each: self._epochs[each] for each in latest}, epoch: found}
+            self._epochs = {**{other: self._epochs[other] for other in latest}, epoch: found}
         return self._epochs[epoch]
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Item]:
         """Sequences of an epoch. Raises: DataError."""
-        if not self._workers.usable:
+        if not self._workers.is_usable:
             what = "a dataset that RETURNN reads" if self.source.window is None else "an iterable"
             raise DataError(f"{self.where}: expected num_workers = 0 around {what}, got worker processes")
         skip = self.about.skips
@@ -115,51 +115,51 @@ class Reader:
             answers = self._pool.results(questions)
         return [item for items in answers for item in items]
 
-    def goes_on(self, epoch: int) -> bool:
-        """Whether an epoch of an iterable has more items than those that were read of it: nothing would be trained on them."""
+    def has_more(self, epoch: int) -> bool:
+        """Whether an epoch of an iterable has more items than were read, which training would miss."""
         with self._lock:
-            [more] = self._pool.results([("goes_on", epoch)])
+            [more] = self._pool.results([("has_more", epoch)])
         return bool(more)
 
     def close(self) -> None:
         """End the processes."""
-        for workers in {id(each): each for each in (self._workers, self._pool)}.values():
+        for workers in {self._workers, self._pool}:  # they may be the same
             workers.close()
 
     def warnings(self) -> list[str]:
-        """What the user has to know."""
-        said = []
+        """Messages for the log about how the source is read."""
+        lines = []
         if not self.about.repeats:
-            said.append(
-                f"{self.about.name} gives other sequences when an epoch begins again: a run that goes on within an epoch is "
-                f"not the one that would not have been stopped ({self.source.advice})"
+            lines.append(
+                f"{self.about.name} yields other sequences when an epoch begins again: a run that resumes within an epoch "
+                f"differs from one that was never stopped ({self.source.advice})"
             )
         if not self.about.by_corpus and not self.source.constant:
-            said.append(
-                f"the lengths of {self.about.name} are found by reading every epoch once before it is trained on "
+            lines.append(
+                f"every epoch of {self.about.name} is read once for its lengths before it is trained on "
                 "(convert it with hvdtrain dump to read it once in all)"
             )
         if not self.about.skips and self._scanning.size > 1:
-            said.append(
+            lines.append(
                 f"{self.about.name} can only be read from its beginning: each of the {self._scanning.size} ranks reads all of it "
                 "and trains on its share"
             )
         if self._unsaved is not None:
-            said.append(f"the lengths are found again in every run, as they cannot be kept: {self._unsaved} (lengths_dir)")
-        return said
+            lines.append(f"the lengths are found again in every run, as they cannot be saved: {self._unsaved} (lengths_dir)")
+        return lines
 
     def _skip_to(self, epoch: int, number: int) -> None:
-        """Read, piece by piece, what comes before a sequence, where a run goes on within an epoch."""
+        """Read the sequences before one piece by piece, if a run resumes within an epoch."""
         begins = self._next[0] != epoch or number < self._next[1] - (self.source.window or 0)
         if number - (0 if begins else self._next[1]) < FAR:
             return
-        self._scanning.note(f"{self.where}: the {number} sequences before the one to go on with are read and skipped ...")
+        self._scanning.note(f"{self.where}: reading and skipping the {number} sequences before the one to resume from ...")
         reached = 0
         while reached < number:
             self._scanning.waiting()
             with self._lock:
                 [now] = self._pool.results([("skip", epoch, number)])
-            if now == reached:  # the epoch has ended: reading says so
+            if now == reached:  # the epoch has ended: reading raises the error
                 return
             reached = now
 
@@ -170,34 +170,34 @@ class Reader:
     def _turn(self) -> Any:
         return self.file.turn(self._scanning.waiting, HEAD_START if self._scanning.rank else 0.0)
 
-    def _look(self) -> About:
-        """What was found before, or is found in the first epoch."""
-        if (about := self._kept()) is not None:
+    def _inspect(self) -> SourceTraits:
+        """The properties of the source, from a file or from reading the first epoch."""
+        if (about := self._load()) is not None:
             return about
         with self._turn():
-            if (about := self._kept()) is not None:  # by now
+            if (about := self._load()) is not None:  # another process saved it meanwhile
                 return about
             name, num_parts, streams = self._ask("about", 1)
-            about = About(name, streams, by_corpus=False, skips=False, repeats=True)
+            about = SourceTraits(name, streams, by_corpus=False, skips=False, repeats=True)
             found, checksums = self._scan(1, name)
             about = replace(about, streams=self._ask("streams") or streams)
-            about, corpus = self._examined(about, found, checksums, num_parts)
+            about, corpus = self._examine(about, found, checksums, num_parts)
             if corpus is None:
                 self._epochs[1] = found
             else:
                 self._corpus = corpus
-            self._keep("epoch-1" if corpus is None else "corpus", about, found if corpus is None else corpus)
+            self._save("epoch-1" if corpus is None else "corpus", about, found if corpus is None else corpus)
             return about
 
     def note_that_lengths_vary(self) -> None:
-        """Let the next run find the lengths of every epoch."""
-        self.file.save(VARIES, replace(self.about, by_corpus=False), Found(numpy.zeros(0, dtype=bytes), {}))
+        """Record that the next run must find the lengths of every epoch."""
+        self.file.save(VARIES, replace(self.about, by_corpus=False), SequenceTable(numpy.zeros(0, dtype=bytes), {}))
 
-    def _kept(self) -> About | None:
+    def _load(self) -> SourceTraits | None:
         for part in ("corpus", "epoch-1"):
             if (kept := self.file.load(part)) is not None:
                 about, found = kept
-                if about.by_corpus and self._vary():
+                if about.by_corpus and self._lengths_vary():
                     continue
                 if about.by_corpus:
                     self._corpus = found
@@ -206,37 +206,39 @@ class Reader:
                 return about
         return None
 
-    def _vary(self) -> bool:
+    def _lengths_vary(self) -> bool:
         path = self.file.path(VARIES)
         return path is not None and path.exists()
 
-    def _examined(self, about: About, first: Found, checksums: list[int], num_parts: int) -> tuple[About, Found | None]:
-        """How the dataset behaves, given what the first epoch was like; and the corpus, if it knows one."""
+    def _examine(
+        self, about: SourceTraits, first: SequenceTable, checksums: list[int], num_parts: int
+    ) -> tuple[SourceTraits, SequenceTable | None]:
+        """The properties of the source after reading the first epoch; and the corpus, if the source has one."""
         count = len(checksums)
         with self._lock:
             [repeats] = self._pool.results([("matches", 1, dict(enumerate(checksums[:AGAIN])), False)])
         places = sorted({count // 3, count // 2, count - 2})
         jumps = {place: checksums[place] for place in places}
-        # Many datasets load the first sequence when an epoch begins: only before the third one, something can be left out.
+        # Many datasets load the first sequence when an epoch begins, so skipping only shows from the third one on.
         skips = self.source.can_skip and repeats and places[0] > 1 and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
-        told, tags = self._ask("order", 1), self._ask("all_tags")
+        order, tags = self._ask("order", 1), self._ask("all_tags")
         if (
-            self._vary()
-            or told is None
+            self._lengths_vary()
+            or order is None
             or tags is None
-            or len(told[0]) != count
-            or not numpy.array_equal(tags[told[0]], first.tags)
+            or len(order[0]) != count
+            or not numpy.array_equal(tags[order[0]], first.tags)
         ):
             return about, None
-        corpus = Found(tags, {key: numpy.full(len(tags), -1, dtype=numpy.int32) for key in about.streams})
+        corpus = SequenceTable(tags, {key: numpy.full(len(tags), -1, dtype=numpy.int32) for key in about.streams})
         for key, column in first.lengths.items():
-            corpus.lengths[key][told[0]] = column
-        # A later epoch may be of another corpus, and a function over the sequences may give them other lengths in each epoch.
+            corpus.lengths[key][order[0]] = column
+        # A later epoch may be of another corpus, and a function over the sequences may change their lengths in each epoch.
         later = 1 + num_parts
-        if (told := self._ask("order", later)) is None or told[1] != _checksum_of(corpus):
+        if (order := self._ask("order", later)) is None or order[1] != _checksum_of(corpus):
             return about, None
-        known = corpus.at(told[0][:FAR])  # some of these were in the first epoch, too
+        known = corpus.select(order[0][:FAR])  # some of these were in the first epoch, too
         places = numpy.flatnonzero(numpy.all([column >= 0 for column in known.lengths.values()], axis=0))[: 2 * AGAIN].tolist()
         items: list[Item] = self._ask("read", later, places, skips)
         same = all(
@@ -246,48 +248,48 @@ class Reader:
         )
         return (replace(about, by_corpus=True), corpus) if same else (about, None)
 
-    def _of_corpus(self, epoch: int) -> Found:
-        told = self._ask("order", epoch)
-        if told is None or told[1] != _checksum_of(self._whole()):
+    def _corpus_epoch(self, epoch: int) -> SequenceTable:
+        answer = self._ask("order", epoch)
+        if answer is None or answer[1] != _checksum_of(self._known_corpus()):
             self.about = replace(self.about, by_corpus=False)
-            return self._of_epoch(epoch)
-        order = told[0]
-        if (found := self._whole().at(order)).complete:
+            return self._scanned_epoch(epoch)
+        order = answer[0]
+        if (found := self._known_corpus().select(order)).is_complete:
             return found
         with self._turn():
             if (kept := self.file.load("corpus")) is not None:
-                self._corpus = kept[1]  # with what other processes have found meanwhile
-            if not self._whole().at(order).complete:
+                self._corpus = kept[1]  # including lengths that other processes have found meanwhile
+            if not self._known_corpus().select(order).is_complete:
                 read, _ = self._scan(epoch, self.about.name)
                 if len(read.tags) != len(order):
                     what = f"{self.where}: expected {len(order)} sequences in epoch {epoch} of {self.about.name}"
                     raise DataError(f"{what}, got {len(read.tags)}")
-                corpus = self._whole()
+                corpus = self._known_corpus()
                 for key, column in read.lengths.items():
                     corpus.lengths[key][order] = column
-                self._keep("corpus", self.about, corpus)
-        return self._whole().at(order)
+                self._save("corpus", self.about, corpus)
+        return self._known_corpus().select(order)
 
-    def _of_epoch(self, epoch: int) -> Found:
+    def _scanned_epoch(self, epoch: int) -> SequenceTable:
         if (kept := self.file.load(f"epoch-{epoch}")) is not None:
             return kept[1]
         with self._turn():
             if (kept := self.file.load(f"epoch-{epoch}")) is not None:
                 return kept[1]
             found, _ = self._scan(epoch, self.about.name)
-            self._keep(f"epoch-{epoch}", self.about, found)
+            self._save(f"epoch-{epoch}", self.about, found)
             return found
 
-    def _whole(self) -> Found:
+    def _known_corpus(self) -> SequenceTable:
         if self._corpus is None:
             raise RuntimeError("no corpus")
         return self._corpus
 
-    def _keep(self, part: str, about: About, found: Found) -> None:
+    def _save(self, part: str, about: SourceTraits, found: SequenceTable) -> None:
         self._unsaved = self.file.save(part, about, found)
 
-    def _scan(self, epoch: int, name: str) -> tuple[Found, list[int]]:
-        """Read an epoch for its lengths; also the checksums of its sequences."""
+    def _scan(self, epoch: int, name: str) -> tuple[SequenceTable, list[int]]:
+        """Read an epoch for its lengths and the checksums of its sequences."""
         tags: list[str] = []
         lengths: dict[str, list[int]] = {}
         checksums: list[int] = []
@@ -304,11 +306,11 @@ class Reader:
                 part = self._ask("scan", epoch, len(tags), EVERYTHING)
         keys = lengths if tags else self.about.streams
         columns = {key: numpy.array(lengths.get(key, ()), dtype=numpy.int32) for key in keys}
-        return Found(numpy.array([tag.encode("utf-8") for tag in tags], dtype=bytes), columns), checksums
+        return SequenceTable(numpy.array([tag.encode("utf-8") for tag in tags], dtype=bytes), columns), checksums
 
 
 class StreamedDataset(Dataset):
-    """The sequences of an epoch in the order in which they come: index i is the i-th sequence that RETURNN, say, yields."""
+    """The sequences of an epoch in the order of the source: index i is the i-th sequence that it yields."""
 
     is_stochastic = True
     has_fixed_order = True
@@ -333,12 +335,12 @@ class StreamedDataset(Dataset):
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         items = self._reader.read(self._epoch, indices)
-        if self.window is not None and max(indices) == self.num_sequences - 1 and self._reader.goes_on(self._epoch):
+        if self.window is not None and max(indices) == self.num_sequences - 1 and self._reader.has_more(self._epoch):
             raise DataError(
                 f"{self._reader.where}: expected {self._reader.about.name} to end after the {self.num_sequences} sequences "
                 f"that it had when their lengths were found, got more ({self._advice(False)})"
             )
-        return [self._checked(index, *item) for index, item in zip(indices, items, strict=True)]
+        return [self._check_sequence(index, *item) for index, item in zip(indices, items, strict=True)]
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [tag.decode("utf-8") for tag in self._found.tags[list(indices)].tolist()]
@@ -354,9 +356,9 @@ class StreamedDataset(Dataset):
         return f"read {by} ({self._reader.about.name})"
 
     def warnings(self) -> list[str]:
-        return self._reader.warnings() + ([] if self.window is None else like_batches(self.lengths))
+        return self._reader.warnings() + ([] if self.window is None else batch_warnings(self.lengths))
 
-    def _checked(self, index: int, tag: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    def _check_sequence(self, index: int, tag: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A sequence, checked against the lengths that batches were planned with. Raises: DataError."""
         [expected] = self.tags([index])
         what = f"{self._reader.where}: expected sequence {index} of epoch {self._epoch} to be {expected!r}"
@@ -377,20 +379,20 @@ class StreamedDataset(Dataset):
         return result
 
     def _advice(self, same: bool) -> str:
-        """What to do about a sequence (the same one, or another) that is not as long as it was before."""
+        """What to do about a sequence (the same one, or another) whose length has changed."""
         by_corpus = self._reader.about.by_corpus
         file = self._reader.file.path("corpus" if by_corpus else f"epoch-{self._epoch}")
         if file is None:
-            return "its lengths were found by reading it once before; where they differ between epochs, set lengths_dir"
+            return "its lengths were found by reading it once before; if they differ between epochs, set lengths_dir"
         found = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"
         if not by_corpus or not same:
             return found
         self._reader.note_that_lengths_vary()
-        return f"{found}; if lengths differ between epochs, start again: from now on, each epoch is read for its own"
+        return f"{found}; if lengths differ between epochs, start again: from now on, each epoch is read for its lengths"
 
 
 def open_streamed(where: str, source: Streamed, scanning: Scanning, num_workers: int = 1) -> Dataset:
-    """Open what is read from beginning to end, to train or evaluate on. Raises: DataError."""
+    """Open a source that is read from beginning to end, to train or evaluate on. Raises: DataError."""
     reader = Reader(where, source, scanning, num_workers)
     try:
         return StreamedDataset(reader, 1)
@@ -399,5 +401,5 @@ def open_streamed(where: str, source: Streamed, scanning: Scanning, num_workers:
         raise
 
 
-def _checksum_of(corpus: Found) -> int:
+def _checksum_of(corpus: SequenceTable) -> int:
     return zlib.crc32(corpus.tags.tobytes())

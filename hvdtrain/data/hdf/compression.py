@@ -1,4 +1,4 @@
-"""Compression in HDF5 files: the filters of h5py, and those of the package hdf5plugin, which is imported if a file needs it."""
+"""Compression in HDF5 files: the filters of h5py, and those of the package hdf5plugin, imported only if a file needs it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", **IN_PLUGIN}
 """HDF5's numbers of compression filters, without those that only rearrange or check bytes (shuffle, Fletcher)."""
 
 LEAST, MOST = 16 << 10, 256 << 10
-"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, too much is read
-per sequence."""
+"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, each sequence reads too
+much."""
 
 
 def options(compression: str) -> dict[str, Any]:
@@ -68,14 +68,14 @@ def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, str]]:
-    """The numbers and names of the filters of a dataset, in order."""
+    """The numbers and names of a dataset's filters, in order."""
     made = dataset.id.get_create_plist()
     found = [made.get_filter(place) for place in range(made.get_nfilters())]
     return [(number, FILTERS.get(number) or name.decode("utf-8", errors="replace") or "?") for number, _, _, name in found]
 
 
 def load_filters(path: object, dataset: h5py.Dataset) -> None:
-    """Make the filters available that a dataset needs.
+    """Load the filters that a dataset needs.
 
     Raises:
         DataError: it is compressed with a filter that is not installed.
@@ -97,11 +97,10 @@ def _provider(number: int) -> str:
             "pip install hdf5plugin" if _plugin() is None else "pip install --upgrade hdf5plugin: this version does not have it"
         )
     if number in FILTERS:
-        return "the HDF5 library that h5py was built with lacks it; pip install --force-reinstall h5py gives one that has it"
+        return "the HDF5 library of this h5py was built without it; pip install --force-reinstall h5py installs one with it"
     return (
-        "it is not in hdf5plugin; HDF5's list of registered filters tells by number who provides it: set "
-        "HDF5_PLUGIN_PATH to the folder "
-        "where it is installed, or write the file with another compression"
+        "it is not in hdf5plugin; HDF5's list of registered filters names its provider by number: set HDF5_PLUGIN_PATH to the "
+        "folder where it is installed, or write the file with another compression"
     )
 
 

@@ -20,8 +20,8 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
-from hvdtrain.data.combine.parts import concatenated_tag_bytes, concatenated_tags
-from hvdtrain.data.combine.union import open_files
+from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags
+from hvdtrain.data.combine.union import FilesDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
@@ -29,9 +29,9 @@ from hvdtrain.data.hdf.layouts import (
     check_links,
     lengths_in,
     mapped_array,
-    members_read,
     name_of,
     names_in,
+    names_to_read,
     open_file,
     sources_of,
     stream_of,
@@ -47,14 +47,14 @@ SHORT = 512
 """Sequences of up to this many bytes are gathered frame by frame in one operation; longer ones are copied one by one."""
 
 REUSED = 1 << 16
-"""Bytes from which on memory is reused; numpy itself is fast for smaller batches."""
+"""Batches of at least this many bytes reuse memory; for smaller ones, numpy itself is fast."""
 
 KEPT = 4
-"""The maximal number of free pieces of memory that are kept for the next batches."""
+"""The maximal number of free pieces of memory kept for the next batches."""
 
 
 class Memory:
-    """Memory for batches, which is reused when the last array on it is gone.
+    """Memory for batches, reused once no array refers to it.
 
     The system provides new memory of the size of a batch page by page, which takes longer than filling it.
     """
@@ -73,7 +73,7 @@ class Memory:
             piece = bytearray()
         if len(piece) < size:
             piece = bytearray(size + size // 4)  # room for a slightly larger batch
-        # Every view holds a reference to `root`, which is directly on memory that numpy does not own.
+        # Every view refers to `root`, as numpy does not own the memory below it: `root` dies with the last view.
         root = numpy.frombuffer(piece, numpy.uint8, size)
         weakref.finalize(root, self._give_back, piece).atexit = False
         return root.view(dtype).reshape(shape)
@@ -104,20 +104,20 @@ def gather(parts: Sequence[FileSlice], lengths: Array, memory: Memory) -> Array:
     longest = int(lengths.max())
     first = parts[0].array
     if longest * first.dtype.itemsize * math.prod(first.shape[1:]) <= SHORT:
-        return _by_frames(parts, lengths, longest)
+        return _gather_frames(parts, lengths, longest)
     values = memory.empty((len(lengths), longest, *first.shape[1:]), first.dtype)
     for part in parts:
-        own = lengths[part.rows].tolist()
-        for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), own, strict=True):
+        counts = lengths[part.rows].tolist()
+        for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), counts, strict=True):
             values[row, :length] = part.array[start : start + length]
             values[row, length:] = 0
     return values
 
 
-def _by_frames(parts: Sequence[FileSlice], lengths: Array, longest: int) -> Array:
+def _gather_frames(parts: Sequence[FileSlice], lengths: Array, longest: int) -> Array:
     """Gather all frames at once, without a Python loop over sequences."""
     frames = numpy.arange(longest)
-    taken = [_taken(part.array, part.starts[:, None] + frames) for part in parts]
+    taken = [_take_frames(part.array, part.starts[:, None] + frames) for part in parts]
     values = taken[0]
     if len(parts) > 1:
         values = numpy.empty((len(lengths), *values.shape[1:]), values.dtype)
@@ -127,15 +127,14 @@ def _by_frames(parts: Sequence[FileSlice], lengths: Array, longest: int) -> Arra
     return values
 
 
-def _taken(array: Array, places: Array) -> Array:
-    """The frames at some positions; beyond the last frame, the last one."""
+def _take_frames(array: Array, places: Array) -> Array:
+    """The frames at some positions; the last frame for positions beyond it."""
     if not len(array):
         return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
     if array.flags.aligned:
         return array.take(places, axis=0, mode="clip")
-    # HDF5 does not align what it stores; `take` would copy the whole array first.
-    found: Array = array[numpy.minimum(places, len(array) - 1)]
-    return found
+    # HDF5 does not align data, and `take` would copy an unaligned array as a whole first.
+    return array[numpy.minimum(places, len(array) - 1)]
 
 
 class HDFFile:
@@ -161,7 +160,14 @@ class HDFFile:
             self._identity = _identity(file)
             try:
                 self._index(file)
-            except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:  # h5py's for a damaged file
+            except (
+                OSError,
+                RuntimeError,
+                KeyError,
+                ValueError,
+                TypeError,
+                MemoryError,
+            ) as error:  # raised by h5py for a damaged file
                 raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
         self.memory_mapped = frozenset(self._arrays)
 
@@ -176,7 +182,7 @@ class HDFFile:
             try:
                 values = array[starts[index] : starts[index + 1]]
             except OSError as error:
-                raise self._unreadable(f"sequence {index} of {self._names[key]}", error) from None
+                raise self._read_error(f"sequence {index} of {self._names[key]}", error) from None
             if values.dtype == object:
                 values = numpy.array(texts_of(self.path, self._names[key], values), dtype=object)
             result[key] = values
@@ -200,7 +206,7 @@ class HDFFile:
             else:  # h5py looks up a long list of indices one by one
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
         except OSError as error:
-            raise self._unreadable("/seqTags", error) from None
+            raise self._read_error("/seqTags", error) from None
         texts = texts_of(self.path, "/seqTags", few)
         return [texts[place] for place in places]
 
@@ -209,7 +215,7 @@ class HDFFile:
         try:
             stored: Array = self._file()["seqTags"][start:stop]
         except OSError as error:
-            raise self._unreadable("/seqTags", error) from None
+            raise self._read_error("/seqTags", error) from None
         if stored.dtype == object:
             stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
         letters = stored.view(numpy.uint8).reshape(len(stored), -1)
@@ -224,7 +230,7 @@ class HDFFile:
         self._arrays = {}
 
     def release(self) -> None:
-        """Close h5py's file, which is opened again when it is needed; another process may then write to it."""
+        """Close h5py's file, so that another process may write to it; it is reopened when needed."""
         self._arrays = {key: array for key, array in self._arrays.items() if key in self.memory_mapped}
         if self._handle is not None:
             self._handle.close()
@@ -252,8 +258,8 @@ class HDFFile:
             self._handle = handle
         return self._handle
 
-    def _unreadable(self, what: str, error: OSError) -> DataError:
-        """The error for something that cannot be read: the file was replaced or changed, or is damaged."""
+    def _read_error(self, what: str, error: OSError) -> DataError:
+        """The error for a failed read: the file was replaced or changed, or is damaged."""
         try:
             check_same(self.path, self._identity, identity(self.path.stat()))
         except OSError as gone:
@@ -265,7 +271,7 @@ class HDFFile:
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""
         path = self.path
-        for name in members_read(file):
+        for name in names_to_read(file):
             check_links(path, file, name, self._external)
         sources = sources_of(path, file)
         self.lengths = lengths_in(path, file, sources)
@@ -292,12 +298,12 @@ class HDFFile:
 
 
 def _identity(file: h5py.File) -> Identity:
-    """The identity of the file that is open, which may have been replaced since."""
+    """The identity of the open file, which may have been replaced since."""
     return identity(os.fstat(file.id.get_vfd_handle()))
 
 
 SEQUENCES_PER_FILE = 8
-"""If a batch has fewer sequences per file than this, they are read one by one, which is faster then than file by file."""
+"""If a batch has fewer sequences per file than this, they are read one by one, which is then faster than file by file."""
 
 
 class HDFDataset(Dataset):
@@ -333,16 +339,16 @@ class HDFDataset(Dataset):
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Gathers sequences from memory maps file by file, unless they are spread over too many files."""
         if len(self._files) == 1:
-            return self._gathered(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
+            return self._gather(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
         which = numpy.searchsorted(self._first, indices, side="right") - 1
         numbers = numpy.unique(which).tolist()
         if len(numbers) * SEQUENCES_PER_FILE > len(indices):
             return super().padded(indices)
         rows = [numpy.flatnonzero(which == number) for number in numbers]
         places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
-        return self._gathered(indices, places)
+        return self._gather(indices, places)
 
-    def _gathered(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
+    def _gather(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
         """A batch; `places` has each file, the rows of the batch that come from it, and their indices in the file."""
         batch = {}
         for key in self.streams:
@@ -355,10 +361,10 @@ class HDFDataset(Dataset):
         return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenated_tags(indices, self._first, lambda number, inside: self._files[number].tags(inside))
+        return concatenate_tags(indices, self._first, lambda number, inside: self._files[number].tags(inside))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenated_tag_bytes(start, stop, self._first, lambda number, *inside: self._files[number].tag_bytes(*inside))
+        return concatenate_tag_bytes(start, stop, self._first, lambda number, *inside: self._files[number].tag_bytes(*inside))
 
     def close(self) -> None:
         for file in self._files:
@@ -380,7 +386,7 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
     """Open HDF files as one dataset.
 
     Args:
-        external: whether to read other files that these refer to.
+        external: whether to read other files that the files refer to.
 
     Raises:
         DataError: a file is missing, not an HDF5 file, damaged, not in this layout, or does not match the first one.
@@ -404,10 +410,12 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
 
 
 def open_hdf_dataset(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open what the dict of an HDFDataset describes. Raises: DataError."""
+    """Open the HDF files of a dataset dict. Raises: DataError."""
     return open_hdf(keys.data_files(), "follow" if keys.allow_external else "refuse")
 
 
 def open_files_dataset(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open what the dict of a FilesDataset describes. Raises: DataError."""
-    return open_files(where, keys, lambda path: open_hdf([path]))
+    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
+    dataset = FilesDataset(where, keys.data_files(), lambda path: open_hdf([path]), keys.max_open_files)
+    dataset.read_lengths()
+    return dataset

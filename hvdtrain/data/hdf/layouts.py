@@ -40,7 +40,7 @@ def open_file(path: Path) -> h5py.File:
         raise DataError(f"{path}: expected an HDF5 file, got {what}{hint}") from None
 
 
-def members_read(file: h5py.File) -> Iterator[str]:
+def names_to_read(file: h5py.File) -> Iterator[str]:
     """The names of everything that is read from a file, groups before their members."""
     yield from ("inputs", "labels", "seqLengths", "seqTags", "targets", "targets/data", "targets/size", "targets/labels")
     for folder in ("targets/data", "targets/labels"):
@@ -76,7 +76,7 @@ def name_of(file: h5py.File, key: str) -> str:
 
 
 def member(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
-    """The group or dataset of a name, which `check_links` has checked. Raises: DataError, if there is none."""
+    """The group or dataset with a name that `check_links` has checked. Raises: DataError, if it does not exist."""
     folder, _, last = name.rpartition("/")
     parent = file[folder] if folder else file
     if last not in parent:
@@ -87,17 +87,17 @@ def member(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
 def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     """A dataset of numbers or strings with frames, labels or sequences on its first axis. Raises: DataError."""
     dataset = member(path, file, name)
-    return checked(path, name, dataset, file_size(dataset))
+    return check_stored(path, name, dataset, file_size(dataset))
 
 
-def checked(path: Path, name: str, dataset: h5py.Group | h5py.Dataset, size: int) -> h5py.Dataset:
-    """The same of an object that is open.
+def check_stored(path: Path, name: str, dataset: h5py.Group | h5py.Dataset, size: int) -> h5py.Dataset:
+    """The dataset, after checking its type and shape, and that its values are stored.
 
     Args:
-        size: bytes of the file that it is in.
+        size: bytes of the file that contains it.
 
     Raises:
-        DataError: it cannot be what is read, or the file does not have the values that it claims to have.
+        DataError: it is not such a dataset, or the file does not contain the values that it claims to have.
     """
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
@@ -105,7 +105,7 @@ def checked(path: Path, name: str, dataset: h5py.Group | h5py.Dataset, size: int
         raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
     try:
         dtype = dataset.dtype
-    except TypeError as error:  # one of HDF5's types that numpy lacks
+    except TypeError as error:  # a type of HDF5 without a counterpart in numpy
         raise DataError(f"{path}: expected numbers or strings in /{name}, got {error}") from None
     if dtype.kind not in "biufc" and h5py.check_string_dtype(dtype) is None:
         raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dtype}")
@@ -113,41 +113,41 @@ def checked(path: Path, name: str, dataset: h5py.Group | h5py.Dataset, size: int
         raise DataError(f"{path}: expected values in every row of /{name}, got the shape {dataset.shape}")
     if dataset.shape[0] and not (dataset.external or dataset.is_virtual) and not _is_stored(dataset, size):
         raise DataError(
-            f"{path}: expected the values of /{name}, {dtype} of shape {dataset.shape}, {_claimed(dataset)} bytes, "
+            f"{path}: expected the values of /{name}, {dtype} of shape {dataset.shape}, {_claimed_bytes(dataset)} bytes, "
             f"got only {dataset.id.get_storage_size()} bytes in {size} of the file (it was cut off or never written completely)"
         )
     return dataset
 
 
 def file_size(member: h5py.Group | h5py.Dataset) -> int:
-    """The size in bytes of the file that a member is in, which may be another one than it was looked up in."""
+    """The size in bytes of the file that contains a member, which may differ from the file that it was looked up in."""
     return os.fstat(h5py.h5i.get_file_id(member.id).get_vfd_handle()).st_size
 
 
 MANY_CHUNKS = 2000
-"""Of a dataset with more chunks than this, only some are looked up: to count them takes 0.2 microseconds for each."""
+"""If a dataset has more chunks than this, only some are looked up: counting takes 0.2 microseconds per chunk."""
 
 SOME_CHUNKS = 16
 
 LEAST_CHUNK = 9
-"""The bytes that a chunk takes at least in a file if it is compressed: its address, and one byte itself."""
+"""The least bytes that a compressed chunk takes in a file: its address, and one byte of data."""
 
 
 def _is_stored(dataset: h5py.Dataset, size: int) -> bool:
-    """Whether the file has the values that a dataset claims to have, as far as can be told at once, before any memory is taken
-    for them. HDF5 would read zeros for what was never written."""
+    """Whether the file seems to contain the values that a dataset claims to have: a quick check, before memory is allocated for
+    them. HDF5 would read zeros for values that were never written."""
     chunks = dataset.chunks
     if chunks is None:
         stored = dataset.id.get_storage_size()
         is_enough = not dataset.dtype.hasobject and stored >= prod(dataset.shape) * dataset.dtype.itemsize
-        if not is_enough and stored < _claimed(dataset):  # the file's own type, which takes longer to find, may be smaller
+        if not is_enough and stored < _claimed_bytes(dataset):  # the type in the file, which is slower to look up, may be smaller
             return False
         offset = dataset.id.get_offset()
-        return bool((offset or 0) + stored <= size)  # without an offset, they are in the header
+        return bool((offset or 0) + stored <= size)  # no offset: they are in the header
     claimed = [-(-extent // chunk) for extent, chunk in zip(dataset.shape, chunks, strict=True)]
     number = prod(claimed)
     plain = dataset.id.get_create_plist().get_nfilters() == 0
-    if (_claimed(dataset) if plain else number * LEAST_CHUNK) > size:
+    if (_claimed_bytes(dataset) if plain else number * LEAST_CHUNK) > size:
         return False
     if number <= MANY_CHUNKS:
         return bool(dataset.id.get_num_chunks() == number)
@@ -155,12 +155,12 @@ def _is_stored(dataset: h5py.Dataset, size: int) -> bool:
         where = numpy.unravel_index(place, claimed)
         try:
             dataset.id.read_direct_chunk(tuple(int(index) * chunk for index, chunk in zip(where, chunks, strict=True)))
-        except (OSError, RuntimeError, ValueError):  # there is none
+        except (OSError, RuntimeError, ValueError):  # the chunk was never written
             return False
     return True
 
 
-def _claimed(dataset: h5py.Dataset) -> int:
+def _claimed_bytes(dataset: h5py.Dataset) -> int:
     """The bytes of a dataset's values, without compression."""
     return int(prod(dataset.shape) * dataset.id.get_type().get_size())
 
@@ -179,7 +179,7 @@ def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) ->
     stored = dataset_in(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
-    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files have one length for all keys
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # in the oldest files: one length for all keys
     # A file without /targets may have a column for targets that are not there, for historical reasons.
     allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
     if number not in allowed:
@@ -207,7 +207,7 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
         dim = _integer(path, f"{key} of /targets/size", size)
         labels = f"targets/labels/{key}"
     names = tuple(texts_of(path, f"/{labels}", strings_in(path, file, labels)[:])) if labels in file else ()
-    dtype = dataset.dtype.newbyteorder("=") if dataset.dtype.kind in "biufc" else dataset.dtype  # of the batches; see `pad`
+    dtype = dataset.dtype.newbyteorder("=") if dataset.dtype.kind in "biufc" else dataset.dtype  # as in batches; see `pad`
     return Stream(dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
@@ -221,7 +221,9 @@ def mapped_array(path: Path, dataset: h5py.Dataset) -> Array | None:
         or dataset.chunks is not None
     ):
         return None
-    if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # a type that numpy lacks, which h5py converts
+    if dataset.id.get_type() != h5py.h5t.py_create(
+        dataset.dtype, logical=True
+    ):  # h5py converts a type without a counterpart in numpy
         return None
     if dataset.size == 0:
         return numpy.zeros(dataset.shape, dtype=dataset.dtype)
@@ -244,7 +246,7 @@ def _integer(path: Path, what: str, value: Any) -> int:
 
 
 def text_of(value: bytes | str) -> str:
-    """A stored string: UTF-8, which some writers pad with zero bytes. Raises: UnicodeError."""
+    """A stored string, decoded from UTF-8 and without the zero bytes that some writers pad it with. Raises: UnicodeError."""
     text = value.decode("utf-8") if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape").decode("utf-8")
     return text.split("\0", 1)[0]
 
@@ -261,27 +263,27 @@ def texts_of(path: Path, name: str, values: Iterable[bytes | str]) -> list[str]:
 
 
 def names_in(group: Any) -> str:
-    """The names of a group's members, for a message; of many, the first ones."""
+    """The names of a group's members, for a message; only the first ones of many."""
     names = [f"'{name}'" for name in islice(group, 9)] if isinstance(group, (h5py.Group, dict)) else []
     more = ["..."] if len(names) == 9 else []
     return ", ".join(names[:8] + more) or "nothing"
 
 
 def check_links(path: Path, file: h5py.File, name: str, external: External) -> None:
-    """Check the links on the path to a member, if there is such a member.
+    """Check the links on the path to a member, if it exists.
 
     Raises:
-        DataError: a link leads to another file and `external` is 'refuse', or what it leads to is missing.
+        DataError: a link leads to another file and `external` is 'refuse', or its target is missing.
     """
     parent: h5py.Group | h5py.Dataset = file
     for part in name.split("/"):
         if not isinstance(parent, h5py.Group) or part not in parent:
             return
-        parent = linked(path, parent, part, name, external)
+        parent = follow_link(path, parent, part, name, external)
 
 
-def linked(path: Path, parent: h5py.Group, part: str, name: str, external: External) -> h5py.Group | h5py.Dataset:
-    """The member `part` of a group, whose links are checked. Raises: as `check_links`; KeyError, if there is no such member.
+def follow_link(path: Path, parent: h5py.Group, part: str, name: str, external: External) -> h5py.Group | h5py.Dataset:
+    """The member `part` of a group, after checking its links. Raises: as `check_links`; KeyError, if it does not exist.
 
     Args:
         name: of the whole path, for messages.
@@ -312,26 +314,26 @@ def linked(path: Path, parent: h5py.Group, part: str, name: str, external: Exter
 
 
 def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
-    """Check that the other files are there and long enough: HDF5 would silently read zeros. Raises: DataError."""
+    """Check that the other files exist and are long enough: HDF5 would silently read zeros. Raises: DataError."""
     for name, offset, size in dataset.external or ():
-        there = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as in HDF5
-        if there is None or (size != h5py.h5f.UNLIMITED and there < offset + size):
-            got = "no such file" if there is None else f"{there} bytes"
+        found = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as in HDF5
+        if found is None or (size != h5py.h5f.UNLIMITED and found < offset + size):
+            got = "no such file" if found is None else f"{found} bytes"
             raise DataError(f"{path}: expected {name} with {offset + size} bytes, where {dataset.name} is stored, got: {got}")
     if not dataset.is_virtual:
         return
     folder = Path(dataset.file.filename).parent
     for _, file_name, source, _ in dataset.virtual_sources():
         if file_name == ".":
-            there_is = source in dataset.file
-        elif "%b" in file_name:  # any number of files
+            is_found = source in dataset.file
+        elif "%b" in file_name:  # a pattern for any number of files
             continue
         else:
             place = next((place for place in (folder / file_name, Path(file_name)) if h5py.is_hdf5(place)), None)
             if place is None:
-                there_is = False
+                is_found = False
             else:
                 with h5py.File(place, "r") as other:
-                    there_is = source in other
-        if not there_is:
-            raise DataError(f"{path}: expected {source} in {file_name}, which is a part of {dataset.name}, got none")
+                    is_found = source in other
+        if not is_found:
+            raise DataError(f"{path}: expected {source} in {file_name} as a part of {dataset.name}, got none")

@@ -1,6 +1,6 @@
 """NextGenHDFDataset: HDF files with a dataset for every sequence, under `/streams/<name>/data/<sequence>`.
 
-The attribute `parser` of a stream says what its datasets hold: `feature_sequence` vectors, `sparse` class indices,
+The attribute `parser` of a stream describes its datasets: `feature_sequence` vectors, `sparse` class indices,
 `segment_alignment` rows of (class, number of frames). A '/' in a sequence's name is stored as a backslash.
 """
 
@@ -16,9 +16,19 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data.combine.union import concatenated
+from hvdtrain.data.combine.union import concatenate
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.layouts import check_links, checked, file_size, linked, member, names_in, open_file, strings_in, texts_of
+from hvdtrain.data.hdf.layouts import (
+    check_links,
+    check_stored,
+    file_size,
+    follow_link,
+    member,
+    names_in,
+    open_file,
+    strings_in,
+    texts_of,
+)
 from hvdtrain.data.kinds import NextGenHDFDatasetKeys
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -45,13 +55,13 @@ class NextGenFile(Dataset):
         self.path = path
         self._handle: h5py.File | None = None
         self._process = os.getpid()
-        self._parents: dict[str, h5py.Group] = {}  # by data key, the group with the datasets, in the file that is open
+        self._parents: dict[str, h5py.Group] = {}  # by data key, the group with the datasets, in the open file
         self._size = 0  # of the file in bytes
         self._sources: dict[str, _Source] = {}
         self._tags: list[str] = []
         self.streams = {}
         self.lengths = {}
-        with self._understandable(), open_file(path) as file:
+        with self._readable_errors(), open_file(path) as file:
             self._index(file, input_stream_name)
             self._parents = {}
 
@@ -61,7 +71,7 @@ class NextGenFile(Dataset):
 
     def sequence(self, index: int) -> dict[str, Array]:
         file = self._file()
-        with self._understandable():
+        with self._readable_errors():
             return {key: _values(source, self._dataset(file, key, index)[:]) for key, source in self._sources.items()}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -85,7 +95,7 @@ class NextGenFile(Dataset):
         return self._handle
 
     @contextmanager
-    def _understandable(self) -> Iterator[None]:
+    def _readable_errors(self) -> Iterator[None]:
         """Turn what h5py raises for a damaged file into a DataError."""
         try:
             yield
@@ -100,10 +110,10 @@ class NextGenFile(Dataset):
             self._size = file_size(self._parents[key])
         parent, last = self._parents[key], self._tags[index].replace("/", "\\")
         try:
-            found = linked(self.path, parent, last, f"{name}/{last}", "refuse")
+            found = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
             raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
-        return checked(self.path, f"{name}/{last}", found, self._size)
+        return check_stored(self.path, f"{name}/{last}", found, self._size)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
         """Find the streams and the lengths of their sequences, and check that they are consistent."""
@@ -128,11 +138,11 @@ class NextGenFile(Dataset):
                 raise DataError(f"{self.path}: expected attribute parser of /streams/{name} to be one of {known}, got {parser!r}")
             key = "data" if name == input_stream_name else name
             self._sources[key] = _Source(name, parser)
-            streams[key], lengths[key] = self._look_at(file, key)
+            streams[key], lengths[key] = self._inspect_stream(file, key)
         self.streams, self.lengths = streams, lengths
 
-    def _look_at(self, file: h5py.File, key: str) -> tuple[Stream, Array]:
-        """The kind of data in a stream, and the lengths of all its sequences."""
+    def _inspect_stream(self, file: h5py.File, key: str) -> tuple[Stream, Array]:
+        """The stream of a data key, and the lengths of all its sequences. Raises: DataError."""
         source = self._sources[key]
         lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
         first: tuple[Any, ...] | None = None
@@ -182,4 +192,4 @@ def open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str
     """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
     paths, name = keys.data_files(), keys.input_stream_name
     files = {f"{path} (file {number})": NextGenFile(Path(path), name) for number, path in enumerate(paths)}
-    return concatenated(where, files) if len(files) > 1 else next(iter(files.values()))
+    return concatenate(where, files) if len(files) > 1 else next(iter(files.values()))

@@ -1,4 +1,4 @@
-"""Writing HDF files in RETURNN's layout: sequence after sequence, contiguous unless compressed, whole or not at all."""
+"""Writes HDF files in RETURNN's layout: sequence after sequence, contiguous unless compressed, whole or not at all."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ TEXTS = 10_000
 """The number of strings copied at once."""
 
 UNKNOWN_DIM = 1
-"""What RETURNN's SimpleHDFWriter writes as the number of classes if it was not told."""
+"""The number of classes that RETURNN's SimpleHDFWriter writes if it does not know it."""
 
 
 class HDFWriter:
-    """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
+    """Takes sequences one by one, and writes the file when its `with` block ends; after an exception it leaves nothing behind.
 
     The number of sequences need not be known: the frames of each key are collected in a temporary file next to the target and
     copied at the end, into contiguous datasets, as only those can be memory-mapped, or into compressed ones, whose chunks are
@@ -45,12 +45,12 @@ class HDFWriter:
     Args:
         path: of the new file. It must not exist, unless `overwrite` is set.
         labels: by key, the names of the classes. They give the dimension of sparse data.
-        dims: by key, the dimension of sparse data without labels; `UNKNOWN_DIM`: any class. Without either it is the largest
-            class index plus one.
-        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, for reading, too.
+        dims: by key, the dimension of sparse data without labels; `UNKNOWN_DIM`: any class. Default: the largest class
+            index plus one.
+        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, also for reading.
 
     Attributes:
-        folder: inside the `with` block, where the frames are collected. It is removed at the end, with all files in it.
+        folder: where the frames are collected inside the `with` block. It is removed at the end, with all files in it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HDFWriter:
         self._overwrite = overwrite
         self._tags: list[bytes] = []
         self._streams: dict[str, Numbers | Texts] = {}
-        self._refused = ""
+        self._failure = ""
 
     def __enter__(self) -> HDFWriter:
         if self.path.exists() and not self._overwrite:
@@ -102,7 +102,7 @@ class HDFWriter:
         """Append a sequence: arrays of shape (frames, ...) by data key, the same keys every time; key 'data' is the input.
 
         Raises:
-            DataError: an array does not go with those of the first sequence, or the disk is full.
+            DataError: an array does not match those of the first sequence, or the disk is full.
         """
         arrays = self._arrays(tag, sequence)
         if not self._streams:
@@ -113,7 +113,7 @@ class HDFWriter:
         for key, values in arrays.items():
             self._check_like_first(tag, key, values)
             self._check_classes(tag, key, values)
-        name = _encoded(self.path, tag)
+        name = _encode(self.path, tag)
         with self._readable_errors():
             for key, values in arrays.items():
                 self._streams[key].append(values)
@@ -122,9 +122,9 @@ class HDFWriter:
         self.num_sequences += 1
 
     def expect(self, tag: str, sequence: Mapping[str, Any]) -> None:
-        """Take the types and shapes of a sequence as if it were the first one, without adding it.
+        """Use the types and shapes of a sequence as those of the first one, without adding it.
 
-        Call it before `add`, so that several writers write parts that match. Raises: DataError.
+        Call it before `add`, so that the parts of several writers match. Raises: DataError.
         """
         self._begin(self._arrays(tag, sequence))
 
@@ -150,16 +150,16 @@ class HDFWriter:
             yield
         except (OSError, RuntimeError) as error:  # h5py raises either
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self._refused = f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}"
-            raise DataError(self._refused) from None
+            self._failure = f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}"
+            raise DataError(self._failure) from None
 
     def _numbers_or_texts(self, tag: str, key: str, values: Array) -> Array:
-        """The array as it is stored: numbers unchanged, texts as objects. Raises: DataError."""
+        """The array to store: numbers unchanged, texts as objects. Raises: DataError."""
         if values.ndim == 1 and (values.dtype.kind in "US" or (values.dtype == object and len(values))):
             texts = [value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
             if all(isinstance(text, str) for text in texts):
                 for text in texts:
-                    _encoded(self.path, text)
+                    _encode(self.path, text)
                     if "\0" in text:
                         raise DataError(
                             f"{self.path}: expected text without zero bytes for {key!r}, got some in sequence {tag!r}"
@@ -200,8 +200,8 @@ class HDFWriter:
                 )
 
     def _finish(self) -> None:
-        if self._refused:  # an error that the caller ignored: the last sequence is incomplete
-            raise DataError(self._refused)
+        if self._failure:  # the caller ignored an error: the last sequence is incomplete
+            raise DataError(self._failure)
         if not self._streams:
             raise DataError(f"{self.path}: expected at least one sequence to write, got none")
         whole = self.folder / "whole.hdf"
@@ -236,11 +236,11 @@ class HDFWriter:
 
 
 def _strings(path: Path, texts: Sequence[str]) -> Array:
-    encoded = [_encoded(path, text) for text in texts]
+    encoded = [_encode(path, text) for text in texts]
     return numpy.array(encoded, dtype=f"S{max(1, max(map(len, encoded)))}")
 
 
-def _encoded(path: Path, text: str) -> bytes:
+def _encode(path: Path, text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:  # file names that are not UTF-8
@@ -299,17 +299,17 @@ class Texts:
     def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
         """Copy the strings into a dataset of strings of variable length, as RETURNN writes them.
 
-        HDF5 stores references in the dataset and the strings elsewhere, so compressing it would gain nothing.
+        HDF5 stores references in the dataset and the strings elsewhere, so compression would gain nothing.
         """
         total = sum(self.lengths)
         dataset = file.create_dataset(name, (total,), h5py.string_dtype("utf-8"))
-        texts = _zero_terminated(self.file.name)
+        texts = _read_texts(self.file.name)
         for start in range(0, total, TEXTS):
             block = list(islice(texts, TEXTS))
             dataset[start : start + len(block)] = numpy.array(block, dtype=object)
 
 
-def _zero_terminated(path: str) -> Iterator[bytes]:
+def _read_texts(path: str) -> Iterator[bytes]:
     rest = b""
     with open(path, "rb") as collected:
         while block := collected.read(1 << 20):

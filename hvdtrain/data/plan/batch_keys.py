@@ -8,14 +8,14 @@ from numbers import Integral
 from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.data.plan.order_keys import called
+from hvdtrain.data.plan.order_keys import call_for_epoch
 from hvdtrain.errors import DataError, Problem, problem
 
 LARGEST = 2**62
-"""The largest limit: sums of lengths are int64."""
+"""The largest limit, as sums of lengths are int64."""
 
 Limit = int | Mapping[str, int] | None
-"""A limit for every data key, by data key, or none."""
+"""One limit for every data key, limits by data key, or none."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class BatchKeys(Section):
     batch_size: Size = key(
         None,
         "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every "
-        "data key or by key, or a "
-        "function {signature} that returns it; None: no limit",
+        "data key or by key, or a function {signature} that returns it; None: no limit",
         positive,
         signature="*, epoch, **_",
     )
@@ -88,8 +87,7 @@ class BatchKeys(Section):
     max_seq_length: Frames = key(
         None,
         "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut "
-        "into chunks; "
-        "None or 0: no limit",
+        "into chunks; None or 0: no limit",
         not_negative,
     )
     min_seq_length: Frames = key(None, "drop sequences with fewer frames, like max_seq_length", not_negative)
@@ -105,21 +103,22 @@ class BatchKeys(Section):
     balance_ranks: int = key(
         0,
         "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of "
-        "similar size, the "
-        "groups in random order; set it to the number of ranks or a multiple of it; 0: off",
+        "similar size, the groups in random order; set it to the number of ranks or a multiple of it; 0: off",
         not_negative,
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
-            if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
-                return problem("conflict", f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both")
+        for total, name in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
+            if getattr(self, total) is not None and (
+                getattr(self, name) is not None or getattr(self, f"{name}_train") is not None
+            ):
+                return problem("conflict", f"{total}: expected either {total} (of all ranks) or {name} (of each rank), got both")
         if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return problem("missing", "batch_size: expected batch_size or max_seqs (one of them at least), got neither")
         if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return problem(
                 "missing",
-                "batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither",
+                "batch_size_dev: expected batch_size_dev or max_seqs_dev, as training has separate keys, got neither",
             )
         found = []
         if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
@@ -142,7 +141,7 @@ class BatchKeys(Section):
 
     @property
     def shuffle_window(self) -> int:
-        """The number of consecutive batches that `online_shuffle_batches` puts in random order; 0: it is off."""
+        """The number of consecutive batches that `online_shuffle_batches` shuffles; 0: it is off."""
         given = self.online_shuffle_batches
         return (given.get("buffer_size", 0) if isinstance(given, dict) else given) or 0
 
@@ -152,7 +151,7 @@ class BatchKeys(Section):
         return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
 
     def of_each_of(self, ranks: int) -> BatchKeys:
-        """The keys of each of several ranks. Raises: DataError, if there is less than one sequence for each."""
+        """The keys of each of `ranks` ranks. Raises: DataError, if there is less than one sequence for each."""
         if self.max_seqs_total is not None and self.max_seqs_total < ranks:
             raise DataError(
                 f"max_seqs_total: expected at least one sequence for each of {ranks} ranks, got {self.max_seqs_total}"
@@ -181,21 +180,21 @@ class BatchKeys(Section):
 
     def of_training(self) -> BatchKeys:
         """The keys that apply in training."""
-        return self._with(self.batch_size_train, self.max_seqs_train)
+        return self._replace_sizes(self.batch_size_train, self.max_seqs_train)
 
     def of_evaluation(self) -> BatchKeys:
         """The keys that apply in evaluation, where batches stay in order."""
-        own = self._with(self.batch_size_dev, self.max_seqs_dev)
-        return replace(own, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None)
+        keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev)
+        return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None)
 
     def limits(self, epoch: int) -> Limits:
         """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
-        batch_size = _called("batch_size", self.batch_size, epoch)
-        max_seqs = _called("max_seqs", self.max_seqs, epoch)
+        batch_size = _size_in_epoch("batch_size", self.batch_size, epoch)
+        max_seqs = _size_in_epoch("max_seqs", self.max_seqs, epoch)
         max_seqs = None if max_seqs == -1 else max_seqs
         return Limits(*map(_in_int64, (batch_size, max_seqs, self.packed_batch_size, self.max_pad_size)))
 
-    def _with(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
+    def _replace_sizes(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
         return replace(
             self,
             batch_size=self.batch_size if batch_size is None else batch_size,
@@ -210,17 +209,17 @@ def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[Pr
 
 
 def _in_int64(limit: Any) -> Any:
-    """A limit, or several by data key, that an array of int64 can have: a larger one limits nothing either."""
+    """A limit, or several by data key, capped so that it fits into int64: larger ones limit nothing either."""
     if isinstance(limit, Mapping):
         return {name: min(size, LARGEST) for name, size in limit.items()}
     return limit if limit is None else min(limit, LARGEST)
 
 
-def _called(name: str, value: Any, epoch: int) -> Any:
+def _size_in_epoch(name: str, value: Any, epoch: int) -> Any:
     """A size, or what the function of the config returns for an epoch. Raises: DataError."""
     if not callable(value):
         return value
-    size = called(name, value, epoch)
+    size = call_for_epoch(name, value, epoch)
     members = list(size.values()) if isinstance(size, dict) and name == "batch_size" else [size]
     numbers = [isinstance(member, Integral) and not isinstance(member, bool) for member in members]
     if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):

@@ -12,7 +12,7 @@ from hvdtrain.data.types import Array
 NO_LIMIT = 2**62
 
 BLOCK = 2**18
-"""How many sequences are converted to Python's numbers at once: a list takes up to ten times the memory of an array."""
+"""How many sequences are converted to Python numbers at once: a list takes up to ten times the memory of an array."""
 
 
 def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:
@@ -38,7 +38,7 @@ def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Arra
     return numpy.concatenate([*starts, [size]]).astype(numpy.int64, copy=False)
 
 
-def too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
+def count_too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
     """The number of sequences that exceed `batch_size` or `packed_batch_size` by themselves."""
     found = numpy.zeros(len(next(iter(lengths.values()))), dtype=bool)
     for limit in (limits.batch_size, limits.packed_batch_size):
@@ -67,7 +67,7 @@ def _by_key(lengths: Mapping[str, Array], limit: Limit) -> dict[str, int]:
 
 
 def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:
-    """The most sequences a batch may have if this one is its longest, over all data keys: one column instead of several.
+    """The most sequences of a batch in which this one is the longest, over all data keys: one column instead of several.
 
     "The longest times the number exceeds the limit in some key" is the same as "the number exceeds the smallest cap".
     """
@@ -99,7 +99,7 @@ def _starts(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> lis
     """Where batches begin, if none may be longer than the smallest of its caps or reach beyond the end of its first sequence."""
     ends = _ends(lengths, indices, limits.packed_batch_size)
     found = []
-    start = close = 0  # of the batch: where it begins, and before which sequence it ends at the latest
+    start = close = 0  # of the current batch: its first sequence, and the one before which it must end
     for first, block in _blocks(indices):
         starts = []
         for i, cap in enumerate(_caps(lengths, block, limits).tolist(), first):
@@ -143,11 +143,11 @@ def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: L
     return found
 
 
-def shuffled(num_batches: int, generator: numpy.random.RandomState, window: int = 0) -> Array:
+def random_order(num_batches: int, generator: numpy.random.RandomState, window: int = 0) -> Array:
     """The batches in random order, int64 of shape (num_batches,).
 
     Args:
-        window: shuffle so many consecutive batches, then the next ones; 0: all of them.
+        window: shuffle this many consecutive batches, then the next ones; 0: all together.
     """
     if not window:
         return generator.permutation(num_batches).astype(numpy.int64, copy=False)
@@ -156,7 +156,7 @@ def shuffled(num_batches: int, generator: numpy.random.RandomState, window: int 
     return numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *parts]).astype(numpy.int64, copy=False)
 
 
-def grouped_by_cost(costs: Array, group: int, generator: numpy.random.RandomState) -> Array:
+def group_by_cost(costs: Array, group: int, generator: numpy.random.RandomState) -> Array:
     """The batches in groups of similar cost; the groups in random order, the costs within a group ascending.
 
     Batches i * group to (i + 1) * group - 1 of the result are neighbours when sorted by cost. So the ranks get batches of similar
@@ -178,7 +178,7 @@ def grouped_by_cost(costs: Array, group: int, generator: numpy.random.RandomStat
     return numpy.concatenate([in_groups, by_cost[cut : cut + rest]]).astype(numpy.int64, copy=False)
 
 
-def rearranged(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array]:
+def rearrange(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array]:
     """`order` and `bounds` of a plan with its batches in another order.
 
     Args:
@@ -189,13 +189,13 @@ def rearranged(order: Array, bounds: Array, batches: Array) -> tuple[Array, Arra
     new = numpy.empty(edges[-1], dtype=order.dtype)
     for some in blocks_of(edges):
         here = slice(edges[some.start], edges[some.stop])
-        moved = numpy.repeat(bounds[:-1][batches[some]] - edges[some], counts[some])  # how far every sequence comes from behind
+        moved = numpy.repeat(bounds[:-1][batches[some]] - edges[some], counts[some])  # the distance that every sequence moves
         new[here] = order[moved + numpy.arange(here.start, here.stop)]
     return new, edges
 
 
 def blocks_of(bounds: Array) -> Iterator[slice]:
-    """Slices of a plan's batches, in order, of about BLOCK sequences each, so that what is computed of them stays small."""
+    """Slices of a plan's batches, in order, of about BLOCK sequences each, so that arrays computed from them stay small."""
     cuts = numpy.searchsorted(bounds, numpy.arange(BLOCK, bounds[-1], BLOCK))
     edges = numpy.unique([0, *cuts, len(bounds) - 1]).tolist()
     return map(slice, edges[:-1], edges[1:])

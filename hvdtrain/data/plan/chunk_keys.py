@@ -1,4 +1,4 @@
-"""The keys of chunks, and how they say to cut."""
+"""The keys of chunks, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ChunkKeys(Section):
     )
     min_chunk_size: int | dict[str, int] = key(
         0,
-        "minimal number of frames of the last chunk of a sequence; chunking_tail says what becomes of shorter ones",
+        "minimal number of frames of the last chunk of a sequence; chunking_tail determines what happens to shorter ones",
         not_negative,
     )
     chunking_tail: Tail = key(

@@ -1,6 +1,6 @@
-"""What an epoch is made of: the sequences that are selected, or the chunks that they are cut into.
+"""The elements of an epoch: the selected sequences, or the chunks that they are cut into.
 
-Sequences are selected by a list of tags, by what the dataset draws for an epoch, and by length. Chunks are parts of equal size,
+Sequences are selected by a list of tags, by the dataset's selection for an epoch, and by length. Chunks are parts of equal size,
 which are then batched as if each were a sequence. The chunks of a dataset are numbered, sequence by sequence, so that a plan
 refers to chunks as it does to sequences: by index.
 """
@@ -22,7 +22,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
 
-def listed(dataset: Dataset, path: str | None) -> Array | None:
+def find_listed(dataset: Dataset, path: str | None) -> Array | None:
     """The sequences whose tags a file lists, one per line; None (all) without a file.
 
     Returns:
@@ -48,17 +48,17 @@ def listed(dataset: Dataset, path: str | None) -> Array | None:
 
 
 def epoch_subset(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | None:
-    """The sequences of a full epoch: those that are listed, or those that the dataset draws for it; None: all.
+    """The sequences of a full epoch: those that are listed, or those that the dataset selects; None: all.
 
     Raises:
-        DataError: the sequences are listed and drawn.
+        DataError: the sequences are both listed and selected.
     """
-    drawn = dataset.selected(full_epoch)
-    if drawn is None:
+    selected = dataset.selected(full_epoch)
+    if selected is None:
         return subset
     if subset is not None:
-        raise DataError("seq_list_filter_file: expected none beside sampling_sizes, got both")
-    return drawn
+        raise DataError("seq_list_filter_file: expected none with sampling_sizes, got both")
+    return selected
 
 
 def read_tags(path: Path) -> frozenset[str]:
@@ -102,7 +102,7 @@ class Chunks:
     steps: Mapping[str, int]
 
     def of(self, sequences: Array) -> Array:
-        """The chunks of some sequences, in order; a sequence that occurs twice gives its chunks twice."""
+        """The chunks of some sequences, in order; for a sequence that occurs twice, its chunks come twice."""
         counts = self.first[sequences + 1] - self.first[sequences]
         ends = numpy.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
@@ -119,7 +119,7 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         lengths: by data key, number of frames of every sequence.
 
     Raises:
-        DataError: the data keys of a sequence give different numbers of chunks.
+        DataError: the data keys of a sequence have different numbers of chunks.
     """
     how = parse(keys.chunking)
     if how is None:
@@ -160,7 +160,7 @@ def _counts(
     if not sizes:
         return numpy.ones(size, dtype=numpy.int64)
     counts = numpy.full(size, -1, dtype=numpy.int64)
-    first_with: dict[int, str] = {}  # the first data key with a step
+    first_with: dict[int, str] = {}  # by step, the first data key that has it
     by_key = {}
     for name in sizes:
         here = by_key[name] = _counts_of(columns[name], steps[name], limit_of(keys.min_chunk_size, name), keys.chunking_tail)
@@ -170,10 +170,10 @@ def _counts(
             wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])
-            told = " and ".join(f"{by_key[one][index]} of the {columns[one][index]} frames of {one!r}" for one in by_key)
+            got = " and ".join(f"{by_key[key][index]} of the {columns[key][index]} frames of {key!r}" for key in by_key)
             raise DataError(
-                f"chunking: expected data keys that are cut into the same number of chunks (and are of the same length where "
-                f"they have the same step), got {told} in sequence {index} (give sizes and steps by data key, or even it out "
+                f"chunking: expected data keys that are cut into the same number of chunks (and have the same length if they "
+                f"have the same step), got {got} in sequence {index} (give sizes and steps by data key, or even it out "
                 "with min_chunk_size)"
             )
         counts = numpy.where(whole[name] | (counts >= 0), counts, here)

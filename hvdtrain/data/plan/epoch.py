@@ -15,7 +15,7 @@ from typing import overload
 import numpy
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import BLOCK, blocks_of, bounds, grouped_by_cost, rearranged, shuffled
+from hvdtrain.data.plan.bounds import BLOCK, blocks_of, bounds, group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
 from hvdtrain.data.plan.order import order, order_in_windows
 from hvdtrain.data.plan.order_keys import OrderKeys, part_of, seed_of
@@ -41,16 +41,16 @@ class Plan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Array:
-        """The indices of one batch's sequences, int64, in an array of their own."""
+        """The indices of one batch's sequences: a new array of int64."""
         return self.order[self.bounds[index] : self.bounds[index + 1]].astype(numpy.int64)
 
     def share(self, rank: int, size: int, start: int = 0) -> Share:
-        """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank
+        """The batches of one rank, without the first `start` ones of the plan, which are done: of the rest, batch i goes to rank
         i % size."""
         return Share(self, range(start + rank, self.num_batches, size))
 
     def fingerprint(self) -> int:
-        """A checksum: the same on two ranks if they have the same plan."""
+        """A checksum, which is the same on two ranks if they have the same plan."""
         found = 0
         for some in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
             found = crc32(some.astype(numpy.int64, copy=False), found)
@@ -85,8 +85,7 @@ class Plan:
 
 
 class Share(Sequence[Array]):
-    """Some batches of a plan, such as those of a rank. Each is made when it is asked for: a list of them would take more memory
-    than the plan."""
+    """Some batches of a plan, such as those of a rank. Each is made on access: a list would take more memory than the plan."""
 
     def __init__(self, plan: Plan, numbers: range) -> None:
         self._plan = plan
@@ -107,7 +106,7 @@ class Share(Sequence[Array]):
 
 
 def crc32(values: Array, before: int = 0) -> int:
-    """The checksum of an array's bytes after those that `before` is the checksum of."""
+    """The checksum of an array's bytes, continued from the checksum `before`."""
     return zlib.crc32(numpy.ascontiguousarray(values).data, before)
 
 
@@ -127,9 +126,9 @@ def plan(
     Args:
         lengths: by data key, number of frames of every sequence. Sequences are sorted by 'data', or else by the first key.
         subset: indices of the sequences to use; None: all of them.
-        file_bounds: as of `Dataset.file_bounds`.
+        file_bounds: as in `Dataset.file_bounds`.
         chunks: the chunks of all sequences, if they are cut; the plan then consists of chunks.
-        window: as of `Dataset`, without `subset`.
+        window: as in `Dataset`; only without `subset`.
 
     Raises:
         DataError: none of the epoch's sequences is left, or the order keys do not fit the data.
@@ -153,10 +152,10 @@ def plan(
         return made
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:
-        batches = grouped_by_cost(_costs(made, lengths), batch_keys.balance_ranks, generator)
+        batches = group_by_cost(_costs(made, lengths), batch_keys.balance_ranks, generator)
     else:
-        batches = shuffled(made.num_batches, generator, batch_keys.shuffle_window)
-    return Plan(*rearranged(made.order, made.bounds, batches))
+        batches = random_order(made.num_batches, generator, batch_keys.shuffle_window)
+    return Plan(*rearrange(made.order, made.bounds, batches))
 
 
 def _costs(made: Plan, lengths: Mapping[str, Array]) -> Array:

@@ -29,7 +29,7 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
         subset: indices of the sequences to use (see `seq_list_filter_file` and `sampling_sizes`); None: all of them. They
             are ordered and cut into parts as if there were no others.
-        file_bounds: as of `Dataset.file_bounds`, for `partition_by`.
+        file_bounds: as in `Dataset.file_bounds`, for `partition_by`.
 
     Returns:
         int64 indices of shape (number of sequences in this epoch,).
@@ -46,9 +46,9 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
         generator = numpy.random.RandomState([seed, keys.partition_epoch]) if method.is_random else None
         places = part_of_files(lengths, which, keys.partition_epoch, number, generator)
-        part = places[_ordered(lengths[places], method, seed)]
+        part = places[_order_all(lengths[places], method, seed)]
     else:
-        part = _partition(_ordered(lengths, method, seed), keys.partition_epoch, number)
+        part = _partition(_order_all(lengths, method, seed), keys.partition_epoch, number)
     if subset is not None:
         part = subset[part].astype(numpy.int64, copy=False)
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
@@ -57,16 +57,16 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
 def order_in_windows(lengths: Array, keys: OrderKeys, epoch: int, window: int) -> Array:
     """The indices of the sequences of an epoch, each within its window of neighbours in order: as `order`, window by window.
 
-    A random order is another one in every window.
+    A random order differs from window to window.
     """
     parts = []
     for number, start in enumerate(range(0, len(lengths), window)):
-        own = replace(keys, random_seed_offset=keys.random_seed_offset + number * WINDOW_STEP)
-        parts.append(start + order(lengths[start : start + window], own, epoch))
+        window_keys = replace(keys, random_seed_offset=keys.random_seed_offset + number * WINDOW_STEP)
+        parts.append(start + order(lengths[start : start + window], window_keys, epoch))
     return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.int64)
 
 
-def _ordered(lengths: Array, method: Method, seed: int) -> Array:
+def _order_all(lengths: Array, method: Method, seed: int) -> Array:
     size = len(lengths)
     if size == 0:
         return numpy.zeros(0, dtype=numpy.int64)
@@ -95,9 +95,9 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
 
 
 def _for_sorting(lengths: Array) -> Array:
-    """Lengths in integers that are sorted fast. `~lengths` sorts them the other way round.
+    """Lengths as integers that sort fast. `~lengths` sorts them the other way round.
 
-    numpy sorts 16 bits by counting: in a fraction of the time that it takes to compare.
+    numpy sorts 16-bit integers by counting, in a fraction of the time that comparing takes.
     """
     if lengths.min() >= 0 and lengths.max() < 2**16:
         return lengths.astype(numpy.uint16)
@@ -105,7 +105,7 @@ def _for_sorting(lengths: Array) -> Array:
 
 
 def _bin_cuts(size: int, bins: int) -> list[int]:
-    """Where RETURNN cuts a row of sequences into bins. numpy.array_split makes the first ones longer instead.
+    """Where RETURNN cuts a row of sequences into bins. numpy.array_split would make the first ones longer instead.
 
     >>> _bin_cuts(11, 4)
     [0, 2, 5, 8, 11]
@@ -149,7 +149,7 @@ def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: in
 
 
 def _partition(indices: Array, count: int, which: int) -> Array:
-    """One of `count` contiguous parts; the first ones are longer by one if the number is not divisible."""
+    """One of `count` contiguous parts; the first ones are longer by one if their number is not divisible."""
     if count > max(1, len(indices)):
         raise DataError(f"partition_epoch: expected at most {len(indices)}, the number of sequences, got {count}")
     return numpy.array_split(indices, count)[which]

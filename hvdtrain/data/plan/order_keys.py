@@ -1,6 +1,6 @@
-"""The keys of an epoch's order, and what they say about an epoch: its method, its seed, its part of the data.
+"""The keys of an epoch's order, and the method, the seed and the part of the data of an epoch that follow from them.
 
-Without numpy, like every file that declares keys: `--help` imports them all.
+Imports no numpy, like every file that declares keys: `--help` imports them all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hvdtrain.config.keys import Rule, key, not_negative, positive, signature_error
+from hvdtrain.config.keys import Rule, key, not_negative, parsed_by, positive, signature_error
 from hvdtrain.errors import DataError
 
 METHODS = (
@@ -36,18 +36,12 @@ CHANGES = {2: ("laplace", "laplace cuts its bins as RETURNN does now; before, th
 
 
 ORDER_VERSION = max(CHANGES)
-"""Checkpoints within an epoch hold it, so that a training can say why an epoch has other batches now than it began with."""
+"""Checkpoints within an epoch contain it, so that a training can explain why an epoch no longer has the batches it began with."""
 
 
 def is_order(method: object) -> bool:
     """Whether a value of the key seq_ordering is a function, or a text that `parse` accepts."""
-    if callable(method):
-        return True
-    try:
-        parse(str(method))
-    except ValueError:
-        return False
-    return True
+    return callable(method) or parsed_by(parse)(str(method))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +72,8 @@ class OrderKeys:
 
 @dataclass(frozen=True)
 class Method:
-    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many full epochs an order
-    is kept."""
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and the number of full epochs that keep
+    an order."""
 
     name: str
     bins: int | None = None
@@ -95,7 +89,7 @@ class Method:
 def parse(text: str) -> Method:
     """Parse `laplace:.1000`, `random:3`, ... Raises: ValueError.
 
-    The number after `random:`, and the last number of the others, is for how many full epochs an order is kept.
+    The number after `random:`, and the last number of the others, is the number of full epochs that keep an order.
 
     >>> parse("laplace:.1000")
     Method(name='laplace', bins=None, per_bin=1000, keep=1)
@@ -129,7 +123,7 @@ def non_default(keys: OrderKeys) -> dict[str, Any]:
 
 
 def is_random(keys: OrderKeys) -> bool:
-    """Whether the order depends on the seed, or may depend on it: what a function returns is not known in advance."""
+    """Whether the order may depend on the seed; always True for a function, whose result is not known in advance."""
     if callable(keys.seq_ordering):
         return True
     return keys.fixed_random_seed is None and parse(keys.seq_ordering).is_random
@@ -139,7 +133,7 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     """The method that orders the sequences of an epoch. Raises: DataError, if a function of the config returns an unknown one."""
     text = keys.seq_ordering
     if callable(text):
-        text = called("seq_ordering", text, epoch)
+        text = call_for_epoch("seq_ordering", text, epoch)
         if not isinstance(text, str) or not is_order(text):
             raise DataError(
                 f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
@@ -148,7 +142,7 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     return parse(text)
 
 
-def called(name: str, function: Callable[..., Any], epoch: int) -> Any:
+def call_for_epoch(name: str, function: Callable[..., Any], epoch: int) -> Any:
     """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
     if signature_error(function, "*, epoch, **_"):
         raise DataError(
@@ -176,10 +170,10 @@ def seed_of(keys: OrderKeys, epoch: int) -> int:
 
 
 def full_epoch(keys: OrderKeys, epoch: int) -> int:
-    """The number of the full epoch (counted from 1) that an epoch is a part of: `partition_epoch` epochs make a full one."""
+    """The number of the full epoch (counted from 1) of an epoch: `partition_epoch` epochs make a full one."""
     return (epoch - 1) // keys.partition_epoch + 1
 
 
 def part_of(keys: OrderKeys, epoch: int) -> int:
-    """Which part of the full epoch an epoch is, counted from 0."""
+    """The number of an epoch within its full epoch, counted from 0."""
     return (epoch - 1) % keys.partition_epoch

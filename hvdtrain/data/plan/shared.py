@@ -1,9 +1,9 @@
 """A plan that one rank of a host makes and the others map into their memory.
 
-The plan of millions of sequences takes seconds of a core and gigabytes on a host where each of 8 ranks makes its own. Its maker
-keeps it in memory that belongs to a file without a name, and tells the others the descriptor, by which they open the file through
-/proc. The system frees the memory when the last process that maps it has ended, in whatever way; nothing can be left behind. It
-does not depend on the size of /dev/shm either. A rank that cannot open the file makes the plan itself.
+The plan of millions of sequences would take seconds of a core and gigabytes of memory if each of 8 ranks of a host made it. So
+one rank puts it into the memory of a file without a name, and sends the descriptor to the others, which open it through /proc.
+The system frees the memory when the last process that maps it has ended, in any way; nothing can be left behind, and the size
+of /dev/shm does not matter. A rank that cannot open the file makes the plan itself.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.epoch import Plan, crc32, plan
-from hvdtrain.data.plan.order_keys import OrderKeys, called, method_of, part_of, seed_of
+from hvdtrain.data.plan.order_keys import OrderKeys, call_for_epoch, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 
 WORTHWHILE = 1_000_000
-"""The number of sequences from which a plan is shared. A smaller one takes a fraction of a second and some megabytes."""
+"""Plans of at least this many sequences are shared. Smaller ones take a fraction of a second and some megabytes."""
 
 TOKEN_BYTES = 64
-"""The file begins with a token of this length. Behind it are the bounds of the batches, and the order."""
+"""The file begins with a token of this length, followed by the bounds of the batches and the order."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class PlanInputs:
             window=self.window,
         )
 
-    def named(self) -> dict[str, str]:
-        """By name of a key or of what else determines the plan, its value as text. Raises: DataError."""
+    def as_text(self) -> dict[str, str]:
+        """By name, as text, the keys and other inputs that determine the plan. Raises: DataError."""
         order, batches, limits = self.order_keys, self.batch_keys, self.batch_keys.limits(self.epoch)
-        named = {
-            "seq_ordering": called("seq_ordering", order.seq_ordering, self.epoch)
+        inputs = {
+            "seq_ordering": call_for_epoch("seq_ordering", order.seq_ordering, self.epoch)
             if callable(order.seq_ordering)
             else order.seq_ordering,
             **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
@@ -86,10 +86,10 @@ class PlanInputs:
             "seq_list_filter_file": None if self.subset is None else f"{len(self.subset)} sequences",
             "the data": f"{len(next(iter(self.lengths.values())))} sequences, {_frames_text(self.lengths)}",
         }
-        return {name: str(value) for name, value in named.items()}
+        return {name: str(value) for name, value in inputs.items()}
 
     def checksum(self) -> int:
-        """The same on two ranks if they would make the same plan; takes a fraction of the time. Raises: DataError."""
+        """A checksum: the same on two ranks if they would make the same plan, and faster to compute. Raises: DataError."""
         order, batches, epoch = self.order_keys, self.batch_keys, self.epoch
         keys = (
             *(method_of(order, epoch), seed_of(order, epoch), part_of(order, epoch)),
@@ -110,7 +110,7 @@ def _frames_text(lengths: Mapping[str, Array]) -> str:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs of what two plans are made from; '' if nothing does, or if it is not known.
+    """The differences between the inputs of two plans; '' if there are none or they are unknown.
 
     >>> differences({"ranks": "1", "window": "None"}, {"ranks": "2", "window": "None"})
     'ranks: 2, expected 1'
@@ -126,11 +126,11 @@ class Offer:
         host: as `this_host` returns it.
         process: the id of the process that made it.
         descriptor: of the file in that process.
-        token: with which the file begins; tells that it is this file.
+        token: the beginning of the file, by which it is recognized.
         num_bounds: one more than there are batches.
         num_sequences: in the epoch.
-        dtype: of the order: int32, unless there are more sequences than that can count.
-        inputs: the checksum of what it was made from.
+        dtype: of the order: int32, unless there are too many sequences for it.
+        inputs: the checksum of the inputs of the plan.
     """
 
     host: str
@@ -148,8 +148,8 @@ class Offer:
 
 
 @contextmanager
-def offered(made: Plan, inputs: int) -> Iterator[Offer | None]:
-    """Copy a plan to where other processes of this host can map it while the `with` block lasts; None: there is no such place."""
+def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
+    """Copy a plan to memory that other processes of this host can map during the `with` block; None: that is impossible."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = _nameless_file()
@@ -167,7 +167,7 @@ def offered(made: Plan, inputs: int) -> Iterator[Offer | None]:
 
 
 def _write(descriptor: int, values: Array) -> bool:
-    """Append an array to a file; whether there was room. Storing it into a map would end the process where there is none."""
+    """Append an array to a file; False if there is no room. Writing to a map instead would then end the process."""
     rest = values.view(numpy.uint8)
     try:
         while len(rest):
@@ -178,11 +178,11 @@ def _write(descriptor: int, values: Array) -> bool:
     return True
 
 
-def mapped(offer: Offer) -> Plan | None:
-    """The plan of an offer, of which this process maps the memory; None: it cannot. Its arrays are read-only."""
+def map_plan(offer: Offer) -> Plan | None:
+    """The plan of an offer, mapped into this process, with read-only arrays; None if it cannot be mapped."""
     if offer.host != this_host():
         return None
-    try:  # if the number is that of another file after all, opening it must neither block nor take over a terminal
+    try:  # if the number belongs to another file by now, opening it must neither block nor take over a terminal
         descriptor = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return None
@@ -199,7 +199,7 @@ def mapped(offer: Offer) -> Plan | None:
 
 
 def this_host() -> str:
-    """A text that two processes share if they see each other under /proc: the same kernel, since it was booted, and the same
+    """A text that is the same for two processes if they see each other under /proc: it identifies the boot of the kernel and the
     namespace of process ids."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

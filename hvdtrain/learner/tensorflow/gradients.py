@@ -1,4 +1,4 @@
-"""Gradients in a TensorFlow graph: reduced over the ranks, accumulated over batches, changed before the update."""
+"""Gradients in a TensorFlow graph: reduction over the ranks, accumulation over batches, changes before the update."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.learner.meter import TINY, Normalized
+from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange, buckets
 
 DENSE_BYTES = 1 << 20
-"""The largest embedding that sends its whole gradient; a larger one sends the rows that a batch has used."""
+"""The size of the largest embedding that sends its whole gradient; a larger one sends only the rows that a batch uses."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks exchange for an update. Known when train_step has been traced, and the same on all ranks.
+    """The tensors to exchange for an update. Known once train_step has been traced, and the same on all ranks.
 
     Attributes:
-        losses: those that are normalized.
+        losses: the normalized losses.
         rows: the numbers of the parameters whose gradients are sent as rows.
     """
 
-    losses: Normalized
+    losses: NormalizedLosses
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A gradient most of whose rows are zero; each row is there at most once.
+    """The nonzero rows of a sparse gradient, each at most once.
 
     Attributes:
         values: shape (rows, ...).
@@ -46,20 +46,19 @@ Gradient = Any
 
 
 Accumulated = Any
-"""Gradients of a rank's batches, as a graph can return them: a list of sets of gradients, and the counts of the normalized
-losses, float64. If there are several losses, some of them normalized, the first set is of all others together, then each
-normalized loss has its own; otherwise there is one set."""
+"""Gradients of a rank's batches in the form that a graph returns: a list of sets of gradients, and the counts of the normalized
+losses, float64. With several losses, some of them normalized, the first set belongs to all others together, followed by a set for
+each normalized loss; otherwise there is one set."""
 
 
 class GraphGradients:
     """The gradients of the trained variables, in the model's order. All methods are called while a graph is traced.
 
-    Gradients of half precision are exchanged in single precision: Horovod has no bfloat16, and float16 overflows in a sum.
+    Half-precision gradients are exchanged in single precision: Horovod does not support bfloat16, and float16 overflows in a sum.
 
-    TensorFlow assumes that Horovod's operations are pure functions of their inputs: one whose inputs are constants (zeros) is
-    computed once, when the graph is optimized, and two with the same inputs are merged. Other ranks would hang. So in every
-    exchange, an element of a variable that is always 0 is added to one tensor, and what a rank without a batch sends is an input
-    of its graph.
+    TensorFlow assumes that Horovod's operations are pure functions: it computes one with constant inputs (zeros) only once, when
+    it optimizes the graph, and merges two that have the same inputs. Other ranks would hang. So every exchange adds an element of
+    a variable that is always 0 to one tensor, and a rank without a batch sends tensors that are inputs of its graph.
 
     Args:
         bucket_bytes: the size of a message.
@@ -72,21 +71,21 @@ class GraphGradients:
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
-        """Collective, when the graph runs. The counts of the normalized losses over all ranks."""
-        [totals] = self._exchange.finish(self._exchange.start([self._kept(counts, 0)], name="loss_counts"))
+        """Collective, when the graph runs. Sum the counts of the normalized losses over the ranks."""
+        [totals] = self._exchange.finish(self._exchange.start([self._prevent_folding(counts, 0)], name="loss_counts"))
         return totals
 
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
-        """The numbers of the gradients that are sent as rows."""
-        large = (number for number, found_one in enumerate(found) if isinstance(found_one, tf.IndexedSlices))
-        return tuple(number for number in large if self._bytes(number) > DENSE_BYTES)
+        """The numbers of the gradients to send as rows."""
+        sparse = (number for number, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices))
+        return tuple(number for number in sparse if self._bytes(number) > DENSE_BYTES)
 
     def local(self, found: Sequence[Any], exchange: Exchange) -> list[Gradient]:
-        """What a GradientTape found, None if nothing depends on a variable, ready to be exchanged."""
+        """The gradients of a GradientTape (None if nothing depends on a variable), in the form for the exchange."""
         return [self._local(number, gradient, number in exchange.rows) for number, gradient in enumerate(found)]
 
     def zeros(self, exchange: Exchange) -> list[Gradient]:
-        """What a rank without a batch contributes."""
+        """The contribution of a rank without a batch."""
         return [self._local(number, None, number in exchange.rows) for number in range(len(self._variables))]
 
     def reduce(self, gradients: Sequence[Gradient], exchange: Exchange) -> list[Gradient]:
@@ -96,33 +95,33 @@ class GraphGradients:
         groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense], self._bucket_bytes)
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
-            reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])
+            reduced[numbers[0]] = self._prevent_folding(reduced[numbers[0]], 1 + numbers[0])
             handle = self._exchange.start([reduced[number] for number in numbers], name=f"gradients.{name}")
             for number, tensor in zip(numbers, self._exchange.finish(handle), strict=True):
                 reduced[number] = tensor
         for number in exchange.rows:
-            values = self._kept(reduced[number].values, 1 + number)
-            indices = self._kept(reduced[number].indices, 1 + len(gradients) + number)
+            values = self._prevent_folding(reduced[number].values, 1 + number)
+            indices = self._prevent_folding(reduced[number].indices, 1 + len(gradients) + number)
             values, indices = self._exchange.rows(values, indices, name=f"gradients.rows.{number}")
-            reduced[number] = _without_repeats(values, indices)
+            reduced[number] = _merge_repeats(values, indices)
         return reduced
 
     def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
-        """The bytes of a rank's gradients, rows with their indices: those in float32, and those of other types; float64."""
-        tensors = [part for one in gradients for part in ((one.values, one.indices) if isinstance(one, Rows) else (one,))]
+        """The bytes of a rank's gradients, including row indices: first those in float32, then all others; float64."""
+        tensors = tf.nest.flatten(pack(gradients))
 
-        def of(is_float32: bool) -> tf.Tensor:
-            alike = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
-            sizes = [tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in alike]
+        def total(is_float32: bool) -> tf.Tensor:
+            chosen = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
+            sizes = [tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in chosen]
             return tf.add_n([tf.zeros([], tf.float64), *sizes])
 
-        return tf.stack([of(True), of(False)])
+        return tf.stack([total(True), total(False)])
 
     def specs(self, exchange: Exchange) -> list[Any]:
-        """The types of reduced gradients, for a function that takes them with any number of rows."""
+        """The signature of reduced gradients, for a function that accepts any number of rows."""
         specs: list[Any] = []
         for number, variable in enumerate(self._variables):
-            dtype = _wide(variable.dtype)
+            dtype = _exchange_dtype(variable.dtype)
             if number in exchange.rows:
                 values = tf.TensorSpec([None, *variable.shape[1:]], dtype)
                 specs.append((values, tf.TensorSpec([None], tf.int64)))
@@ -132,33 +131,33 @@ class GraphGradients:
 
     def _local(self, number: int, found: Any, as_rows: bool) -> Gradient:
         variable = self._variables[number]
-        dtype = _wide(variable.dtype)
+        dtype = _exchange_dtype(variable.dtype)
         if found is None and as_rows:
             return Rows(tf.zeros([0, *variable.shape[1:]], dtype), tf.zeros([0], tf.int64))
         if found is None:
             return tf.zeros(variable.shape, dtype)
         if as_rows:
-            return _without_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
+            return _merge_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
         return tf.ensure_shape(tf.cast(tf.convert_to_tensor(found), dtype), variable.shape)
 
-    def _kept(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
-        """The same values, as a tensor that TensorFlow can neither compute in advance nor merge with another."""
+    def _prevent_folding(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
+        """The same values, in a tensor that TensorFlow can neither fold into a constant nor merge with another."""
         return tensor + tf.cast(self._always_zero[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
         variable = self._variables[number]
-        return int(variable.shape.num_elements() * _wide(variable.dtype).size)
+        return int(variable.shape.num_elements() * _exchange_dtype(variable.dtype).size)
 
 
 class AccumulatedGradients:
-    """Adds up the gradients of the batches of an update."""
+    """Accumulates the gradients of an update's batches."""
 
     def __init__(self, gradients: GraphGradients) -> None:
         self._gradients = gradients
         self._add: Callable[..., Accumulated] | None = None
 
     def add(self, before: Accumulated, collected: Accumulated, exchange: Exchange) -> Accumulated:
-        """The sums of what was accumulated before and what one batch adds."""
+        """Add the gradients of one batch to those accumulated before."""
         if self._add is None:
             specs = self.specs(len(before[0]), exchange)
             self._add = tf.function(_add_up, autograph=False).get_concrete_function(specs, specs)
@@ -169,7 +168,7 @@ class AccumulatedGradients:
         return [pack(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
 
     def specs(self, sets: int, exchange: Exchange) -> Any:
-        """The types of accumulated gradients, for a function that takes them.
+        """The signature of accumulated gradients, for a function that takes them.
 
         Args:
             sets: the number of sets.
@@ -178,7 +177,7 @@ class AccumulatedGradients:
 
 
 def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
-    """One set of gradients from all: those of normalized losses are divided by their counts over all ranks. Part of a graph."""
+    """Add up all sets of gradients, those of normalized losses divided by their counts over all ranks. Part of a graph."""
     gradients = unpack(sets[0])
     for number, of_loss in enumerate(sets[1:]):
         gradients = add_sets(gradients, divide(unpack(of_loss), tf.maximum(counts[number], TINY)))
@@ -186,14 +185,14 @@ def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
 
 
 def any_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
-    """A gradient of each variable from any of the sets, a dense one if there is one; None if no set has any."""
+    """For each variable, a gradient from any of the sets, preferably a dense one; None if no set has one."""
 
-    def of_one(gradients: Sequence[Any]) -> Any:
+    def choose(gradients: Sequence[Any]) -> Any:
         known = [gradient for gradient in gradients if gradient is not None]
         dense = [gradient for gradient in known if not isinstance(gradient, tf.IndexedSlices)]
         return next(iter([*dense, *known]), None)
 
-    return [of_one(gradients) for gradients in zip(*found, strict=True)]
+    return [choose(gradients) for gradients in zip(*found, strict=True)]
 
 
 class TensorFlowGradients:
@@ -201,11 +200,11 @@ class TensorFlowGradients:
 
     Args:
         values: the gradients.
-        scale: what the config's optimizer multiplied the loss by, and will divide them by.
-        seeds: of the noise, int32 of shape (2,). It is stateless: no other random numbers change.
+        scale: the factor by which the config's optimizer multiplied the loss and will divide the gradients.
+        seeds: for the noise, int32 of shape (2,). The noise is stateless: other random numbers do not change.
 
     Attributes:
-        norm: their global norm before they were scaled down to one; None: they were not.
+        norm: the global norm before `clip_norm`; None: it was not called.
     """
 
     def __init__(self, values: Sequence[Gradient], scale: tf.Tensor, seeds: tf.Tensor) -> None:
@@ -215,7 +214,7 @@ class TensorFlowGradients:
         self._seeds = seeds
 
     def add_noise(self, deviation: float) -> None:
-        """Where an embedding's gradient is sent as rows, noise is added to these rows only."""
+        """Add noise. If an embedding's gradient is sent as rows, only these rows get noise."""
         scaled = deviation * self._scale
 
         def with_noise(tensor: tf.Tensor, number: int) -> tf.Tensor:
@@ -253,14 +252,14 @@ def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradien
     return [_sum(first, second) for first, second in zip(one, other, strict=True)]
 
 
-def are_finite(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """For each gradient whether all of its elements are finite."""
+def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    """For each gradient, whether all elements are finite."""
     tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in gradients]
     return [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
 
 
-def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
-    """Gradients in the form that Keras optimizers take."""
+def to_keras(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
+    """Gradients in the form that Keras optimizers accept."""
     return [
         tf.IndexedSlices(gradient.values, gradient.indices, variable.shape) if isinstance(gradient, Rows) else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
@@ -268,7 +267,7 @@ def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable
 
 
 def pack(gradients: Sequence[Gradient]) -> list[Any]:
-    """Gradients as a graph can return them: `Rows` become pairs."""
+    """Gradients in the form that a graph returns: `Rows` become pairs."""
     return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
 
 
@@ -284,16 +283,16 @@ def _map(gradient: Gradient, change: Any) -> Gradient:
 def _sum(one: Gradient, other: Gradient) -> Gradient:
     if not isinstance(one, Rows):
         return one + other
-    return _without_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
+    return _merge_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
 
 
-def _without_repeats(values: Any, indices: Any) -> Rows:
-    """Rows with the same index added up, as norms and squares of a gradient need it."""
+def _merge_repeats(values: Any, indices: Any) -> Rows:
+    """Add up rows with the same index: a gradient's norm and squares are otherwise wrong."""
     unique, positions = tf.unique(indices)
     return Rows(tf.math.unsorted_segment_sum(values, positions, tf.shape(unique)[0]), unique)
 
 
-def _wide(dtype: tf.DType) -> tf.DType:
+def _exchange_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 

@@ -1,4 +1,4 @@
-"""A config's train_step and forward_step as TensorFlow graphs, with the exchange of gradients between ranks inside."""
+"""A config's train_step and forward_step as TensorFlow graphs that include the exchange of gradients between ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import (
     TINY,
-    check_marked,
-    check_outputs,
-    check_same,
+    check_marked_losses,
+    check_marked_outputs,
+    check_same_normalized,
     normalized_losses,
     nothing_to_minimize,
     scales_of,
@@ -58,11 +58,11 @@ class ConfigFunctions:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A graph.
 
     Attributes:
-        names: of the losses that it computes, each with the scale with which it is minimized, or 0.
+        names: the losses that it computes, each with the scale it is minimized with, or 0.
     """
 
     function: Callable[..., Any]
@@ -70,22 +70,22 @@ class Traced:
 
 
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
-"""The result of `train` and `send`: reduced gradients (packed), the count that they are divided by if a normalized loss is the
-only loss, and the seconds spent waiting for other ranks and the bytes sent, in float32 and in other types, of shape (3,)."""
+"""The result of `train` and `send`: reduced gradients (packed); their divisor if a normalized loss is the only loss; and a tensor
+of shape (3,): the seconds of waiting for other ranks, and the bytes sent in float32 and in other types."""
 
 
 class StepGraphs:
-    """The graphs of a model's steps, each traced when it is first needed.
+    """The graphs of a model's steps, each traced on first use.
 
-    A train_step is traced once for training and once for evaluation, and again only if a data key comes with another type or
-    number of axes: batches of any length and any number of sequences share a graph. AutoGraph is not applied, as in Keras.
+    A train_step is traced once for training and once for evaluation, and again only if a data key changes its type or number of
+    axes: batches of any length and any number of sequences share a graph. As in Keras, AutoGraph is not applied.
 
     Args:
         optimizer: the config's, which may scale the loss itself.
-        scale: of the loss; None: it is not scaled.
+        scale: the loss scale; None: the loss is not scaled.
 
     Attributes:
-        traces: the number of times that train_step was traced.
+        traces: how often train_step was traced.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class StepGraphs:
         self._gradient_exchange = gradient_exchange
         self._scale = scale
         self._exchange: Exchange | None = None
-        self._steps: dict[Any, Traced] = {}
+        self._steps: dict[Any, TracedGraph] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
 
     # What the learner calls
 
     @property
     def are_exchanged(self) -> bool:
-        """Whether gradients are exchanged for the next update. If that changes, graphs, which contain it, are traced anew."""
+        """Whether gradients are exchanged for the next update. Graphs include the exchange, so a change traces them again."""
         return self._gradient_exchange.is_active
 
     @property
     def exchange(self) -> Exchange:
-        """What the ranks exchange for an update."""
+        """The tensors to exchange for an update."""
         if self._exchange is None:
             raise RuntimeError("update() before the first backward()")
         return self._exchange
@@ -131,33 +131,33 @@ class StepGraphs:
             seeds: for the model's generators of random numbers; uint32 of shape (generators,).
 
         Returns:
-            The losses' names, each with the scale with which it is minimized, or 0; their sums and counts of shape (2 * losses,);
-            and what the update applies.
+            The losses' names, each with the scale it is minimized with, or 0; their sums and counts of shape (2 * losses,); and
+            the reduced gradients.
         """
-        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
+        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
     def collect(
         self, batch: Batch, epoch: int, step: int, seeds: Any, before: Accumulated | None
     ) -> tuple[dict[str, float], tf.Tensor, Accumulated]:
-        """Forward and backward of a batch that is one of several for an update. Its gradients are not sent yet.
+        """Forward and backward of one of several batches of an update. Does not send the gradients yet.
 
         Args:
-            before: what was accumulated since the last update.
+            before: the gradients accumulated since the last update.
         """
-        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
+        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
         numbers, collected = traced.function(*arguments)
         accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
         return traced.names, numbers, accumulated
 
     def agree(self) -> None:
-        """Collective, on a rank that has no batch in the first step: receive what the ranks exchange."""
+        """Collective. On a rank without a batch in the first step, learn from the others which tensors to exchange."""
         if self._exchange is None:
             self._exchange = self._gradient_exchange.agree(None)
 
     def send(self, accumulated: Accumulated | None) -> Reduced:
-        """Collective. Reduce the accumulated gradients; on a rank that had no batch, zeros."""
+        """Collective. Reduce the accumulated gradients, or zeros on a rank that had no batch."""
         if accumulated is None:
             self.agree()
             accumulated = self._accumulated.zeros(self.exchange)
@@ -169,18 +169,18 @@ class StepGraphs:
         return self._sends[kind](*accumulated)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, float], tf.Tensor]:
-        """The losses' names, their sums and counts."""
+        """The losses' names, sums and counts."""
         traced, arguments = self._graph(batch, self._evaluate, epoch, step)
         return traced.names, traced.function(*arguments)
 
     def forward(self, batch: Batch, epoch: int, step: int) -> dict[str, tuple[tf.Tensor, tf.Tensor | None]]:
-        """The outputs by name: values of shape (batch, ...), and seq_lens of shape (batch,) if they were marked."""
+        """The outputs by name: values of shape (batch, ...), and seq_lens of shape (batch,) if they were given."""
         traced, arguments = self._graph(batch, self._forward, epoch, step)
         outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
         return outputs
 
     def count(self, traffic: tf.Tensor) -> None:
-        """Count the seconds and bytes of a `Reduced`. This waits for the device."""
+        """Count the seconds and bytes of a `Reduced`. Waits for the device."""
         seconds, float32, others = traffic.numpy().tolist()
         self._gradient_exchange.count_graph(seconds, int(float32), int(others))
 
@@ -188,8 +188,8 @@ class StepGraphs:
 
     def _graph(
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
-    ) -> tuple[Traced, list[Any]]:
-        """The graph that computes `function` for a batch like this one, and its arguments."""
+    ) -> tuple[TracedGraph, list[Any]]:
+        """The graph that computes `function` for batches of this kind, and its arguments."""
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         kinds = tuple((key, values.dtype, tuple(values.shape[2:])) for key, (values, _) in data.items())
@@ -200,14 +200,14 @@ class StepGraphs:
             specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[function.__name__, reduced, kinds] = Traced(graph, names)
+            traced = self._steps[function.__name__, reduced, kinds] = TracedGraph(graph, names)
         return traced, arguments
 
-    def _scale_now(self) -> tf.Tensor:
+    def _current_scale(self) -> tf.Tensor:
         return tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
 
-    def _scaled(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
-        """The scalar to differentiate: scaled by the loss scale, and by the optimizer if it has a scale of its own."""
+    def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        """The scalar to differentiate: multiplied by the loss scale, and by the optimizer's scale if it has one."""
         scaled = self.optimizer.scale_loss(total)
         return scaled * tf.cast(scale, scaled.dtype)
 
@@ -221,10 +221,10 @@ class StepGraphs:
             own = normalized_losses(losses)
             counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             waited = tf.zeros([], tf.float64)
-            if own.names and not own.alone:
+            if own.names and not own.is_only_loss:
                 counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
-            divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
-            total = self._scaled(total_of(losses, divisors), scale)
+            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
+            total = self._scale_loss(total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
             raise nothing_to_minimize()
@@ -240,7 +240,7 @@ class StepGraphs:
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
             own = normalized_losses(losses)
-            totals = [self._scaled(total, scale) for total in totals_of(losses, () if own.alone else own.names)]
+            totals = [self._scale_loss(total, scale) for total in totals_of(losses, () if own.is_only_loss else own.names)]
         found = [tape.gradient(total, self._variables) for total in totals]
         if all(gradient is None for of_loss in found for gradient in of_loss):
             raise nothing_to_minimize()
@@ -252,7 +252,7 @@ class StepGraphs:
         """The graph of `send`."""
         losses = self.exchange.losses
         waited = tf.zeros([], tf.float64)
-        if losses.names and not losses.alone:
+        if losses.names and not losses.is_only_loss:
             counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
         return self._reduce(combine(sets, counts), counts, waited)
 
@@ -266,7 +266,7 @@ class StepGraphs:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with running(RunContext(epoch, step, False)) as context:
             self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(data))
-        check_outputs(context.outputs)
+        check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
     def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
@@ -274,7 +274,7 @@ class StepGraphs:
         self.traces += 1
         with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
             self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data))
-        check_marked(context.losses, lambda value: True)  # TensorFlow makes tensors of numbers
+        check_marked_losses(context.losses, lambda value: True)  # any value is accepted: TensorFlow converts numbers to tensors
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
         if before != after:
             raise ConfigError.of(
@@ -286,10 +286,10 @@ class StepGraphs:
         return context.losses
 
     def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
-        """Collective, when the graph runs. If a normalized loss is the only one, its count is reduced together with the
-        gradients."""
+        """Collective, when the graph runs. Reduce the gradients, and with them the count of a normalized loss that is the only
+        loss."""
         exchange = self.exchange
-        count_too = exchange.losses.alone and bool(exchange.losses.names)
+        count_too = exchange.losses.is_only_loss and bool(exchange.losses.names)
 
         def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
             totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
@@ -299,11 +299,11 @@ class StepGraphs:
         return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
-        """Collective in the first step, outside of the graph that is traced."""
+        """Collective in the first step, outside of the traced graph. Check later steps against the first."""
         if self._exchange is None:
             with tf.init_scope():
                 self._exchange = self._gradient_exchange.agree(own)
-        check_same(self._exchange.losses, own.losses)
+        check_same_normalized(self._exchange.losses, own.losses)
         if own.rows != self._exchange.rows:
             raise ConfigError.of(
                 "wrong-result",
@@ -312,9 +312,9 @@ class StepGraphs:
 
 
 def _time_exchange(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
-    """What `exchange` makes of a rank's own tensors, and the seconds from when all of these were computed. Part of a graph.
+    """The result of `exchange` for a rank's tensors, and its seconds after all of these were computed. Part of a graph.
 
-    With op determinism, TensorFlow has no clock in a graph: zero seconds.
+    With op determinism, a TensorFlow graph has no clock: zero seconds.
     """
     if is_op_determinism_enabled():
         return exchange(own), tf.zeros([], tf.float64)

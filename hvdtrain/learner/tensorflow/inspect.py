@@ -1,4 +1,4 @@
-"""Looking at a model: its layers, a profile of its steps; and its export as weights and a SavedModel."""
+"""Inspects a model: its layers, and a profile of its steps. Exports it as weights and a SavedModel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hvdtrain.learner.base import Exported, Layer, Profiler
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of
 
 
-def described_layers(variables: ModelVariables) -> Iterator[Layer]:
-    """The model and its layers, each with its own parameters."""
-    own: dict[int, dict[str, str]] = {}  # by owner, the variables' own names, each with its whole name
+def describe_layers(variables: ModelVariables) -> Iterator[Layer]:
+    """The model and its layers, each with the parameters it holds directly."""
+    own: dict[int, dict[str, str]] = {}  # by owner, the full name of each variable by its last part
     for name, owner in variables.owners.items():
         if variables.kinds[name] in ("parameters", "frozen"):
             own.setdefault(id(owner), {})[name.rpartition(".")[2]] = name
@@ -35,7 +35,7 @@ def described_layers(variables: ModelVariables) -> Iterator[Layer]:
 
 
 class _Profiler:
-    """TensorFlow's profiler: operations on the CPU, and on a GPU its kernels, too."""
+    """TensorFlow's profiler: CPU operations, and GPU kernels if there is a GPU."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory()
@@ -59,7 +59,7 @@ def profiler(on_gpu: bool) -> Profiler:
 
 
 def _trace_events(recorded: bytes) -> Iterator[dict[str, Any]]:
-    """The events of Chrome's trace format for what TensorFlow's profiler recorded, in microseconds."""
+    """Convert the recording of TensorFlow's profiler to events of Chrome's trace format, in microseconds."""
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
     space = XSpace.FromString(recorded)
@@ -75,14 +75,14 @@ def _trace_events(recorded: bytes) -> Iterator[dict[str, Any]]:
 
 
 WEIGHTS, SAVED_MODEL = "weights.npz", "saved_model"
-"""The forms in which a model is exported."""
+"""The formats in which a model is exported."""
 
 
 def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder: Path) -> list[Exported]:
     """Write a model into a folder: its weights, and a SavedModel, if it is a Keras model.
 
     Args:
-        evaluate: traces train_step for an evaluation: the SavedModel takes what the model is called with there.
+        evaluate: traces train_step for an evaluation: the SavedModel has the same inputs as the model's first call there.
     """
     arrays: dict[str, Any] = {name: array_of(variable) for name, variable in variables.by_name.items()}
     numpy.savez(folder / WEIGHTS, **arrays)
@@ -118,23 +118,23 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
             archive.track(model)
             archive.add_endpoint("serve", serve, input_signature=specs)
             archive.write_out(str(folder / SAVED_MODEL), verbose=False)
-    except Exception as error:  # whatever TensorFlow has to say of the config's model
+    except Exception as error:  # TensorFlow can raise anything for the config's model
         return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
     run = f'model = tf.saved_model.load("{SAVED_MODEL}")\noutputs = model.serve({", ".join(spec.name for spec in specs)})'
-    return [weights, Exported(SAVED_MODEL, None, f"import tensorflow as tf\n\n{run}", _sizes(specs))]
+    return [weights, Exported(SAVED_MODEL, None, f"import tensorflow as tf\n\n{run}", _describe_inputs(specs))]
 
 
 def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model's first call in an evaluation; none if it is not called."""
+    """The arguments of the model's first call in an evaluation; empty if it is not called."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     call = model.call
 
     @functools.wraps(call)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def record_call(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return call(*args, **kwargs)
 
-    model.call = noting
+    model.call = record_call
     try:
         evaluate()
     finally:
@@ -142,8 +142,8 @@ def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple
     return calls[0] if calls else ((), {})
 
 
-def _sizes(specs: Sequence[tf.TensorSpec]) -> str:
-    """The inputs of a SavedModel in words, and which of their sizes are fixed."""
+def _describe_inputs(specs: Sequence[tf.TensorSpec]) -> str:
+    """Describe the inputs of a SavedModel, and which of their sizes are fixed."""
     shapes = [", ".join("any" if size is None else str(size) for size in spec.shape) for spec in specs]
     inputs = [f"{spec.name} {spec.dtype.name} ({shape})" for spec, shape in zip(specs, shapes, strict=True)]
     fixed = [f"axis {axis} of {one.name} at {size}" for one in specs for axis, size in enumerate(one.shape) if size is not None]

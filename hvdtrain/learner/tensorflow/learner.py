@@ -1,4 +1,4 @@
-"""The learner for TensorFlow, with Keras 3 models and tf.Module: a rank's device and threads, steps, and building from keys."""
+"""The learner for TensorFlow, for Keras 3 models and tf.Module: a rank's device and threads, steps, and how it is built."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
+from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.seeds import mixed_seed, mixed_seeds, noise_seeds
+from hvdtrain.learner.seeds import mix_seed, mix_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
-from hvdtrain.learner.tensorflow.inspect import described_layers, export_model
+from hvdtrain.learner.tensorflow.inspect import describe_layers, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
@@ -33,7 +33,7 @@ from hvdtrain.runtime.timer import CpuClock
 
 
 def prepare(device: str | None, local_rank: int, threads: int) -> None:
-    """Let this process use its own device only, and set its number of threads.
+    """Restrict this process to its device, and set its number of threads.
 
     Raises:
         ConfigError: there is no such device, Keras uses another framework, or TensorFlow has already computed something.
@@ -43,7 +43,7 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
         raise ConfigError.of(
             "conflict", f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"
         )
-    visible = _visible(device, local_rank)
+    visible = _visible_gpus(device, local_rank)
     threading = tf.config.threading
     try:
         if tf.config.get_visible_devices("GPU") != visible:
@@ -68,8 +68,8 @@ def device_name() -> str:
     return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")) if gpus else "CPU"
 
 
-def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevice]:
-    """The GPUs that this rank may use: its own, or none."""
+def _visible_gpus(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevice]:
+    """The GPU that this rank may use, as a list; empty: none. Raises: ConfigError."""
     gpus = tf.config.list_physical_devices("GPU")
     if wanted == "cpu" or (wanted is None and not gpus):
         return []
@@ -84,12 +84,12 @@ def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevi
 
 
 def peak_memory() -> int | None:
-    """The largest number of bytes of a GPU's memory in use so far; None on a CPU."""
+    """The peak use of the GPU's memory so far, in bytes; None on a CPU."""
     return None if device_name() == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
 
 
 class TensorFlowMeter(LearnerMeter):
-    """Reads the pending scores before it reads the clock: this waits for a GPU, whose steps return before they are done."""
+    """Reads the pending scores before the clock, as this waits for a GPU, whose steps return before they are finished."""
 
     def take_step_seconds(self) -> float:
         with self.clock.span():
@@ -98,8 +98,8 @@ class TensorFlowMeter(LearnerMeter):
 
 
 @contextmanager
-def layers_in(dtype: Dtype) -> Iterator[None]:
-    """Keras layers that are created inside of the `with` block compute in a type, with parameters in float32."""
+def keras_dtype_policy(dtype: Dtype) -> Iterator[None]:
+    """Keras layers that are created inside the `with` block compute in a type, with parameters in float32."""
     before = keras.config.dtype_policy()
     if dtype != "float32":  # otherwise the config may have set a policy itself
         keras.config.set_dtype_policy(f"mixed_{dtype}")
@@ -109,19 +109,19 @@ def layers_in(dtype: Dtype) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) -> LossScale | None:
-    """The loss scale for a model that was made in a precision; warns if the precision does not apply to the model."""
+def loss_scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) -> LossScale | None:
+    """The loss scale for a model of a precision; warns if the precision does not apply to the model."""
     model = variables.model
     layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
     if precision.dtype != "float32" and not layers:
         kind = type(model).__name__
         log.warning(
-            f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself"
+            f"mixed_precision: applies to Keras layers, of which {kind} has none: it computes in float32 unless it casts itself"
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the config made it itself
         return None
-    own = getattr(getattr(model, "dtype_policy", None), "name", "")
-    return precision.loss_scale("float16" if own == "mixed_float16" else precision.dtype)
+    policy = getattr(getattr(model, "dtype_policy", None), "name", "")
+    return precision.loss_scale("float16" if policy == "mixed_float16" else precision.dtype)
 
 
 class TensorFlowLearner:
@@ -130,8 +130,8 @@ class TensorFlowLearner:
     Args:
         graphs: from batches to losses, outputs and reduced gradients.
         update: from reduced gradients to new parameters.
-        seed: the training's, and the rank. The random numbers of a step (dropout) come from these and the number of the step:
-            ranks differ, and a training that continues from a checkpoint gets the same numbers.
+        seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
+            between ranks, and are the same after a resume.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class TensorFlowLearner:
         self.state = state
         self.meter = meter
         self.observer: Observer | None = None
-        self.staging = None  # TensorFlow copies what it is fed
+        self.staging = None  # TensorFlow copies its inputs itself
         self._update = update
         self._seed = seed
         self._epoch = 0
         self._step = 0
-        self._reduced: Any = None  # what the next update applies
-        self._accumulated: Accumulated | None = None  # of the batches since the last update, if more are to come
+        self._reduced: Any = None  # the gradients of the next update
+        self._accumulated: Accumulated | None = None  # of the batches since the last update, if more will follow
         self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -172,7 +172,7 @@ class TensorFlowLearner:
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         if batch is not None or self._accumulated is not None or self.graphs.are_exchanged:
             with self.meter.clock.span():
-                self._add(batch, is_last_microbatch)
+                self._add_batch(batch, is_last_microbatch)
                 if is_last_microbatch and self._reduced is None:
                     self._reduced, self._accumulated = self.graphs.send(self._accumulated), None
         self._step += 1
@@ -180,10 +180,10 @@ class TensorFlowLearner:
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self.meter.clock.span():
-                rank = None if self.graphs.are_exchanged else self._seed[1]  # reduced gradients get the same on all ranks
+                rank = None if self.graphs.are_exchanged else self._seed[1]  # reduced gradients get the same noise on all ranks
                 gradients, divisor, traffic = self._reduced
                 if self.observer is not None:
-                    self.observer(self._applied(gradients, divisor))
+                    self.observer(self._applied_gradients(gradients, divisor))
                 seeds = noise_seeds(self._seed[0], rank, self._step - 1)
                 self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.count(traffic)
@@ -193,7 +193,7 @@ class TensorFlowLearner:
             self._check_trained()
 
     def flush(self) -> None:
-        self._check_trained()  # `update` knows already whether it was skipped
+        self._check_trained()  # `update` has already decided whether to skip
 
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -209,16 +209,16 @@ class TensorFlowLearner:
             for name, (values, seq_lens) in outputs.items()
             if seq_lens is None and values.ndim == 2 and values.dtype.is_floating
         )
-        return by_sequence(rows, len(batch.indices), frozenset(vectors))
+        return split_by_sequence(rows, len(batch.indices), frozenset(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
 
     def layers(self) -> Iterator[Layer]:
-        return described_layers(self.variables)
+        return describe_layers(self.variables)
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        return {}  # its layers are called within a graph, with tensors of unknown lengths
+        return {}  # layers are called within a graph, on tensors of unknown lengths
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return export_model(self.variables, lambda: self.evaluate(batch), folder)
@@ -227,16 +227,15 @@ class TensorFlowLearner:
         return tf.constant(values, tf.float64)
 
     def _check_trained(self) -> None:
-        """Look for variables that are trained against the model's wishes, or not trained: the graphs and the optimizer have those
-        that were trainable in get_model.
+        """Compare the trainable variables with those of get_model, which the graphs and the optimizer have.
 
         Raises:
-            ConfigError: the config's code has added, replaced, unfrozen or frozen some since.
+            ConfigError: the config's code has added, replaced, unfrozen or frozen variables since.
         """
         trained = {id(variable): name for name, variable in self.variables.named("parameters")}
         trainable = {id(variable): name for name, variable in variables_of(self.model).named("parameters")}
-        new = [name for one, name in trainable.items() if one not in trained]
-        frozen = [name for one, name in trained.items() if one not in trainable and not new]
+        new = [name for variable, name in trainable.items() if variable not in trained]
+        frozen = [name for variable, name in trained.items() if variable not in trainable and not new]
         if new or frozen:
             what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
             raise ConfigError.of(
@@ -245,10 +244,10 @@ class TensorFlowLearner:
                 "were trainable in get_model: make layers there, and freeze them there or never)",
             )
 
-    def _applied(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
-        """Reduced gradients as they are applied. Those that are sent as rows become whole."""
+    def _applied_gradients(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
+        """The reduced gradients as applied, by parameter name. Those sent as rows become dense."""
         losses = self.graphs.exchange.losses
-        scale = (self.meter.loss_scale or 1.0) * (float(divisor) if losses.alone and losses.names else 1.0)
+        scale = (self.meter.loss_scale or 1.0) * (float(divisor) if losses.is_only_loss and losses.names else 1.0)
         for (name, variable), gradient in zip(self.variables.named("parameters"), gradients, strict=True):
             whole = numpy.zeros(variable.shape, numpy.float32)
             if isinstance(gradient, tuple):
@@ -258,12 +257,12 @@ class TensorFlowLearner:
                 whole += gradient.numpy()
             yield name, whole / scale
 
-    def _add(self, batch: Batch | None, is_last_microbatch: bool) -> None:
-        """Collective, if an update follows and this batch is the only one since the last."""
+    def _add_batch(self, batch: Batch | None, is_last_microbatch: bool) -> None:
+        """Collective, if an update follows and this batch is its only one."""
         if batch is None:
             self.graphs.agree()
             return
-        place = self._epoch, self._step, mixed_seeds(len(self.variables.generators), *self._seed, self._step)
+        place = self._epoch, self._step, mix_seeds(len(self.variables.generators), *self._seed, self._step)
         if is_last_microbatch and self._accumulated is None:
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:
@@ -275,7 +274,7 @@ MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
 
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TensorFlowLearner:
-    """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
+    """Build a config's model, optimizer and learner, with the same seed on all ranks. The caller broadcasts rank 0's weights.
 
     Raises:
         ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
@@ -283,19 +282,17 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     prepare(keys.device, options.local_rank, options.threads)
     if keys.deterministic:
         tf.config.experimental.enable_op_determinism()
-    keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
+    keras.utils.set_random_seed(mix_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
     variables = _model(keys, options.precision)
     optimizer = make_optimizer(keys.optimizer, variables)
-    scale = scale_of(options.precision, variables, optimizer)
+    scale = loss_scale_of(options.precision, variables, optimizer)
     max_skipped = keys.num_allowed_consec_invalid_gradient_steps
     if max_skipped is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError.of(
             "conflict",
-            f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates by itself, got {max_skipped}",
+            f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates itself, got {max_skipped}",
         )
-    tf.random.set_seed(
-        mixed_seed(options.seed, options.rank, 0)
-    )  # for operations of tf.random, which keep their seed when traced
+    tf.random.set_seed(mix_seed(options.seed, options.rank, 0))  # for operations of tf.random, which keep their seed when traced
     functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
     trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
@@ -315,7 +312,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
 def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     """The variables of the config's model. Raises: ConfigError."""
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
-    with layers_in(precision.dtype):
+    with keras_dtype_policy(precision.dtype):
         model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=device)
     if not isinstance(model, (keras.layers.Layer, tf.Module)):
         raise ConfigError.of(

@@ -1,7 +1,7 @@
 """Files with a TensorFlow model: numpy's .npz, and safetensors.
 
-An .npz file holds arrays by name, and plain values as JSON. The names of arrays begin with their entry, but for those of the
-model and, in its own file, of the optimizer.
+An .npz file holds arrays by name, and plain values as JSON. The names of arrays begin with their entry, except for those of the
+model and, in the optimizer's file, those of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
 from hvdtrain.learner.contents import AVERAGED, OWN, SHARED, TRAINED, FileFormat
-from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
+from hvdtrain.learner.model_format import (
+    SAFETENSORS,
+    atomic_write,
+    header,
+    is_safetensors,
+    progress_of,
+    unreadable_error,
+    verified_read,
+)
 
 TENSORS = ("optimizer", TRAINED, "parameters", "frozen", "statistics", "counters")
 """Entries with arrays by name."""
@@ -30,12 +38,10 @@ def file_format(model_format: str) -> FileFormat:
     """TensorFlow's files.
 
     Args:
-        model_format: of the model's file: "npz" or "safetensors".
+        model_format: the format of the model's file: "npz" or "safetensors".
     """
     write_model = _write_safetensors if model_format == SAFETENSORS else _write_arrays
-    return FileFormat(
-        write_model, _write_optimizer, lambda file, entries: _write_arrays(file, *_flatten(entries)), read_model, _read
-    )
+    return FileFormat(write_model, _write_optimizer, _write_rank, read_model, _read)
 
 
 def _write_optimizer(file: Path, entries: Mapping[str, Any]) -> None:
@@ -70,7 +76,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _flatten(entries: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays of entries under names such as trained/layers.0.kernel and reducer_own/velocity/000003; and the plain values."""
+    """The arrays of entries, named such as trained/layers.0.kernel and reducer_own/velocity/000003, and the plain values."""
     arrays: dict[str, Array] = {}
     values: dict[str, Any] = {}
     for entry, value in entries.items():
@@ -93,20 +99,20 @@ def _write_arrays(path: Path, arrays: Mapping[str, Array], values: Mapping[str, 
 
 
 def _write_safetensors(path: Path, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:
-    """The same in this format. Raises: OSError, if the disk is full."""
+    """As `_write_arrays`, in the safetensors format. Raises: OSError, if the disk is full."""
     from safetensors.numpy import save_file
 
     in_order = {name: numpy.asarray(array, order="C") for name, array in arrays.items()}
-    with writing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         save_file(in_order, unfinished, header("tf", values))
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    with reading(path):
+    with verified_read(path):
         from safetensors import safe_open
 
         with safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is not a dict
             return arrays, progress_of(file.metadata())
 
 
@@ -117,9 +123,9 @@ def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
             arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
         values = json.loads(arrays.pop(PROGRESS).tobytes()) if PROGRESS in arrays else {}
         if not isinstance(values, dict):
-            raise ValueError(f"its array {PROGRESS!r} is no dict")
+            raise ValueError(f"its array {PROGRESS!r} is not a dict")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: expected a checkpoint's file, got: no such file") from None
-    except Exception as error:  # whatever numpy and zipfile make of other bytes
-        raise unreadable(path, error) from None
+    except Exception as error:  # numpy and zipfile can raise anything for damaged bytes
+        raise unreadable_error(path, error) from None
     return arrays, values

@@ -1,4 +1,4 @@
-"""The config's optimizer, a Keras optimizer, and the graph of an update."""
+"""The config's Keras optimizer, and the graph of an update."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     GraphGradients,
     TensorFlowGradients,
-    are_finite,
-    for_optimizer,
+    finite_flags,
+    to_keras,
     unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
-"""Classes in keras.optimizers that are no optimizers of their own."""
+"""Classes in keras.optimizers that a config cannot use by name: base classes and wrappers."""
 
 DEFAULT_RULE = DecayRule(
     (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases="(bias|beta)$"
 )
-"""The parameters of these layers do not decay, nor do biases; the same as with PyTorch."""
+"""The parameters of these layers do not decay, nor do biases, as with PyTorch."""
 
 
 class UpdateGraph:
-    """One optimizer step, and what is done to the reduced gradients before it: the loss scale, the check for finite gradients,
+    """One optimizer step and the changes to the reduced gradients before it: the loss scale, the check for finite gradients,
     noise, clipping.
 
     Args:
-        change: what is done to the gradients that are applied.
+        change: changes the gradients before they are applied.
         check: decides whether an update is skipped.
-        scale: of the loss; None: it is not scaled.
+        scale: the loss scale; None: the loss is not scaled.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class UpdateGraph:
 
         Args:
             reduced: the gradients, packed.
-            divisor: what they are divided by if a normalized loss is the only loss.
+            divisor: their divisor if a normalized loss is the only loss.
             noise_seeds: uint32 of shape (2,).
-            step: steps done in the whole training before the last step of this update.
+            step: the number of training steps done before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were skipped.
+            TrainingError: too many consecutive updates were skipped.
         """
         if self._graph is None:
-            divides = exchange.losses.alone and bool(exchange.losses.names)
+            divides = exchange.losses.is_only_loss and bool(exchange.losses.names)
             specs = [self._gradients.specs(exchange), tf.TensorSpec([], tf.float64)]
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
@@ -100,10 +100,10 @@ class UpdateGraph:
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()
-            self._check.is_applied(bool(flags.all()), step, lambda: self._invalid_names(flags))
+            self._check.decide(bool(flags.all()), step, lambda: self._invalid_names(flags))
 
     def gradient_norm(self) -> float | None:
-        """The gradients' global norm before clipping, of the last update; None if they are not clipped by it. Waits for a GPU."""
+        """The global norm of the last update's gradients before clipping; None if it is not clipped. Waits for a GPU."""
         return float(self._norm) if self._norm is not None and self._clips_norm else None
 
     def _apply(
@@ -115,20 +115,20 @@ class UpdateGraph:
         learning_rate: tf.Tensor,
         noise_seeds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
-        norm of the gradients before clipping; 0 if they are not clipped by it."""
-        own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
+        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) if not checked; and the global norm
+        of the gradients before clipping, 0 if the norm is not clipped."""
+        own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
         gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
         if self._scale is not None:
             gradients.divide(scale)
-        finite = are_finite(gradients.values)
+        finite = finite_flags(gradients.values)
         self._change(gradients)
         self._clips_norm = gradients.norm is not None
         norm = tf.cast(tf.zeros([]) if gradients.norm is None else gradients.norm, tf.float32) / own_scale
         self._optimizer.learning_rate = learning_rate
-        updates = for_optimizer(gradients.values, self._variables)
+        updates = to_keras(gradients.values, self._variables)
         if not self._check.is_needed:
             self._optimizer.apply(updates, self._trained)
             return tf.zeros([0], tf.bool), norm
@@ -140,7 +140,7 @@ class UpdateGraph:
         return [name for name, is_finite in zip(self._names, finite, strict=True) if not is_finite]
 
     def _step(self, updates: list[Any]) -> bool:
-        """The branch of the graph in which the optimizer changes the parameters."""
+        """The branch of the graph that changes the parameters."""
         self._optimizer.apply(updates, self._trained)
         return True
 
@@ -148,8 +148,8 @@ class UpdateGraph:
 def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) -> keras.optimizers.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the trainable variables.
 
-    The learning rate is set at every update. As with PyTorch, `eps` is another name for `epsilon`, and `betas` for
-    `beta_1` and `beta_2`.
+    The learning rate is set at every update. As in PyTorch, `eps` can be given for `epsilon`, and `betas` for `beta_1` and
+    `beta_2`.
 
     Raises:
         ConfigError: there is no such optimizer, or it has no such options.
@@ -162,20 +162,20 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
                 "wrong-result", f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"
             )
     else:
-        made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
+        made = _make_by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
     try:
         made.learning_rate = 0.0
     except TypeError:
         raise ConfigError.of(
             "unsupported",
-            "optimizer: expected one without a learning rate of its own, got one with a schedule (use dynamic_learning_rate)",
+            "optimizer: expected one without a learning rate schedule, got one with a schedule (use dynamic_learning_rate)",
         ) from None
     if not made.built:
         made.build(trained)
     return made
 
 
-def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
+def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
     wanted = options.pop("class")
     known = {
         name.lower(): member
@@ -187,7 +187,7 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
-    exempt = _exempt(options, variables)
+    exempt = _take_undecayed(options, variables)
     problems = option_problems(chosen, options, "optimizer.")
     if problems:
         raise ConfigError(problems)
@@ -200,8 +200,8 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
     return made
 
 
-def _exempt(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
-    """The variables that do not decay. Options about them are removed from the options. Raises: ConfigError."""
+def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
+    """Remove the options about weight decay, and return the variables that do not decay. Raises: ConfigError."""
     if options.pop("param_groups_custom", None) is not None:
         raise ConfigError.of(
             "unsupported",
@@ -210,7 +210,7 @@ def _exempt(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
         )
     if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
         raise ConfigError.of(
-            "missing", f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"
+            "missing", f"optimizer.weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
         )
     known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)

@@ -18,7 +18,7 @@ from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
-from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchange_value, tensorflow_variable
 from hvdtrain.learner.weight_average import WeightAverageBase
 
 
@@ -37,11 +37,11 @@ class TensorFlowState(StateBase):
         self._variables = variables
         self._optimizer = optimizer
         options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}
-        self._options = option_texts(options)  # a Keras optimizer keeps its own, whatever state it loads
+        self._options = option_texts(options)  # loading a state does not change the options of a Keras optimizer
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self._variables.of_kind(kind)]
-        tensors = [exchangeable(variable) for variable in variables]
+        tensors = [exchange_value(variable) for variable in variables]
         for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))
@@ -96,8 +96,8 @@ class TensorFlowState(StateBase):
         return list(changed_options(entries.get(OPTIONS, {}), self._options).values())
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:
-        """The optimizer's variables, under names such as `Adam.0002.momentum`. The number is the position: Keras' own names have
-        a number that depends on what else the process has created."""
+        """The optimizer's variables, under names such as `Adam.0002.momentum`. The number is the position: the number in Keras'
+        names depends on what else the process has created."""
         return [(name, variable) for name, variable, _ in self._described_variables()]
 
     def _optimizer_parameters(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class TensorFlowState(StateBase):
         return {name: parameter for name, _, parameter in self._described_variables() if parameter}
 
     def _described_variables(self) -> Iterator[tuple[str, Any, str]]:
-        """The name of each of the optimizer's variables, itself, and the name of its parameter; '' if it belongs to none."""
+        """The name of each of the optimizer's variables, the variable, and the name of its parameter; '' if it has none."""
         kind = type(self._optimizer).__name__
         named = self._variables.named("parameters")
         parameters = {getattr(variable, "path", "").replace("/", "_") + "_": name for name, variable in named}

@@ -1,6 +1,6 @@
-"""Between numpy and TensorFlow: batches as tensors, losses as sums and counts; and a model's variables, as arrays and by name.
+"""Conversions between numpy and TensorFlow: batches to tensors, losses to sums and counts, variables to arrays.
 
-The variables are those of a Keras model or tf.Module, by name and kind, and its generators of random numbers.
+Also finds the variables of a Keras model or tf.Module, by name and kind, and its random generators.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy
 import tensorflow as tf
-from keras.src.random.seed_generator import global_seed_generator  # where keras.random draws from, if not told otherwise
+from keras.src.random.seed_generator import global_seed_generator  # the default generator of keras.random
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
@@ -35,19 +35,19 @@ def size(tensor: Any) -> int:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """A training sets TensorFlow's global seed, threads and devices, which cannot be read or set back: nothing to do here."""
+def preserve_state() -> Iterator[None]:
+    """Does nothing: TensorFlow's global seed, threads and devices, which a training sets, cannot be read or restored."""
     yield
 
 
 def wait_for(tensor: Any) -> None:
-    """Wait until a tensor has been computed: on a GPU, operations return before they are done."""
+    """Wait until a tensor has been computed: on a GPU, operations return before they are finished."""
     tf.reshape(tensor, [-1])[:1].numpy()
 
 
 @dataclass(frozen=True)
 class TensorFlowData:
-    """One data key of a batch, as `train_step` gets it.
+    """One data key of a batch, as passed to `train_step`.
 
     Attributes:
         raw_tensor: shape (batch, time, ...). Strings are a tensor of type tf.string.
@@ -66,12 +66,12 @@ def tensor_of(values: Array) -> tf.Tensor:
 
 
 def specs_of(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
-    """The types of values and seq_lens, for any number of sequences of any length."""
+    """The signature of values and seq_lens, for any number of sequences of any length."""
     return tf.TensorSpec([None, None, *values.shape[2:]], values.dtype), tf.TensorSpec([None], tf.int32)
 
 
 def extern_data_of(data: Mapping[str, tuple[tf.Tensor, tf.Tensor]]) -> dict[str, TensorFlowData]:
-    """The tensors that `train_step` gets, by data key."""
+    """The tensors to pass to `train_step`, by data key."""
     return {
         key: TensorFlowData(values, seq_lens, tf.sequence_mask(seq_lens, tf.shape(values)[1]))
         for key, (values, seq_lens) in data.items()
@@ -104,19 +104,19 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> t
     """The scalar to differentiate. Raises: ConfigError, if no loss is minimized.
 
     Args:
-        divisors: of the normalized losses, by name.
+        divisors: those of the normalized losses, by name.
     """
     terms = terms_of(losses)
     return _add_up([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
 
 
 def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tensor]:
-    """The scalars to differentiate if the gradients of some losses are kept apart.
+    """The scalars to differentiate if the gradients of some losses are kept separate.
 
     Args:
         apart: the names of these losses.
 
-    Returns: the sum of the other losses, or a constant if there are none; then each loss that is kept apart.
+    Returns: the sum of the other losses, or a constant if there are none; then each separate loss.
 
     Raises:
         ConfigError: no loss is minimized.
@@ -133,7 +133,7 @@ def _add_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 KERAS_ATTRIBUTES = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
-"""Attributes in which Keras itself lists what a layer contains: everything in them has another, better name."""
+"""Attributes in which Keras lists a layer's contents: everything in them has a better name elsewhere."""
 
 
 @dataclass
@@ -163,8 +163,8 @@ class ModelVariables:
 
 
 def variables_of(model: Any) -> ModelVariables:
-    """The variables of a keras.Model (or layer) or tf.Module, including those of Keras layers inside of a tf.Module, which are
-    missing from TensorFlow's own list."""
+    """The variables of a keras.Model (or layer) or tf.Module, including those of Keras layers inside a tf.Module, which are
+    missing from TensorFlow's list."""
     variables = ModelVariables(model, generators=[global_seed_generator()])
     seen: set[int] = {id(variables.generators[0])}
     for path, found, owner in _walk(model, "", None, seen):
@@ -179,7 +179,7 @@ def variables_of(model: Any) -> ModelVariables:
 
 
 def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Each variable and generator once: its path, itself, and the layer or module that it belongs to."""
+    """Each variable and generator once, with its path and the layer or module that it belongs to."""
     if id(value) in seen:
         return
     if isinstance(value, (keras.Variable, tf.Variable)) or _is_generator(value):
@@ -218,7 +218,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of a layer or module in which variables may be: those of its author first, then Keras' own lists."""
+    """The attributes of a layer or module that may hold variables: first those of its author, then Keras' lists."""
     for name, value in list(vars(owner).items()):
         if name not in KERAS_ATTRIBUTES and not name.startswith("_self_"):
             yield name.lstrip("_"), value
@@ -237,13 +237,13 @@ def _kind(variable: Any, owner: Any) -> Kind:
         return "parameters"
     if not tensorflow_variable(variable).dtype.is_floating:
         return "counters"
-    # After `layer.trainable = False`, a layer's weights still are in its list of trainable variables.
+    # After `layer.trainable = False`, a layer's weights are still in its list of trainable variables.
     trainable = getattr(owner, "_trainable_variables", ())
     return "frozen" if any(variable is other for other in trainable) else "statistics"
 
 
 def tensorflow_variable(variable: Any) -> tf.Variable:
-    """The tf.Variable itself, or the one inside of a Keras variable."""
+    """The tf.Variable itself, or the one inside a Keras variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -261,9 +261,9 @@ def set_generators(generators: list[Any], seeds: tf.Tensor) -> None:
             generator.reset_from_seed(tf.cast(seeds[number], tf.int64))
 
 
-def exchangeable(variable: tf.Variable) -> tf.Tensor:
-    """A variable's value; half precision as single precision, which every transport supports and in which sums are exact
-    enough."""
+def exchange_value(variable: tf.Variable) -> tf.Tensor:
+    """A variable's value for the exchange: half precision becomes single precision, which every transport supports and which is
+    precise enough for sums."""
     value = variable.value()
     return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
 

@@ -1,4 +1,4 @@
-"""On what and how a rank computes: device, seeds, clock, memory, half precision, torch.compile, activation checkpointing."""
+"""A rank's device and how it computes: seeds, clock, memory, half precision, torch.compile, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
-from hvdtrain.learner.seeds import mixed_seed
+from hvdtrain.learner.seeds import mix_seed
 from hvdtrain.runtime import log
 
 
@@ -48,14 +48,14 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The largest number of bytes that PyTorch has reserved on a GPU so far; None on a CPU."""
+    """The peak memory that PyTorch has reserved on a GPU so far, in bytes; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
-    mixed = mixed_seed(*parts)
-    # Only the generators in use: torch.manual_seed seeds those of all kinds of devices, which takes a hundred times as long.
+    mixed = mix_seed(*parts)
+    # Seed only the generators in use: torch.manual_seed seeds those of all device types, which takes a hundred times as long.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.manual_seed(mixed)
@@ -63,22 +63,22 @@ def seed_all(device: torch.device, *parts: int) -> None:
     numpy.random.seed(mixed)
 
 
-def be_deterministic() -> None:
-    """Let PyTorch use operations that give the same bits in every run only; one that has none raises a RuntimeError."""
+def enable_determinism() -> None:
+    """Restrict PyTorch to operations that give the same bits in every run; others raise a RuntimeError."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False  # measures which algorithm is fastest, and takes another one next time
+    torch.backends.cudnn.benchmark = False  # it measures which algorithm is fastest, so that runs may differ
 
 
 MAX_SPANS = 1000
-"""Spans whose events are kept before the older ones are read."""
+"""The number of spans to keep before the older half is read."""
 
 
 class AsyncCopy:
-    """A copy of a tensor in host memory, made after the kernels that compute the tensor; the host does not wait."""
+    """An asynchronous copy of a tensor to host memory, which starts once the tensor is computed; the host does not wait."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values = values.detach().to("cpu", non_blocking=True)  # into pinned memory; a tensor on the CPU is not copied
+        self._values = values.detach().to("cpu", non_blocking=True)  # pinned memory; a CPU tensor is not copied
         self._copied: torch.cuda.Event | None = None
         if values.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -88,14 +88,14 @@ class AsyncCopy:
         return self._copied is None or self._copied.query()  # type: ignore[no-untyped-call]
 
     def values(self) -> torch.Tensor:
-        """The values on the CPU; waits until they are there."""
+        """The values on the CPU; waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values
 
 
 class CudaClock:
-    """Seconds from the first to the last kernel of each span, measured by events on the device, so that no step waits for it."""
+    """Measures the seconds from the first to the last kernel of each span with device events, so that no step waits."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -122,9 +122,9 @@ class CudaClock:
         return taken
 
     def known(self) -> float:
-        """The seconds of all spans whose last kernel has run; waits for none."""
-        over = [end.query() for _, end in self._pairs]  # type: ignore[no-untyped-call]
-        self._add(over.index(False) if False in over else len(over))
+        """The seconds of all spans whose last kernel has run; does not wait."""
+        finished = [end.query() for _, end in self._pairs]  # type: ignore[no-untyped-call]
+        self._add(finished.index(False) if False in finished else len(finished))
         return self._taken + self._seconds
 
     def _add(self, count: int) -> None:
@@ -133,11 +133,13 @@ class CudaClock:
 
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which the config's functions run."""
+"""Creates the context in which the config's functions run."""
 
 
 def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
-    """Makes contexts in which operations that support it compute in a type. Raises: ConfigError, if the device cannot."""
+    """The function that creates contexts in which operations compute in a type, if they support it.
+
+    Raises: ConfigError, if the device does not support the type."""
     if dtype == "float32":
         return nullcontext  # the config may use torch.autocast itself
     wanted = getattr(torch, dtype)
@@ -148,33 +150,33 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
 
 
 Watch = Callable[[], AbstractContextManager[None]]
-"""Makes the context around whatever may compile the model."""
+"""Creates the context around calls that may compile the model."""
 
 GRAPHS = 64
-"""The number of kinds of input (one sequence, one frame, training, evaluation) that a function is compiled for. PyTorch's own
-limit of 8 is soon reached, and the function then runs uncompiled."""
+"""The number of kinds of input (one sequence, one frame, training, evaluation) that a function is compiled for. PyTorch's limit
+of 8 is soon reached, and then the function runs uncompiled."""
 
-TWICE = (
+SEVERAL_LOSSES = (
     "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
-    "accumulate: their gradients are computed one after the other, and a compiled backward runs once, as it overwrites its input"
+    "accumulate: their gradients are computed one by one, but a compiled backward runs only once, as it overwrites its input"
 )
-"""PyTorch's donated_buffer = False would let it run twice, but its cache may hold code that overwrites the input (2.13)."""
+"""With PyTorch's donated_buffer = False it could run twice, but the cache may hold code that overwrites the input (2.13)."""
 
 
 def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watch:
-    """Let a model be compiled when it is first called; return what makes the context around its calls.
+    """Have a model compiled on its first call; return the function that creates the context for its calls.
 
     Args:
         wanted: the key torch_compile: whether to compile, or options of torch.compile and `modules`, the classes (or their names)
-            of the modules that are compiled one by one instead of the whole model.
+            of the modules to compile one by one instead of the whole model.
 
     Raises:
-        ConfigError: torch.compile has no such option, or the model no such modules.
+        ConfigError: torch.compile has no such option, or the model has no such modules.
     """
     if wanted is False:
         return nullcontext
     options = dict(wanted) if isinstance(wanted, dict) else {}
-    modules = _chosen(model, options.pop("modules")) if "modules" in options else [model]
+    modules = _select_modules(model, options.pop("modules")) if "modules" in options else [model]
     takes = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     problems = []
     for name in options.keys() - set(takes):
@@ -191,25 +193,26 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
             _compile(module, options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError.of("unknown-key", f"torch_compile: expected options of torch.compile, got {options}: {error}") from None
-    return _Compilations().watched
+    return _CompileLog().watch
 
 
 def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Module.compile skips code of PyTorch's own, such as Sequential.forward: its modules are compiled by their forward."""
+    """Compile a module. Module.compile skips PyTorch's code, such as Sequential.forward, so PyTorch's modules are compiled by
+    their forward."""
     if type(module).__module__.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
     else:
         module.compile(**options)
 
 
-def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
-    """The model's modules of some classes, without those inside of another such module, with which they are compiled."""
+def _select_modules(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
+    """The model's modules of some classes, except those inside another such module, which are compiled with it."""
     classes = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    names = {one.__name__ if isinstance(one, type) else str(one).rpartition(".")[2] for one in classes}
-    there = {name for module in model.modules() for name in class_names(module)}
-    missing = sorted(names - there)
+    names = {cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2] for cls in classes}
+    known = {name for module in model.modules() for name in class_names(module)}
+    missing = sorted(names - known)
     if missing:
-        hint = did_you_mean(missing[0], there)
+        hint = did_you_mean(missing[0], known)
         raise ConfigError.of(
             "unknown-value", f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"
         )
@@ -221,16 +224,16 @@ def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
     return list(chosen.values())
 
 
-class _Compilations:
-    """Logs how long compiling took, and turns its errors into messages."""
+class _CompileLog:
+    """Logs the compile time, and translates errors."""
 
     def __init__(self) -> None:
         self._began = 0.0
         self._seconds: list[float] = []
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """The context around whatever may compile. Raises: ConfigError, if there is no compiler."""
+    def watch(self) -> Iterator[None]:
+        """The context around calls that may compile. Raises: ConfigError, if there is no compiler."""
         from torch._dynamo import callback, exc  # here, as this import takes a second or two
 
         handler = callback.callback_handler
@@ -244,12 +247,12 @@ class _Compilations:
             raise ConfigError.of(
                 "unavailable",
                 f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
-                "on a GPU, has to be there; torch_compile = False needs none)",
+                "on a GPU, is required; torch_compile = False needs none)",
             ) from error
         except RuntimeError as error:
             if "donated buffer" not in str(error):
                 raise
-            raise ConfigError.of("wrong-result", TWICE) from error
+            raise ConfigError.of("wrong-result", SEVERAL_LOSSES) from error
         finally:
             handler.remove_start_callback(self._begin)
             handler.remove_end_callback(self._end)
@@ -265,15 +268,15 @@ class _Compilations:
 
 
 def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> None:
-    """Let modules compute their activations again in backward instead of keeping them (Chen et al., 2016).
+    """Let modules recompute their activations in backward instead of keeping them (Chen et al., 2016).
 
     Random numbers are the same both times, and so are gradients. Names in checkpoints do not change.
 
     Args:
-        patterns: of the modules' names, such as 'encoder.*'; a module inside another such module is checkpointed with it.
+        patterns: patterns of module names, such as 'encoder.*'; a module inside another such module is checkpointed with it.
 
     Raises:
-        ConfigError: no module has such a name, or one cannot be computed twice.
+        ConfigError: no module matches a pattern, or one cannot be computed twice.
     """
     chosen: dict[str, torch.nn.Module] = {}
     found: set[str] = set()
@@ -297,7 +300,7 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
             problems += problem(
                 "wrong-result", f"checkpoint_modules: expected modules that are called, got the {kind} {path} (try {path}.*)"
             )
-        if any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules()):
+        if any(isinstance(inner, _BatchNorm) and inner.track_running_stats for inner in module.modules()):
             problems += problem(
                 "wrong-result",
                 f"checkpoint_modules: expected modules without BatchNorm, whose statistics would be updated twice, got {path}",
@@ -305,13 +308,13 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
     if problems:
         raise ConfigError(problems)
     for module in chosen.values():
-        module.forward = _checkpointed(module, module.forward)
+        module.forward = _checkpoint_forward(module, module.forward)
 
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
-def _checkpointed(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):

@@ -1,7 +1,7 @@
 """From losses to the gradients that the optimizer applies: accumulated over batches, normalized, and reduced over the ranks.
 
-`Gradients` is what the learner uses. `GradientStream` sends gradients to the other ranks while backward runs; `LossGradients`
-keeps those of several normalized losses apart while they are accumulated.
+The learner uses `Gradients`. `GradientStream` sends gradients to the other ranks while backward runs; `LossGradients` accumulates
+the gradients of several normalized losses separately.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized_losses, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 
@@ -21,13 +21,13 @@ class Gradients:
     """Computes the gradients of the steps of an update and reduces them over the ranks.
 
     A normalized loss is its sum divided by its number of elements, both over all batches and ranks of an update. If it is the
-    only loss, gradients of its sum are divided when both they and the number of elements have been reduced, so that no rank waits
-    for the others between forward and backward. Otherwise the numbers of elements are reduced before the update's last backward.
+    only loss, the gradients of its sum are divided after the reduction of both, so that no rank waits for the others between
+    forward and backward. Otherwise the numbers of elements are reduced before the update's last backward.
 
     Args:
         parameters: the trained ones, in the model's order.
         bucket_bytes: the size of a message with gradients.
-        owners: for each parameter the only rank that needs its reduced gradient; None: all ranks need all.
+        owners: for each parameter, the only rank that needs its reduced gradient; None: all ranks need all.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Gradients:
         self._exchange = exchange
         self._device = device
         self._stream = GradientStream(parameters, exchange, bucket_bytes, owners)
-        self._of_losses = LossGradients(parameters)
-        self._normalized: Normalized | None = None  # known after the first step
+        self._loss_gradients = LossGradients(parameters)
+        self._normalized: NormalizedLosses | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
-        self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
+        self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
 
     @property
     def are_exchanged(self) -> bool:
@@ -56,11 +56,11 @@ class Gradients:
         """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.
 
         Args:
-            losses: what train_step marked; None: this rank has no batch.
+            losses: the losses that train_step marked; None: this rank has no batch.
             scale: the factor on all losses.
 
         Raises:
-            ConfigError: no loss depends on a parameter, or other losses are normalized than in the first step.
+            ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the first step.
         """
         normal = self._agree(losses)
         if losses is not None and normal.names:
@@ -78,41 +78,41 @@ class Gradients:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             divisor = counts.clamp(min=TINY)[0]
             if all(gradient.dtype == torch.float32 for gradient in gradients):
-                divisor = divisor.float()  # the same quotients; a GPU then needs a few kernels, not one for each gradient
+                divisor = divisor.float()  # the same quotients, but a few GPU kernels instead of one for each gradient
             torch._foreach_div_(gradients, divisor)
 
-    def _agree(self, losses: dict[str, Loss] | None) -> Normalized:
-        """Collective in the first step: a rank without a batch does not know which losses are normalized."""
-        own = None if losses is None else normalized_losses(losses)
+    def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
+        """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
+        marked = None if losses is None else normalized_losses(losses)
         if self._normalized is None:
-            self._normalized = self._exchange.agree(own)
-        if own is not None:
-            check_same(self._normalized, own)
+            self._normalized = self._exchange.agree(marked)
+        if marked is not None:
+            check_same_normalized(self._normalized, marked)
         return self._normalized
 
-    def _accumulate(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
-        """The gradients of a batch that is not the update's last."""
-        if normal.names and not normal.alone:
-            self._of_losses.add(losses, normal.names, scale)
+    def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
+        """Compute the gradients of a batch that is not the update's last."""
+        if normal.names and not normal.is_only_loss:
+            self._loss_gradients.add(losses, normal.names, scale)
         elif (total := total_of(losses, {}, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _send(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
-        """Collective. The gradients of the update's last batch, each of which is sent as soon as it is complete."""
+    def _send(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
+        """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
         divisors = self._start_counts(normal)
-        self._of_losses.combine(divisors)
+        self._loss_gradients.combine(divisors)
         self._stream.begin()
         if (total := total_of(losses, divisors, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _start_counts(self, normal: Normalized) -> dict[str, torch.Tensor]:
+    def _start_counts(self, normal: NormalizedLosses) -> dict[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
         if not normal.names:
             return {}
         counts = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
         self._counts = 0.0
         handle = self._exchange.start([counts], name="loss_counts")
-        if normal.alone:
+        if normal.is_only_loss:
             self._count_handle = handle
             return {}
         [totals] = self._exchange.finish(handle)
@@ -122,13 +122,13 @@ class Gradients:
 class GradientStream:
     """Sends gradients to the other ranks in buckets, each as soon as backward has computed all of its gradients.
 
-    Buckets are sent in the order in which backward usually meets the parameters (last layer first), and bucket n only after
-    bucket n - 1, so that all ranks send the same in the same order. A parameter without a gradient contributes zeros; one that
-    has no gradient on any rank has none afterwards, so that an optimizer leaves it alone, as without other ranks.
+    Buckets are sent in the order in which backward usually reaches the parameters (last layer first), and bucket n only after
+    bucket n - 1, so that the order is the same on all ranks. A parameter without a gradient contributes zeros; one without a
+    gradient on any rank has none afterwards, so that an optimizer skips it, as on a single rank.
 
     Args:
         parameters: the trained ones, in the model's order. A hook is registered on each; nothing else is changed.
-        bucket_bytes, owners: as of `Gradients`.
+        bucket_bytes, owners: as in `Gradients`.
     """
 
     def __init__(
@@ -140,22 +140,22 @@ class GradientStream:
         self._buckets = [[parameters[number] for number in group] for group in groups]
         self._owners = [None if owners is None else [owners[number] for number in group] for group in groups]
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._num_missing: list[int] = []  # by bucket, gradients that backward has not computed yet
+        self._num_missing: list[int] = []  # by bucket, the number of gradients that backward has not computed yet
         self._handles: list[Any] = []
-        self._has: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
-        self._flags_handle: Any = None  # their reduction, where they are a message of their own
+        self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
+        self._flags_handle: Any = None  # their reduction, if they are a separate message
         self._is_open = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Send the gradients of the backward that follows."""
+        """Start to send gradients, with the next backward."""
         self._num_missing = [len(bucket) for bucket in self._buckets]
         self._handles = []
         self._is_open = True
 
     def finish(self) -> None:
-        """Collective. Send what has not been sent, wait for all of it, and put the reduced gradients into the parameters."""
+        """Collective. Send the remaining buckets, wait for all, and put the reduced gradients into the parameters."""
         self._is_open = False
         while len(self._handles) < len(self._buckets):
             self._send_next()
@@ -166,7 +166,8 @@ class GradientStream:
             for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:
                     parameter.grad = reduced
-        if not all(self._has):  # else at least this rank has a gradient of every parameter, and nothing waits for the device
+        # Otherwise no gradient has to be dropped, and reading the flags would only wait for the device.
+        if not all(self._has_grad):
             parameters = [parameter for bucket in self._buckets for parameter in bucket]
             for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
                 if not has:
@@ -191,14 +192,14 @@ class GradientStream:
             gradients.append(gradient.contiguous())
         owners = self._owners[number]
         if number == len(self._buckets) - 1:
-            # Which gradients there are is final when the last bucket is sent: a gradient that is missing holds back its bucket,
-            # and all that follow, until backward is over. So the flags travel with the last bucket. Only where each of its
-            # tensors goes to one rank are they a message of their own, as every rank needs them.
-            self._has = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
-            flags = gradients[0].new_ones(len(self._has))
-            for place, has in enumerate(self._has):
+            # When the last bucket is sent, it is final which parameters have a gradient: a missing one holds back its bucket, and
+            # all later ones, until backward has finished. So the flags are part of the last bucket; but if each of its tensors
+            # goes to one rank only, they are a separate message, as every rank needs them.
+            self._has_grad = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
+            flags = gradients[0].new_ones(len(self._has_grad))
+            for place, has in enumerate(self._has_grad):
                 if not has:
-                    flags[place].zero_()  # a kernel; a tensor made of a list would be a copy that waits for the device
+                    flags[place].zero_()  # a kernel; a tensor made from a list would be a copy that waits for the device
             if owners is None:
                 gradients.append(flags)
             else:
@@ -209,19 +210,19 @@ class GradientStream:
 class LossGradients:
     """Accumulated gradients of several losses, some of them normalized: one set for each of these until the update's last batch.
 
-    What a normalized loss is divided by is known when the last batch has been counted, and differs between losses. This costs one
-    backward pass and the parameters' memory for each normalized loss, and one of both for all other losses.
+    The divisors of normalized losses differ, and are known only after the last batch. So each normalized loss costs a backward
+    pass and memory of the parameters' size, and all other losses together cost the same once.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: of the losses that are not normalized, together
+        self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: all losses that are not normalized
 
     def add(self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor) -> None:
         """Add a batch's gradients.
 
         Args:
-            names: of the normalized losses.
+            names: the normalized losses.
             scale: the factor on all losses.
 
         Raises:
@@ -234,8 +235,8 @@ class LossGradients:
         groups = {key: total for key, total in groups.items() if total.requires_grad}
         if not groups:
             raise nothing_to_minimize()
-        for left, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
-            found = torch.autograd.grad(total, self._parameters, retain_graph=left > 0, allow_unused=True)
+        for remaining, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
+            found = torch.autograd.grad(total, self._parameters, retain_graph=remaining > 0, allow_unused=True)
             before = self._sums.get(key, [None] * len(found))
             self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
 

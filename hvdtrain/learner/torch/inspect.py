@@ -1,4 +1,4 @@
-"""Looking at a model: its layers, a profile of its steps; and its export as a state_dict, a program of torch.export, and ONNX."""
+"""Inspects a model: its layers, and a profile of its steps. Exports it as a state_dict, a torch.export program, and ONNX."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from hvdtrain.learner.base import Exported, Layer, Profiler
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
-    """The model and its modules, each with its own parameters; a shared one belongs to the first module that has it."""
+    """The model and its modules, each with its direct parameters; a shared one belongs to the first module that has it."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = {short: one for short, one in module.named_parameters(recurse=False) if id(one) not in seen}
-        seen.update(map(id, own.values()))
-        shapes = {short: tuple(one.shape) for short, one in own.items()}
-        yield Layer(name, type(module).__name__, shapes, frozenset(short for short, one in own.items() if one.requires_grad))
+        params = {short: param for short, param in module.named_parameters(recurse=False) if id(param) not in seen}
+        seen.update(map(id, params.values()))
+        shapes = {short: tuple(param.shape) for short, param in params.items()}
+        trainable = frozenset(short for short, param in params.items() if param.requires_grad)
+        yield Layer(name, type(module).__name__, shapes, trainable)
 
 
 def shapes_in(value: Any) -> list[tuple[int, ...]]:
@@ -40,8 +41,8 @@ def shapes_in(value: Any) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def noting_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-    """Inside the `with` block, the shapes that each module returns in its first call are noted by its name."""
+def record_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+    """Inside the `with` block, record the shapes that each module returns in its first call, by its name."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
 
     def note(name: str, output: Any) -> None:
@@ -59,7 +60,7 @@ def noting_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, 
 
 
 class _Profiler:
-    """PyTorch's profiler: operators on the CPU, and on a GPU its kernels, too."""
+    """PyTorch's profiler: CPU operators, and GPU kernels if there is a GPU."""
 
     def __init__(self, on_gpu: bool) -> None:
         from torch import profiler  # here, as few trainings are profiled
@@ -89,52 +90,52 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 STATE, PROGRAM, ONNX = "state_dict.pt", "model.pt2", "model.onnx"
 
-NOT_CALLED = "train_step does not call the model itself, model(...), but parts of it: what its inputs are is not known"
+NOT_CALLED = "train_step does not call the model itself, model(...), but parts of it: its inputs are unknown"
 
 GRU, LSTM = torch.ops.aten.gru.input, torch.ops.aten.lstm.input
 RNNS = (torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input)
 
 
 def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: Path) -> list[Exported]:
-    """Write a model into a folder in each form that is possible.
+    """Write a model into a folder in every format that is possible.
 
     Args:
-        evaluate: calls the model for a batch, as an evaluation does: a program takes inputs of these types.
+        evaluate: calls the model with a batch, as in an evaluation: a program takes inputs of these types.
     """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     torch.save(state, folder / STATE)
     made = f"model = ...  # the {type(model).__qualname__} that the config's get_model makes"
     load = f'import torch\n\n{made}\nmodel.load_state_dict(torch.load("{STATE}", weights_only=True))\nmodel.eval()'
     written = [Exported(STATE, None, load)]
-    with first_call(model) as calls:
+    with record_first_call(model) as calls:
         evaluate()
     model.eval()
     if not calls:
         return [*written, Exported(PROGRAM, NOT_CALLED), Exported(ONNX, NOT_CALLED)]
-    with _quiet(), whole_recurrent_layers():
+    with _silence_pytorch(), keep_recurrent_layers_whole():
         try:
             program = _program(model, calls[0])
             torch.export.save(program, folder / PROGRAM)
-        except Exception as error:  # whatever torch.export has to say of the config's model
-            return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
+        except Exception as error:  # torch.export can raise anything for the config's model
+            return [*written, Exported(PROGRAM, _describe_error(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
         run = f'model = torch.export.load("{PROGRAM}").module()\noutputs = model({_arguments(model, calls[0])})'
-        sizes = _sizes(program)
+        sizes = _describe_inputs(program)
         return [*written, Exported(PROGRAM, None, f"import torch\n\n{run}", sizes), _onnx(program, folder / ONNX, sizes)]
 
 
 def _program(model: torch.nn.Module, call: Call) -> torch.export.ExportedProgram:
-    """The model as a program for inputs of any size, along the axes where the model allows that."""
+    """The model as a program for inputs of any size, along all axes where the model allows it."""
     args, kwargs = call
     any_size = torch.utils._pytree.tree_map(
-        lambda one: dict.fromkeys(range(one.dim()), torch.export.Dim.AUTO) if isinstance(one, torch.Tensor) else None,
+        lambda leaf: dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, torch.Tensor) else None,
         (args, kwargs),
     )
     with torch.no_grad():
-        return torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *any_size), strict=False)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=_bind_arguments(model, *any_size), strict=False)
 
 
-def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that forward gives them."""
+def _bind_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of forward's parameters."""
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
@@ -154,22 +155,22 @@ def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Expo
         inputs: Any = made.model.graph.inputs
         for value in inputs:
             for axis, size in enumerate(value.shape or ()):
-                if str(size).isdigit():  # PyTorch writes a fixed size as an open one that has the number as its name
+                if str(size).isdigit():  # PyTorch writes a fixed size as a symbolic one named after the number
                     value.shape[axis] = int(str(size))
         made.save(str(file), external_data=False)
-    except Exception as error:  # an operator that ONNX lacks, a version that does not fit
-        return Exported(ONNX, _short(error))
+    except Exception as error:  # such as an unsupported operator or version
+        return Exported(ONNX, _describe_error(error))
     feeds = ", ".join(f'"{value.name}": {value.name}' for value in inputs)
     run = f'session = onnxruntime.InferenceSession("{ONNX}")\noutputs = session.run(None, {{{feeds}}})  # numpy arrays'
     return Exported(ONNX, None, f"import onnxruntime\n\n{run}", sizes)
 
 
 @contextmanager
-def whole_recurrent_layers() -> Iterator[None]:
-    """Inside the `with` block, a traced GRU, LSTM or RNN remains one operation, which takes sequences of any length.
+def keep_recurrent_layers_whole() -> Iterator[None]:
+    """Inside the `with` block, a traced GRU, LSTM or RNN remains one operation for sequences of any length.
 
-    PyTorch computes it frame by frame in order to know the shapes of its results, which makes the length of the traced batch a
-    constant. Here, it is told the shapes.
+    By default, PyTorch traces it frame by frame to get the shapes of its results, which turns the length of the batch into a
+    constant. Here, a formula gives the shapes.
     """
     operators = (GRU, LSTM, *RNNS)
     formulas: Any = torch._decomp.decomposition_table
@@ -199,7 +200,7 @@ def _recurrent_shapes(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors with the shapes and strides of what a recurrent layer returns: its output and its last states."""
+    """Empty tensors with the shapes and strides of a recurrent layer's results: its output and its last states."""
     states = states if isinstance(states, (list, tuple)) else (states,)
     length, batch, _ = (input.transpose(0, 1) if batch_first else input).shape
     output = input.new_empty((length, batch, states[0].shape[2] * (2 if bidirectional else 1)))
@@ -207,8 +208,8 @@ def _recurrent_shapes(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside the `with` block, PyTorch prints no warnings and no graphs of its own. Errors are raised as ever."""
+def _silence_pytorch() -> Iterator[None]:
+    """Inside the `with` block, PyTorch prints neither warnings nor graphs. Errors are raised as usual."""
     logs = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
     with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
@@ -221,8 +222,8 @@ def _quiet() -> Iterator[None]:
                 log.setLevel(level)
 
 
-def _sizes(program: torch.export.ExportedProgram) -> str:
-    """The inputs of a program in words: a letter for each size that may differ from the traced batch's, and what is fixed."""
+def _describe_inputs(program: torch.export.ExportedProgram) -> str:
+    """Describe the inputs of a program: a letter for each size that may differ from the traced batch's, and the fixed sizes."""
     letters: dict[str, str] = {}  # by PyTorch's name of a size
     inputs, fixed = [], []
     by_place: dict[str, str] = {}  # x[0]: A
@@ -236,9 +237,9 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
     limits = {letter: _limits(range) for letter, range in ranges.items()}
     free = [letter for letter in letters.values() if not limits.get(letter)]
-    told = [f"{', '.join(free)} of any size"] if free else []
-    told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
-    parts = [", ".join(inputs) + (f" with {', '.join(told)}" if told else "")]
+    limits_text = [f"{', '.join(free)} of any size"] if free else []
+    limits_text += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
+    parts = [", ".join(inputs) + (f" with {', '.join(limits_text)}" if limits_text else "")]
     parts += [f"fixed: {', '.join(fixed)}"] if fixed else []
     conditions = _conditions(getattr(program, "_guards_code", []), by_place)
     parts += [f"conditions: {', '.join(conditions)}"] if conditions else []
@@ -246,36 +247,36 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
 
 
 def _conditions(guards: Sequence[str], by_place: dict[str, str]) -> list[str]:
-    """What a program checks of its inputs beyond single sizes and equal ones, such as (B % 2) == 0: the first few conditions.
+    """The first few conditions that a program checks on combinations of sizes, such as (B % 2) == 0.
 
     Args:
-        guards: with sizes as PyTorch writes them: L['x'].size()[1].
-        by_place: what to write instead, by input and axis, as x[1].
+        guards: the conditions, with PyTorch's notation for sizes: L['x'].size()[1].
+        by_place: the replacement for a size, by input and axis such as x[1].
     """
 
-    def written(found: re.Match[str]) -> str:
-        name = "_".join(re.findall(r"\w+", found[1]))  # as PyTorch names an input that is within another one
+    def replacement(found: re.Match[str]) -> str:
+        name = "_".join(re.findall(r"\w+", found[1]))  # PyTorch's name of a nested input
         return by_place.get(f"{name}[{found[2]}]", found[0])
 
     sums = [guard for guard in guards if re.search(r"[%*/+]", guard)]
-    texts = [re.sub(r"L((?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", written, guard) for guard in sums]
+    texts = [re.sub(r"L((?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", replacement, guard) for guard in sums]
     return [*texts[:3], *([f"{len(texts) - 3} more"] if len(texts) > 3 else [])]
 
 
 def _replace_names(size: str, letters: dict[str, str]) -> str:
-    """A size such as s77 or 2*s77 + 1 with A or another letter in place of PyTorch's name."""
+    """Replace PyTorch's name in a size such as s77 or 2*s77 + 1 with A or another letter."""
     return re.sub(r"\b[su]\d+\b", lambda name: letters.setdefault(name[0], ascii_uppercase[len(letters) % 26]), size)
 
 
 def _limits(range: Any) -> str:
-    """What limits a size. One that is said to be 2 or more may be 1: this is what PyTorch assumes of every open size."""
+    """The limits of a size. A lower limit of 2 is no limit: PyTorch assumes it for every symbolic size, and 1 works as well."""
     lower = f" from {range.lower}" if range.lower > 2 else ""
     return lower if str(range.upper) == "int_oo" else f"{lower} up to {range.upper}"
 
 
 @contextmanager
-def first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
-    """Inside the `with` block, the arguments of the model's first call are added to the list."""
+def record_first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
+    """Inside the `with` block, record the arguments of the model's first call in the list."""
     calls: list[Call] = []
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -290,7 +291,7 @@ def first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
 
 
 def _arguments(model: torch.nn.Module, call: Call) -> str:
-    """A call's arguments as code: tensors by the names of forward's parameters."""
+    """A call's arguments as code, with the names of forward's parameters for tensors."""
     args, kwargs = call
     names = iter(inspect.signature(model.forward).parameters)
 
@@ -303,11 +304,11 @@ def _arguments(model: torch.nn.Module, call: Call) -> str:
     return ", ".join([*positional, *(f"{name}={code(name, value)}" for name, value in kwargs.items())])
 
 
-def _short(error: BaseException) -> str:
-    """The first line of an error, or of its cause, and the line of the config that led to it, if one did."""
+def _describe_error(error: BaseException) -> str:
+    """The first line of an error, or of its root cause, and the line of the config that caused it, if there is one."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     packages = str(Path(torch.__file__).parent.parent)
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((packages, __file__))]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((packages, __file__))]
     return f"{text} ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text

@@ -1,4 +1,4 @@
-"""The learner for PyTorch, which brings a config's functions, gradients and optimizer together; and how it is built from keys."""
+"""The learner for PyTorch, which combines a config's functions, gradients and optimizer; and how it is built from keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hvdtrain.learner.meter import (
     LearnerMeter,
     PendingScores,
     Transfer,
-    by_sequence,
-    check_marked,
-    check_outputs,
+    check_marked_losses,
+    check_marked_outputs,
     scales_of,
+    split_by_sequence,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
@@ -36,16 +36,16 @@ from hvdtrain.learner.torch.device import (
     CudaClock,
     Watch,
     autocast_of,
-    be_deterministic,
     checkpoint_activations,
     compile_model,
     device_name,
     device_of,
+    enable_determinism,
     peak_memory,
     seed_all,
 )
 from hvdtrain.learner.torch.gradients import Gradients
-from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
+from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
@@ -62,9 +62,9 @@ class ConfigFunctions:
 
     Attributes:
         forward_step: None if the config has none.
-        autocast: makes the context in which the functions compute in half precision.
-        watch: makes the context around whatever may compile the model.
-        staging: copies batches to the device ahead; None: the device is the CPU.
+        autocast: creates the context in which the functions compute in half precision.
+        watch: creates the context around calls that may compile the model.
+        staging: copies batches to the device ahead of time; None: the device is the CPU.
     """
 
     model: torch.nn.Module
@@ -76,24 +76,24 @@ class ConfigFunctions:
     staging: Staging | None = None
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
-        """Run train_step; return what it marks by name. Raises: ConfigError."""
+        """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
         run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked(context.losses, lambda value: isinstance(value, torch.Tensor))
+        check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
         return context.losses
 
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
-        """Run forward_step; return what it marks by name for each sequence. Raises: ConfigError."""
+        """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
         run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_outputs(context.outputs)
+        check_marked_outputs(context.outputs)
         outputs, vectors = {}, set()
         for name, output in context.outputs.items():
             value = output.value
@@ -101,7 +101,7 @@ class ConfigFunctions:
                 vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
             outputs[name] = [array_of(row) for row in value], lengths
-        return by_sequence(outputs, len(batch.indices), frozenset(vectors))
+        return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
 
 class TorchLearner:
@@ -111,9 +111,9 @@ class TorchLearner:
         functions: the config's.
         gradients: from losses to reduced gradients.
         update: from reduced gradients to new parameters.
-        seed: the training's, and the rank. The random numbers of a step (dropout) come from these and the number of the step:
-            ranks differ, and a training that continues from a checkpoint gets the same numbers.
-        batch_norm: what BatchNorms exchange with other ranks; None: nothing.
+        seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
+            between ranks, and are the same after a resume.
+        batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class TorchLearner:
         self._device = functions.device
         self._epoch = 0
         self._step = 0
-        self._is_update_due = False  # whether the next update changes anything: there is a batch for it, here or on some rank
-        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # those that the optimizer has
+        self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
+        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # the parameters in the optimizer
         self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._check_trained()
-        self._checks_after_update = True  # layers may be made where the model is called first
+        self._checks_after_update = True  # a first call of the model can create layers
         self._epoch = epoch
         self._step = step
         self.state.start_average()
@@ -156,7 +156,7 @@ class TorchLearner:
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
-            await_copy(batch)  # before the clock starts: this is no computing
+            await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = None
@@ -200,7 +200,7 @@ class TorchLearner:
         return layers_of(self.model)
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        with noting_shapes(self.model) as shapes:
+        with record_shapes(self.model) as shapes:
             self.evaluate(batch)
         self.meter.take_scores()
         return shapes
@@ -212,12 +212,13 @@ class TorchLearner:
         return torch.tensor(values, dtype=torch.float64)
 
     def _check_trained(self) -> None:
-        """Look for parameters that the optimizer has never seen: they would keep their values without a word.
+        """Check that the optimizer has all trained parameters: others would silently keep their values.
 
         Raises:
-            ConfigError: the config's code has added, replaced or unfrozen some since the optimizer was made.
+            ConfigError: the config's code has added, replaced or unfrozen parameters since the optimizer was made.
         """
-        new = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in self._trained]
+        named = self.model.named_parameters()
+        new = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._trained]
         if new:
             raise ConfigError.of(
                 "wrong-result",
@@ -231,11 +232,11 @@ class TorchLearner:
         self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
-        """Collective, if BatchNorms are synchronized. A rank without a batch takes part in what the others exchange."""
+        """Collective, if BatchNorms are synchronized. A rank without a batch takes part in the others' exchanges."""
         if self._batch_norm is not None and batch is not None:
-            self._batch_norm.done(self._device)
+            self._batch_norm.end_pass(self._device)
         elif self._batch_norm is not None:
-            self._batch_norm.stand_by(self._device, forward)
+            self._batch_norm.join_without_batch(self._device, forward)
 
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -246,7 +247,7 @@ WRAPPED = (
 )
 
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")
-"""Names of the classes of modules that PyTorch's fully_shard and its predecessor make: they are imported nowhere else."""
+"""The names of the module classes of PyTorch's fully_shard and its predecessor. Checked by name, to avoid importing them."""
 OF_SHARDS = (
     "get_model: expected a model that is not sharded, got one in which {name} is a module of PyTorch's {kind}: hvdtrain reduces "
     "gradients itself, and in the last steps of an epoch some ranks have no batch (torch_distributed = {{'sharded': True}} "
@@ -255,10 +256,10 @@ OF_SHARDS = (
 
 
 def check_import_order() -> None:
-    """Refuse what ends in a segmentation fault when the first optimizer is made.
+    """Refuse an import order that crashes when the first optimizer is made.
 
-    Every optimizer has PyTorch import triton where that is installed, as with the CUDA build. triton and TensorFlow each bring
-    LLVM, and triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
+    PyTorch's optimizers import triton if it is installed, as with the CUDA build. triton and TensorFlow both include LLVM, and
+    triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
 
     Raises:
         ConfigError: TensorFlow is loaded and triton is not yet.
@@ -272,7 +273,7 @@ def check_import_order() -> None:
 
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
-    """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
+    """Build a config's model, optimizer and learner, with the same seed on all ranks. The caller broadcasts rank 0's weights.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
@@ -280,7 +281,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check_import_order()
     torch.set_num_threads(options.threads)
     if keys.deterministic:
-        be_deterministic()
+        enable_determinism()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
@@ -342,7 +343,8 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
     if lazy:
         names = ", ".join(lazy)
         raise ConfigError.of(
-            "wrong-result", f"get_model: expected parameters that have a size, got {names} without (call lazy ones there)"
+            "wrong-result",
+            f"get_model: expected parameters that have a size, got uninitialized ones: {names} (call lazy modules there once)",
         )
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
@@ -368,9 +370,9 @@ def _meter(
     def read(tensors: list[torch.Tensor]) -> list[float]:
         return torch.cat(tensors).tolist()
 
-    late = Transfer(lambda several: read([one.values() for one in several]), AsyncCopy, AsyncCopy.has_arrived)
+    from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived)
     scores = PendingScores(
-        Transfer(read) if on_cpu else late,
+        Transfer(read) if on_cpu else from_gpu,
         not_finite,
         on_cpu=on_cpu,
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,

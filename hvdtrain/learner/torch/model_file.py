@@ -13,11 +13,20 @@ import torch
 from hvdtrain.errors import ConfigError, DamagedCheckpoint
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.integrity import write_checksum
-from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
+from hvdtrain.learner.model_format import (
+    FORMAT,
+    PROGRESS,
+    SAFETENSORS,
+    atomic_write,
+    header,
+    is_safetensors,
+    progress_of,
+    verified_read,
+)
 
 
 def check_storable(model: torch.nn.Module, model_format: str) -> None:
-    """Raises: ConfigError, if the model's state has what a file of this format cannot hold."""
+    """Raises: ConfigError, if a file of this format cannot hold the model's state."""
     others = [
         name
         for name, value in model.state_dict().items()
@@ -36,7 +45,7 @@ def file_format(device: torch.device, model_format: str) -> FileFormat:
 
     Args:
         device: where tensors are read to.
-        model_format: of the model's file: "pt" or "safetensors".
+        model_format: the format of the model's file: "pt" or "safetensors".
     """
     read = partial(read_file, device=device)
     return FileFormat(partial(write_model, model_format=model_format), write_file, write_file, read, read)
@@ -51,41 +60,41 @@ def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping
 
 
 def write_file(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write a file of PyTorch's, with a checksum. Raises: OSError, RuntimeError, if the disk is full."""
+    """Write a PyTorch file with a checksum. Raises: OSError, RuntimeError, if the disk is full."""
     torch.save(dict(contents), path)
     write_checksum(path)
 
 
 def _write_safetensors(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any]) -> None:
-    """Each tensor is stored once: the header names the others that share its memory."""
+    """Store each tensor once; the header lists the names of tensors that share its memory."""
     from safetensors.torch import save_file
 
     metadata = header("pt", progress)
     names: dict[Any, str] = {}
-    kept: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for name, tensor in model.items():
         first = names.setdefault(place_of(tensor), name) if tensor.numel() and name not in (FORMAT, PROGRESS) else name
         if first == name:
-            kept[name] = tensor.detach()
+            stored[name] = tensor.detach()
         else:
             metadata[name] = first
-    in_storage = Counter(tensor.untyped_storage().data_ptr() for tensor in kept.values())
-    for name, tensor in kept.items():  # the format has neither strides nor tensors that overlap
+    in_storage = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
+    for name, tensor in stored.items():  # the format supports neither strides nor overlapping tensors
         alone = in_storage[tensor.untyped_storage().data_ptr()] == 1
-        kept[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
-    with writing(path) as unfinished:
-        save_file(kept, unfinished, metadata)
+        stored[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    with atomic_write(path) as unfinished:
+        save_file(stored, unfinished, metadata)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common if they are the same numbers in memory."""
+    """The place of a tensor's numbers in memory, equal for two tensors that are views of the same numbers."""
     where = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (*where, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def read_file(path: Path, device: torch.device) -> dict[str, Any]:
-    """A file's contents, those of a safetensors file under `model`; no code in it is run. Raises: CheckpointError."""
-    with reading(path):
+    """A file's contents, those of a safetensors file under `model`. Runs no code from the file. Raises: CheckpointError."""
+    with verified_read(path):
         if is_safetensors(path):
             return _read_safetensors(path, device)
         contents = torch.load(path, map_location=device, weights_only=True)
@@ -98,7 +107,7 @@ def _read_safetensors(path: Path, device: torch.device) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device=str(device)) as file:
-        model = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+        model = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is not a dict
         metadata = file.metadata() or {}
     shared = {name: model[first] for name, first in metadata.items() if first in model and name not in model}
     return {"model": model | shared, **progress_of(metadata)}

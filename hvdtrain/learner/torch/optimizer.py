@@ -18,6 +18,7 @@ from hvdtrain.learner.optimizer import (
     DecayRule,
     class_names,
     class_of,
+    frontend_class_names,
     option_problems,
     take_decay_rule,
     wrapped_rf_module,
@@ -28,13 +29,13 @@ from hvdtrain.learner.torch.tensors import trained_of
 def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fused: bool = False) -> torch.optim.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the parameters.
 
-    The class may also be one that is not PyTorch's, as itself or as `"package.module.Class"`.
+    A third-party class can be given as a class or as `"package.module.Class"`.
 
-    The learning rate is set at every update; `epsilon` is another name for `eps`.
+    The learning rate is set at every update; `epsilon` can be given for `eps`.
 
     Args:
-        fused: prefer the implementation with one kernel, which can skip an update by itself, if the class has it and the options
-            choose no other.
+        fused: prefer the fused implementation, which can skip an update itself, if the class has one and the options choose no
+            other.
 
     Raises:
         ConfigError: there is no such optimizer, or it has no such options.
@@ -48,8 +49,8 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         for name, member in vars(torch.optim).items()
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
-    made = imported(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
-    if unfit := _unfit(made):
+    made = import_class(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
+    if unfit := _unsupported_reason(made):
         raise ConfigError.of("unsupported", f"optimizer.class: {unfit}")
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
@@ -61,15 +62,15 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
     if fused and is_real and issubclass(made, FUSED) and not IMPLEMENTATIONS & options.keys():
         options["fused"] = True
     try:
-        # Set at every update. Some classes that are not PyTorch's assert that it is positive.
+        # It is set at every update, but some third-party classes assert that it is positive.
         rate = 0.0 if made.__module__.startswith("torch.") else 1.0
         return made(groups, lr=rate, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError.of("unknown-key", f"optimizer: expected options of {made.__name__}, got {options}: {error}") from None
 
 
-def _unfit(made: type) -> str | None:
-    """Why an optimizer of a class cannot be used; None: it can."""
+def _unsupported_reason(made: type) -> str | None:
+    """Why an optimizer class cannot be used; None: it can."""
     if issubclass(made, torch.optim.SparseAdam):
         return "expected an optimizer for dense gradients, which are what ranks reduce, got SparseAdam (adam, adamw, ...)"
     given = (
@@ -87,13 +88,13 @@ def _unfit(made: type) -> str | None:
 
 
 def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Check what the config's function made. Raises: ConfigError, unless it is an optimizer with each trained parameter."""
+    """Check the result of the config's function. Raises: ConfigError, unless it is an optimizer with all trained parameters."""
     groups = getattr(made, "param_groups", None)
     if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
         raise ConfigError.of(
-            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {_kind(made)}"
+            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {_describe_type(made)}"
         )
-    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unfit(type(made))) else []
+    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unsupported_reason(type(made))) else []
     problems += _parameter_problems("optimizer", groups, model)
     if problems:
         raise ConfigError(problems)
@@ -101,16 +102,16 @@ def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer
 
 
 def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> list[Problem]:
-    """What is wrong with the parameters in groups. One that is in none would keep its initial values without a word."""
+    """Problems with the parameters in groups. A parameter in none of them would silently keep its initial values."""
     times = Counter(id(parameter) for group in groups for parameter in group["params"])
     names = {id(parameter) for parameter in model.parameters()}
-    missing = [name for name, one in model.named_parameters() if one.requires_grad and not times[id(one)]]
-    twice = [name for name, one in model.named_parameters() if times[id(one)] > 1]
+    missing = [name for name, param in model.named_parameters() if param.requires_grad and not times[id(param)]]
+    twice = [name for name, param in model.named_parameters() if times[id(param)] > 1]
     problems = []
     if missing:
         problems += problem(
             "wrong-result",
-            f"{where}: expected each trained parameter of the model in its groups, got none with {', '.join(missing)} "
+            f"{where}: expected each trained parameter of the model in its groups, got groups without {', '.join(missing)} "
             "(requires_grad_(False) leaves a parameter untrained)",
         )
     if twice:
@@ -121,13 +122,13 @@ def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: 
     if times.keys() - names:
         problems += problem(
             "wrong-result",
-            f"{where}: expected the model's parameters in its groups, got a tensor that is no parameter of the model",
+            f"{where}: expected the model's parameters in its groups, got a tensor that is not a parameter of the model",
         )
     return problems
 
 
-def imported(name: str) -> Any:
-    """The class `package.module.Class`. Raises: ConfigError, if there is none."""
+def import_class(name: str) -> Any:
+    """Import the class `package.module.Class`. Raises: ConfigError, if that fails."""
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -141,10 +142,10 @@ def imported(name: str) -> Any:
 
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Classes that have a fused implementation on GPUs in all versions of PyTorch that we support."""
+"""Classes with a fused GPU implementation in all supported versions of PyTorch."""
 
 IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
-"""Options of torch.optim's classes that choose or exclude an implementation."""
+"""Options of torch.optim's classes that select or rule out an implementation."""
 
 DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
 """The parameters of these modules do not decay, nor do biases."""
@@ -154,7 +155,7 @@ MULTIPLIER = "learning_rate_multiplier"
 
 
 def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups that an optimizer is created with. Options about groups are removed from the options.
+    """Remove the options about parameter groups, and return the groups to create an optimizer with.
 
     Args:
         made: the optimizer's class.
@@ -178,19 +179,19 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
         return _check_groups(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
-    known = {*vars(torch.nn), *(name for module in modules for name in class_names(module))}
+    known = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)
     trained = trained_of(model)
     if not options.get("weight_decay"):
         if asked:
             raise ConfigError.of(
-                "missing", f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"
+                "missing", f"optimizer.weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
             )
         return [{"params": trained}]
     decayed: dict[int, bool] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter.requires_grad and id(parameter) not in decayed:  # a shared parameter goes by its first name
+            if parameter.requires_grad and id(parameter) not in decayed:  # the first name of a shared parameter counts
                 decayed[id(parameter)] = rule.decays(module, name, parameter)
     groups = [
         {"params": [parameter for parameter in trained if decayed[id(parameter)]]},
@@ -200,25 +201,24 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
 
 
 def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    """The factor on the learning rate of each group. They are removed from the groups, as an optimizer that loads a state takes
-    the groups of the checkpoint, while the config's multipliers hold."""
+    """Remove the learning rate multiplier from each group, and return them: an optimizer that loads a state takes over the
+    checkpoint's groups, but the config's multipliers have to apply."""
     return [group.pop(MULTIPLIER, 1.0) for group in groups]
 
 
 def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, Any]]:
-    """Check the groups that a config's function made. Raises: ConfigError, unless they have each trained parameter once."""
+    """Check the groups from the config's function. Raises: ConfigError, unless they have each trained parameter exactly once."""
     made_groups = list(groups) if isinstance(groups, (list, tuple)) else []
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):
         raise ConfigError.of(
             "wrong-result",
-            f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_kind(groups)}",
+            f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_describe_type(groups)}",
         )
     problems = []
     for number, group in enumerate(made_groups):
         several = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
-        group["params"] = [
-            one[1] if isinstance(one, tuple) else one for one in several
-        ]  # (name, parameter), as named_parameters() gives them
+        # The entries of named_parameters() are pairs (name, parameter).
+        group["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in several]
         where = f"optimizer.{CUSTOM}[{number}]."
         others = {name: value for name, value in group.items() if name != "params"}
         problems += option_problems(made, others, where, [MULTIPLIER])
@@ -231,13 +231,13 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
     return made_groups
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
     return f"a {type(value).__name__}{inside}"
 
 
 def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
-    """The names of the parameters of each group, in the order in which an optimizer's state numbers them."""
+    """The names of the parameters in each group, in the order in which an optimizer's state numbers them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter), "") for parameter in group] for group in groups]
 
@@ -245,14 +245,14 @@ def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tenso
 class ShardedOptimizer:
     """The config's optimizer with this rank's share of the parameters.
 
-    A gradient is reduced to the rank that keeps its parameter only; what the other ranks have of it is undefined. Norms over all
-    gradients come from `norms`.
+    A gradient is reduced only to the rank that owns its parameter; on other ranks its values are undefined. `norms` computes
+    norms over all gradients.
 
-    It saves and loads the state of all parameters in the form of the whole optimizer: a checkpoint does not depend on whether the
-    optimizer was sharded, nor on the number of ranks.
+    It saves and loads the state of all parameters like an unsharded optimizer: a checkpoint depends neither on sharding nor on
+    the number of ranks.
 
     Args:
-        optimizer: over all parameters, before its first step. The parameters of other ranks are removed from its groups.
+        optimizer: with all parameters, before its first step. The parameters of other ranks are removed from its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
@@ -270,7 +270,7 @@ class ShardedOptimizer:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
         for parameter in parameters:
             if id(parameter) not in own:
-                optimizer.state.pop(parameter, None)  # some classes create it at once
+                optimizer.state.pop(parameter, None)  # some classes create it in the constructor
         self._is_own: torch.Tensor | None = None
         self._gathered: dict[str, Any] | None = None
 
@@ -291,7 +291,7 @@ class ShardedOptimizer:
 
     @property
     def whole_groups(self) -> list[list[torch.Tensor]]:
-        """The parameters of each group, of all ranks."""
+        """The parameters of all ranks, by group."""
         return self._groups
 
     @property
@@ -300,25 +300,25 @@ class ShardedOptimizer:
         return self._optimizer.param_groups
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """For each parameter the rank that keeps its state, which alone needs its reduced gradient. Rank 0 for one that the
-        optimizer does not have."""
+        """For each parameter, the rank that keeps its state, the only one to need its reduced gradient. Rank 0 for parameters
+        that are not in the optimizer."""
         return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
 
     def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-        """Collective. The norm of each parameter's gradient, as its owner has it: the same as if all ranks had all gradients.
+        """Collective. The norm of each parameter's gradient, from its owner: the same as if all ranks had all gradients.
 
         Args:
-            parameters: always the same. The norms are those of the parameters that have a gradient, the same ones on all ranks.
+            parameters: always the same. Returns norms for those that have a gradient, which are the same on all ranks.
         """
         own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
-        left, none = iter(own), own[0].new_zeros((), dtype=torch.float64)
-        norms = torch.stack([none if one.grad is None else next(left).double() for one in parameters])
-        if self._is_own is None:  # made once: a step sends nothing to the device that it waits for
+        remaining, zero = iter(own), own[0].new_zeros((), dtype=torch.float64)
+        norms = torch.stack([zero if one.grad is None else next(remaining).double() for one in parameters])
+        if self._is_own is None:  # created once, as creating it waits for the device
             owners = self.owners(parameters)
             self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
         [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
-        there = [norm for norm, one in zip(all_norms.unbind(), parameters, strict=True) if one.grad is not None]
-        return [norm.to(one.dtype) for norm, one in zip(there, own, strict=True)]
+        present = [norm for norm, one in zip(all_norms.unbind(), parameters, strict=True) if one.grad is not None]
+        return [norm.to(own_norm.dtype) for norm, own_norm in zip(present, own, strict=True)]
 
     def step(self) -> None:
         """Collective. Update this rank's parameters and send them to the others."""
@@ -345,7 +345,7 @@ class ShardedOptimizer:
                 parameter.grad = None
 
     def gather(self) -> None:
-        """Collective. Collect the whole state in rank 0's main memory, one rank's share after the other."""
+        """Collective. Collect the whole state in rank 0's main memory, one rank's share at a time."""
         whole: dict[int, Any] = {}
         numbers = self._numbers()
         for rank in range(self._comm.size):
@@ -365,7 +365,7 @@ class ShardedOptimizer:
         return gathered
 
     def load_state_dict(self, whole: dict[str, Any]) -> None:
-        """Take this rank's share of a whole optimizer's state. Raises: KeyError, ValueError, if the state is of another
+        """Load this rank's share of an unsharded optimizer's state. Raises: KeyError, ValueError, if it belongs to another
         optimizer."""
         lengths = [len(group["params"]) for group in whole["param_groups"]]
         if lengths != [len(group) for group in self._groups]:
@@ -381,7 +381,7 @@ class ShardedOptimizer:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _numbers(self) -> dict[int, int]:
-        """The number of each parameter in a whole optimizer's state, by the parameter's id."""
+        """The number of each parameter in an unsharded optimizer's state, by the parameter's id."""
         parameters = [parameter for group in self._groups for parameter in group]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
 
@@ -394,7 +394,7 @@ class ShardedOptimizer:
 
 
 def _owners(sizes: list[int], ranks: int) -> list[int]:
-    """The rank that keeps each parameter: the largest come first, each goes to the rank that has least so far.
+    """The rank that owns each parameter: from the largest to the smallest, each goes to the rank with the least so far.
 
     >>> _owners([5, 100, 40, 70], 2)
     [0, 0, 1, 1]

@@ -1,8 +1,8 @@
 """Optimizers with `train()` and `eval()`, such as schedule-free ones: training and evaluation use different weights.
 
 Such an optimizer moves the parameters between two points. It has to be in its training mode for an update, and in the other for
-an evaluation and for the model's file. Going there and back rounds, so the training's weights are kept meanwhile and put back:
-when and how often a training is evaluated and saved changes nothing.
+an evaluation and for the model's file. Switching back and forth rounds, so the trained weights are kept and restored: results do
+not depend on when and how often a training is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def has_modes(optimizer: object) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, meets_every_update: bool) -> None:
-    """Raises: ConfigError, if something else would keep an optimizer with modes from having the right weights."""
+def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is_synced_every_update: bool) -> None:
+    """Raises: ConfigError, if another feature would give an optimizer with modes the wrong weights."""
     name = type(optimizer).__name__
     problems = []
     if is_sharded:
@@ -33,10 +33,10 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, me
         problems.append(
             Problem.of(
                 "conflict",
-                f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}",
+                f"ema_decay: expected None with {name}, which has separate weights for evaluations, got {ema_decay:g}",
             )
         )
-    if not meets_every_update:
+    if not is_synced_every_update:
         problems += problem(
             "conflict",
             f"horovod_reduce_type: expected 'grad' with {name}, as its eval() computes the weights from the optimizer's state, "
@@ -47,7 +47,7 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, me
 
 
 class OptimizerModes:
-    """`EvaluationWeights` that an optimizer's `eval()` makes.
+    """`EvaluationWeights` computed by an optimizer's `eval()`.
 
     Args:
         named: the trained parameters by name.
@@ -56,59 +56,59 @@ class OptimizerModes:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
         self._parameters = dict(named)
         self._optimizer = optimizer
-        self._trained: dict[str, torch.Tensor] | None = None  # inside of `used`
-        self.started = False
+        self._trained: dict[str, torch.Tensor] | None = None  # within `use`
+        self.has_started = False
         self.updates = 0  # nothing is averaged here
 
     def start(self, updates: int = 0) -> None:
         """Begin to train."""
         self._optimizer.train()
-        self.started = True
+        self.has_started = True
 
     def follow(self, updates: int) -> None:
-        """The optimizer does it itself."""
+        """Does nothing: the optimizer does it."""
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         self._trained = self._copies()
         self._optimizer.eval()
         try:
             yield
         finally:
-            self._go_back(self._trained)
+            self._restore_trained(self._trained)
             self._trained = None
 
     @contextmanager
-    def left(self) -> Iterator[None]:
+    def training_mode(self) -> Iterator[None]:
         if self._trained is None:
             yield
             return
-        used = self._copies()
-        self._go_back(self._trained)
+        evaluated = self._copies()
+        self._restore_trained(self._trained)
         try:
             yield
         finally:
             self._optimizer.eval()
-            self._put(used)
+            self._set_parameters(evaluated)
 
-    def both(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def evaluated_and_trained(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if self._trained is not None:
             return self._copies(), self._trained
         trained = self._copies()
-        with self.used():
+        with self.use():
             return self._copies(), trained
 
     def adopt(self, changed: Collection[str]) -> None:
-        """Values that were set from outside are the trained weights."""
+        """Does nothing: values that were set from outside are the trained weights."""
 
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _go_back(self, trained: Mapping[str, torch.Tensor]) -> None:
+    def _restore_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
         self._optimizer.train()
-        self._put(trained)
+        self._set_parameters(trained)
 
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(values[name])

@@ -1,4 +1,4 @@
-"""Gradients as products of thin matrices, with what this leaves out fed back later (PowerSGD: Vogels et al., 2019)."""
+"""Gradients as products of thin matrices, with error feedback (PowerSGD: Vogels et al., 2019)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
 
 ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
-"""How names of kept tensors begin, before a message's: what this rank has not sent yet, and right factors of the last update."""
+"""Prefixes of the kept tensors' names, before a message's name: errors not sent yet, and the right factors of the last update."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Pending:
     """A message that is under way.
 
     Attributes:
-        matrices: what this rank has to send, by the number of the tensor; shape (rows, columns).
-        factors: the right factors that they were multiplied by; shape (columns, rank).
+        matrices: this rank's matrices to reduce, by the number of the tensor; shape (rows, columns).
+        factors: the right factors they were multiplied by; shape (columns, rank).
         others: the numbers of the tensors that are sent as they are.
         started: the handle of the left factors and the other tensors.
     """
@@ -38,21 +38,21 @@ class Pending:
 
 
 class PowerSGD(GradientCompressor):
-    """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if these have half of its size.
+    """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if that halves its size.
 
     Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
-    What is left out of a rank's own gradient is added to its next one.
+    The error of a rank's approximation is added to its next gradient.
 
     Args:
         rank: of the product.
     """
 
-    keeps = True
+    is_stateful = True
 
     def __init__(self, comm: Communicator, rank: int) -> None:
         super().__init__(comm)
         self._rank = rank
-        self._forgets = False
+        self._must_forget = False
         self._errors: dict[str, list[torch.Tensor]] = {}
         self._factors: dict[str, list[torch.Tensor]] = {}
 
@@ -61,18 +61,20 @@ class PowerSGD(GradientCompressor):
 
     def begin(self, state: ModelState) -> None:
         for kept, start in ((state.own, ERRORS), (state.shared, FACTORS)):
-            for name in [name for name in kept if self._forgets or not name.startswith(start)]:
+            for name in [name for name in kept if self._must_forget or not name.startswith(start)]:
                 del kept[name]
-        self._forgets = False
+        self._must_forget = False
         self._errors, self._factors = state.own, state.shared
 
     def forget(self) -> None:
-        self._forgets = True
+        self._must_forget = True
 
     def start(
         self, tensors: Sequence[torch.Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
     ) -> Any:
-        numbers = [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._pays(one)]
+        numbers = (
+            [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._is_worthwhile(one)]
+        )
         if not numbers:
             return super().start(tensors, op, name=name, owners=owners, exact=exact)
         flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
@@ -93,7 +95,7 @@ class PowerSGD(GradientCompressor):
         left = [torch.linalg.qr(one).Q for one in arrived[: len(handle.matrices)]]
         matrices = list(handle.matrices.values())
         right = [matrix.T @ one for matrix, one in zip(matrices, left, strict=True)]
-        # An update that is not finite is not applied; nothing of it may come back later.
+        # A non-finite update is not applied, so no part of it may come back later.
         pairs = zip(matrices, left, right, strict=True)
         self._errors[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
         totals = self._comm.finish(self._comm.start(right, handle.op, name=f"{handle.name}.right"))
@@ -104,26 +106,26 @@ class PowerSGD(GradientCompressor):
             reduced[number] = (one @ total.T).reshape(handle.tensors[number].shape)
         return reduced
 
-    def _pays(self, tensor: torch.Tensor) -> bool:
-        """Whether factors are at most half as large. What has to be exact is not float32."""
+    def _is_worthwhile(self, tensor: torch.Tensor) -> bool:
+        """Whether the factors are at most half as large. Tensors that have to be exact are not float32."""
         if tensor.dtype != torch.float32 or tensor.dim() < 2:
             return False
         rows = len(tensor)
         return 2 * self._rank * (rows + tensor.numel() // max(1, rows)) <= tensor.numel()
 
     def _memory(self, name: str, matrices: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What was left out, and the right factors of the last update; in the first one, zeros and random numbers."""
+        """The errors and the right factors of the last update; before the first update, zeros and random numbers."""
         errors, factors = self._errors.get(ERRORS + name, []), self._factors.get(FACTORS + name, [])
         if [one.shape for one in errors] != [one.shape for one in matrices]:
             errors = [torch.zeros_like(one) for one in matrices]
         shapes = [(one.shape[1], self._rank) for one in matrices]
         if [tuple(one.shape) for one in factors] != shapes:
             empty = [one.new_empty(shape) for one, shape in zip(matrices, shapes, strict=True)]
-            factors = [_first(f"{name}.{place}", one) for place, one in enumerate(empty)]
+            factors = [_initial_factor(f"{name}.{place}", one) for place, one in enumerate(empty)]
         return errors, factors
 
 
-def _first(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A first right factor, the same on all ranks."""
+def _initial_factor(name: str, like: torch.Tensor) -> torch.Tensor:
+    """An initial right factor, the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(like.shape, generator=generator).to(like.device)

@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, on CPUs and GPUs, over Horovod as over torch.distributed.
+"""BatchNorm over the batches of all ranks, on CPUs and GPUs, over Horovod or torch.distributed.
 
 torch's own SyncBatchNorm needs a GPU and torch.distributed, and hangs if a rank has no batch.
 """
@@ -13,18 +13,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.comm.base import Communicator, all_reduce
 
 DONE, RANKS, MODULE, SUMS = 0, 1, 2, 3
-"""Places in an exchanged vector: whether this was the last exchange, the number of ranks with a batch, the sum of their module
-numbers, and from there on the sums."""
+"""Positions in an exchanged vector: whether this was the last exchange, the number of ranks with a batch, the sum of their module
+numbers, and the start of the sums."""
 
 
 class Exchange:
     """Sums over the ranks for the BatchNorms of a model.
 
     A rank without a batch does not know which sums the others exchange, nor which exchange is the last. So all exchanges are
-    vectors of the same length that contain this, and `done` ends the forward and the backward of a step.
+    vectors of the same length that include this, and `end_pass` ends the forward and the backward of a step.
 
     Args:
-        comm: a channel of its own, as sums and gradients come in another order on a rank without a batch.
+        comm: a separate channel, as a rank without a batch sends sums and gradients in a different order.
     """
 
     def __init__(self, comm: Communicator, modules: list[SyncBatchNorm]) -> None:
@@ -39,13 +39,13 @@ class Exchange:
         vector[SUMS : SUMS + len(values)] = values
         return self._reduce(vector)[SUMS : SUMS + len(values)]
 
-    def done(self, device: torch.device) -> None:
-        """Collective. Tell the ranks without a batch that a forward or a backward has no more sums."""
+    def end_pass(self, device: torch.device) -> None:
+        """Collective. Signal to the ranks without a batch that a forward or a backward has no more sums."""
         vector = torch.zeros(self._length, dtype=torch.float64, device=device)
         vector[DONE] = 1
         self._reduce(vector)
 
-    def stand_by(self, device: torch.device, forward: bool) -> None:
+    def join_without_batch(self, device: torch.device, forward: bool) -> None:
         """Collective, on a rank without a batch. Add zeros to the others' sums, and update the running statistics as they do."""
         while True:
             vector = self._reduce(torch.zeros(self._length, dtype=torch.float64, device=device))
@@ -53,15 +53,15 @@ class Exchange:
                 return
             if forward:
                 module = self._modules[int(vector[MODULE] / vector[RANKS])]
-                module.keep(*module.statistics(vector[SUMS:]))
+                module.update_running_statistics(*module.statistics(vector[SUMS:]))
 
     def _reduce(self, vector: torch.Tensor) -> torch.Tensor:
         return all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")[0]  # type: ignore[no-any-return]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm1d, 2d or 3d whose statistics in training are over the batches of all ranks. It shares the parameters and
-    buffers of the module that it replaces.
+    """A BatchNorm1d, 2d or 3d whose statistics in training are computed over the batches of all ranks. It shares the parameters
+    and buffers of the module that it replaces.
 
     Takes tensors of shape (batch, features, ...).
     """
@@ -82,14 +82,14 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.exchange is None:
             return super().forward(input)
         normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
-        self.keep(mean, variance, count)
+        self.update_running_statistics(mean, variance, count)
         if self.weight is None:
             return normalized
         shape = [1, -1] + [1] * (input.dim() - 2)
         return normalized * self.weight.view(shape) + self.bias.view(shape)  # type: ignore[no-any-return]
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Accept any number of dimensions from two on; the replaced module knew its own."""
+        """Accept two or more dimensions."""
 
     def statistics(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, variance (over the count) and count, from the features' sums, their sums of squares, and the count."""
@@ -98,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = sums[:features] / count
         return mean, (sums[features : 2 * features] / count - mean * mean).clamp(min=0), count
 
-    def keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         """Update the running statistics as BatchNorm does, with the variance over the count minus one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(input - mean) / deviation over all ranks; its gradient includes the losses of the other ranks."""
+    """(input - mean) / deviation over all ranks; the gradient includes the losses of the other ranks."""
 
     @staticmethod
     def forward(context: Any, input: torch.Tensor, module: SyncBatchNorm) -> tuple[torch.Tensor, ...]:
@@ -144,7 +144,7 @@ class _Normalize(torch.autograd.Function):
 def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Module, Exchange | None]:
     """The model with its BatchNorms replaced by synchronized ones that share their parameters and buffers.
 
-    Returns: the model itself (another object only if it is a BatchNorm itself), and the exchange; None if it has no BatchNorm.
+    Returns: the model (a new object only if it is itself a BatchNorm), and the exchange; None if it has no BatchNorm.
     """
     replaced: list[SyncBatchNorm] = []
     model = _replace(model, replaced, {})
@@ -157,7 +157,7 @@ def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Mo
 
 
 def _replace(module: torch.nn.Module, replaced: list[SyncBatchNorm], known: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    if id(module) in known:  # a module that is used in several places
+    if id(module) in known:  # a module used in several places
         return known[id(module)]
     new = module
     if isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):

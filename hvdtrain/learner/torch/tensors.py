@@ -1,7 +1,7 @@
-"""Between numpy and PyTorch: batches as tensors, on their way to a GPU, losses as sums and counts, outputs as arrays.
+"""Conversions between numpy and PyTorch: batches to tensors and to the GPU, losses to sums and counts, outputs to arrays.
 
 The reading thread copies batches into pinned memory, and the training thread starts their copy to the device one batch ahead, on
-a stream of its own. So the copy runs while the device computes the step before.
+a separate stream. So the copy runs while the device computes the previous step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Factor = float | torch.Tensor
 
 
 def named_trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trained parameters by their names, a shared one by its first name; in the model's order."""
+    """The trained parameters by name, a shared one by its first name; in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -46,8 +46,8 @@ def size(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """What a training changes of PyTorch, or its config while it is read, is afterwards as before."""
+def preserve_state() -> Iterator[None]:
+    """Restore, after the `with` block, PyTorch's global state that a training, or reading its config, may change."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_gpu else []
     threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
@@ -64,25 +64,26 @@ def preserved() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
-        # Setting it imports torch._inductor, even if nothing changes: a second, and triton, which TensorFlow may rule out.
+        # Setting it imports torch._inductor even if nothing changes, which takes a second, and triton, which can crash next to
+        # TensorFlow.
         if deterministic != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Wait until a tensor has been computed: on a GPU, operations return before they are done."""
+    """Wait until a tensor has been computed: on a GPU, operations return before they are finished."""
     tensor.reshape(-1)[:1].tolist()
 
 
 @dataclass
 class TorchData:
-    """One data key of a batch, as `train_step` gets it.
+    """One data key of a batch, as passed to `train_step`.
 
     Attributes:
         raw_tensor: shape (batch, time, ...), on the device. Strings remain a numpy array.
         seq_lens: int32 of shape (batch,), on the CPU.
-        device_seq_lens: the same on the device, where it was copied together with the frames.
+        device_seq_lens: the same on the device, copied together with the frames.
     """
 
     raw_tensor: Any
@@ -97,7 +98,7 @@ class TorchData:
 
 
 def tensors_of(batch: Batch) -> dict[str, TorchData]:
-    """The batch's arrays as tensors on the CPU, without a copy, by data key. Strings remain numpy arrays."""
+    """The batch's arrays as CPU tensors that share their memory, by data key. Strings remain numpy arrays."""
     return {key: _data_of(padded) for key, padded in batch.data.items()}
 
 
@@ -114,14 +115,14 @@ def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor
 
 
 def count_of(loss: Loss, device: torch.device) -> torch.Tensor:
-    """The number of elements of a loss, as a float64 scalar that is made on the device."""
+    """The number of elements of a loss, as a float64 scalar that is created on the device."""
     if loss.count is None:
         return torch.full((), float(loss.value.numel()), dtype=torch.float64, device=device)
     return _on(device, torch.as_tensor(loss.count).detach().sum(dtype=torch.float64))
 
 
 def _on(device: torch.device, scalar: torch.Tensor) -> torch.Tensor:
-    """A float64 scalar on a device. One that is on the CPU is made there anew: copying it would wait for the device."""
+    """A float64 scalar on a device. One from the CPU is created there instead of copied, as a copy would wait for the device."""
     if scalar.device.type != "cpu" or device.type == "cpu":
         return scalar
     return torch.full((), scalar.item(), dtype=torch.float64, device=device)
@@ -136,7 +137,7 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], s
     """The scalar to differentiate; None if there are no losses, as on a rank without a batch.
 
     Args:
-        divisors: of the normalized losses, by name.
+        divisors: those of the normalized losses, by name.
 
     Raises:
         ConfigError: no loss depends on a parameter.
@@ -164,7 +165,7 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedBatch(Batch):
-    """A batch in memory from which the device copies by itself. `data` are the same arrays."""
+    """A batch in pinned memory, from which the device copies directly. `data` has the same arrays."""
 
     tensors: Mapping[str, TorchData]
 
@@ -175,7 +176,7 @@ class SentBatch(Batch):
 
     Attributes:
         tensors: on the device.
-        copied: recorded behind the copy.
+        copied: recorded after the copy.
     """
 
     tensors: Mapping[str, TorchData]
@@ -191,7 +192,7 @@ class CudaStaging:
 
     def pin(self, batch: Batch) -> PinnedBatch:
         tensors = {key: _pin(one) for key, one in tensors_of(batch).items()}
-        data = {  # not the arrays that were read: they would take the memory twice
+        data = {  # not the arrays that were read, which would take the memory twice
             key: Padded(_values(one), one.seq_lens.numpy()) for key, one in tensors.items()
         }
         return PinnedBatch(data, batch.indices, batch.seq_tags, tensors=tensors)
@@ -205,18 +206,18 @@ class CudaStaging:
 
 
 def await_copy(batch: Batch | None) -> None:
-    """Let the kernels that follow wait for a batch's copy, if it was sent ahead. The caller does not wait."""
+    """Make later kernels wait for a batch's copy, if it was sent ahead. The caller does not wait."""
     if isinstance(batch, SentBatch):
         stream = torch.cuda.current_stream()
         stream.wait_event(batch.copied)
         for one in batch.tensors.values():
             for tensor in (one.raw_tensor, one.device_seq_lens):
                 if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(stream)  # so that its memory is not reused before these kernels are done
+                    tensor.record_stream(stream)  # so that its memory is not reused before these kernels have finished
 
 
 def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
-    """The tensors that `train_step` gets, by data key; `await_copy` comes first."""
+    """The tensors to pass to `train_step`, by data key; call `await_copy` first."""
     if isinstance(batch, SentBatch):
         return dict(batch.tensors)
     tensors = tensors_of(batch)
@@ -231,8 +232,8 @@ def _pin(one: TorchData) -> TorchData:
 
 
 def _send(one: TorchData, device: torch.device) -> TorchData:
-    values, there = one.raw_tensor, one.seq_lens.to(device, non_blocking=True)
-    return TorchData(values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values, one.seq_lens, there)
+    values, seq_lens = one.raw_tensor, one.seq_lens.to(device, non_blocking=True)
+    return TorchData(values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values, one.seq_lens, seq_lens)
 
 
 def _values(one: TorchData) -> Array:

@@ -23,7 +23,7 @@ from hvdtrain.learner.torch.tensors import named_trained
 
 
 def skips_by_itself(optimizer: object) -> bool:
-    """Whether an optimizer skips an update where its `found_inf` is 1, on the device: torch.optim's with fused=True do."""
+    """Whether an optimizer itself skips an update on the device if its `found_inf` is 1, as torch.optim's do with fused=True."""
     return (
         isinstance(optimizer, torch.optim.Optimizer)
         and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -32,8 +32,8 @@ def skips_by_itself(optimizer: object) -> bool:
 
 
 @dataclass(frozen=True)
-class _Decided:
-    """An update that the device decided on."""
+class _DeviceDecision:
+    """An update whose outcome was decided on the device."""
 
     finite: AsyncCopy
     names: Sequence[str]
@@ -41,22 +41,22 @@ class _Decided:
 
 
 class DeviceSkips:
-    """Lets the device decide whether an update is skipped, and tell the host one update later.
+    """Lets the device decide whether an update is skipped; the host learns it one update later.
 
-    The loss scale then follows the gradients on the device. The host's `check` and `scale` repeat that one update late, with the
-    same arithmetic, for the log, the checkpoint, and the error if too many updates in a row are skipped. All ranks read an
-    update's flags before the next update, so that they raise this error together.
+    The loss scale then adapts on the device. The host's `check` and `scale` repeat this one update later, with the same
+    arithmetic, for the log, the checkpoint, and the error about too many consecutive skipped updates. All ranks read an update's
+    flags before the next update, so that they raise this error together.
 
     Args:
-        check: counts the skipped updates, and keeps the host's loss scale.
-        scale: of the loss; None: it is not scaled.
+        check: counts skipped updates, and keeps the host's loss scale.
+        scale: the loss scale; None: the loss is not scaled.
     """
 
     def __init__(self, check: GradientCheck, scale: LossScale | None, device: torch.device) -> None:
         self._check = check
         self._scale = scale
         self._device = device
-        self._decided: _Decided | None = None
+        self._decided: _DeviceDecision | None = None
         self._state: tuple[torch.Tensor, torch.Tensor] | None = None  # the scale, and the number of good updates: float64 scalars
         self.loss_factor: torch.Tensor | None = None
         """The scale as the losses get it: a float32 scalar on the device; None: the host's is up to date."""
@@ -65,30 +65,30 @@ class DeviceSkips:
         """Make the optimizer's next step skip itself if a gradient is not finite.
 
         Args:
-            finite: whether each gradient is; bool of shape (gradients,).
-            names: of the parameters that have these gradients.
-            step: steps done in the whole training before the last step of this update.
+            finite: whether each gradient is finite; bool of shape (gradients,).
+            names: the parameters of these gradients.
+            step: the number of training steps done before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were skipped before this one.
+            TrainingError: too many consecutive updates were skipped before this one.
         """
         self.flush()
         all_finite = finite.all()
-        optimizer.found_inf = (~all_finite).float()  # type: ignore[attr-defined]  # read by fused optimizers, as by GradScaler's
+        optimizer.found_inf = (~all_finite).float()  # type: ignore[attr-defined]  # as GradScaler does for fused optimizers
         if self._scale is not None:
             self._adapt(self._scale, all_finite)
-        self._decided = _Decided(AsyncCopy(finite), names, step)
+        self._decided = _DeviceDecision(AsyncCopy(finite), names, step)
 
     def flush(self) -> None:
-        """Read what the device decided last. Raises: TrainingError, if too many updates in a row were skipped."""
+        """Read the device's last decision. Raises: TrainingError, if too many consecutive updates were skipped."""
         decided, self._decided = self._decided, None
         if decided is not None:
             finite = decided.finite.values().tolist()
             broken = [name for name, is_finite in zip(decided.names, finite, strict=True) if not is_finite]
-            self._check.is_applied(not broken, decided.step, lambda: broken)
+            self._check.decide(not broken, decided.step, lambda: broken)
 
     def _adapt(self, scale: LossScale, finite: torch.Tensor) -> None:
-        """What `LossScale.update` does, on the device."""
+        """`LossScale.update` on the device."""
         if self._state is None:
             before = scale.state()
             self._state = self._scalar(before["scale"]), self._scalar(before["good"])
@@ -108,14 +108,14 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 class Update:
-    """One optimizer step, and what is done to the gradients before it.
+    """One optimizer step, and the changes to the gradients before it.
 
     Args:
-        change: what is done to the gradients that are applied.
+        change: changes the gradients before they are applied.
         check: decides whether an update is skipped.
-        noise: what `change` may add.
-        scale: of the loss; None: it is not scaled.
-        on_device: decides on the device whether an update is skipped, where the optimizer can; None: the host always does.
+        noise: the noise that `change` may add.
+        scale: the loss scale; None: the loss is not scaled.
+        on_device: decides on the device whether to skip an update, if the optimizer supports it; None: the host always decides.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Update:
         self._scale = scale
         self._noise = noise
         self._on_device = on_device
-        self._has_applied = False  # whether an update was applied, so that the optimizer has all of its state
+        self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
@@ -152,19 +152,19 @@ class Update:
         return 1.0 if self._scale is None else self._scale.scale
 
     def flush(self) -> None:
-        """Read what the device decided about the last update. Raises: TrainingError, as `apply` does."""
+        """Read the device's decision about the last update. Raises: TrainingError, as in `apply`."""
         if self._on_device is not None:
             self._on_device.flush()
 
     def gradient_norm(self) -> float | None:
-        """The gradients' global norm before clipping, in the newest update of which it has arrived from the device; None: in
-        none, or they are not clipped by it."""
+        """The gradients' global norm before clipping, in the newest update whose norm has arrived from the device; None if there
+        is none, or if the norm is not clipped."""
         arrived = [norm for norm in self._norms_sent if norm.has_arrived()]
         return float(arrived[-1].values()) if arrived else None
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
-        """The reduced gradients that `apply` is about to apply on this rank, by the parameters' names, before noise and clipping:
-        all of them, or those of a sharded optimizer's share; float32."""
+        """The reduced gradients that `apply` will apply on this rank, by parameter name, before noise and clipping: all of them,
+        or a sharded optimizer's share; float32."""
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         scale = float(self.loss_factor)
         for name, parameter in zip(self._names, self._trained, strict=True):
@@ -176,14 +176,14 @@ class Update:
         """Apply the reduced gradients and drop them.
 
         Args:
-            step: steps done in the whole training before the last step of this update.
+            step: the number of training steps done before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were skipped; where the device decides, before this one.
+            TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
         """
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
-        if not self._check.is_needed or self._is_applied(step):
+        if not self._check.is_needed or self._should_apply(step):
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
@@ -191,23 +191,23 @@ class Update:
             self._has_applied = True
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _is_applied(self, step: int) -> bool:
-        """Whether to apply the update. If the optimizer skips it by itself, yes. The first one that is applied is decided here:
-        an optimizer creates its state then, and may leave it uninitialized if it skips."""
-        finite = torch.stack(self._norms(float("inf"))).isfinite()  # of each gradient: its largest element is
+    def _should_apply(self, step: int) -> bool:
+        """Decide whether to apply the update; True if the optimizer can skip it itself. Until one is applied, the host decides:
+        an optimizer creates its state in its first step, and may leave it uninitialized if it skips that."""
+        finite = torch.stack(self._norms(float("inf"))).isfinite()  # a gradient is finite if its largest element is
         if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
             named = zip(self._names, self._trained, strict=True)
             names = [name for name, parameter in named if parameter.grad is not None]
-            self._on_device.decide(self._optimizer, finite, names, step)  # type: ignore[arg-type]  # no ShardedOptimizer
+            self._on_device.decide(self._optimizer, finite, names, step)  # type: ignore[arg-type]  # not a ShardedOptimizer
             return True
         # If gradients were reduced, this is the same on all ranks.
-        return self._check.is_applied(bool(finite.all()), step, self._invalid_names)
+        return self._check.decide(bool(finite.all()), step, self._invalid_names)
 
     def _change_gradients(self, step: int) -> None:
         norms = self._norms if isinstance(self._optimizer, ShardedOptimizer) else None
         gradients = TorchGradients(self._trained, self._noise, step, norms)
         self._change(gradients)
-        may_send = not self._norms_sent or self._norms_sent[-1].has_arrived()  # one at a time is on its way
+        may_send = not self._norms_sent or self._norms_sent[-1].has_arrived()  # at most one copy is under way
         if gradients.norm is not None and may_send:
             self._norms_sent = [*self._norms_sent[-1:], AsyncCopy(gradients.norm)]
 
@@ -232,11 +232,11 @@ class TorchGradients:
     """The gradients of an update, for `change_gradients`.
 
     Args:
-        step: steps done in the whole training before the last step of this update.
-        norms: the norm of each gradient, over the ranks of a sharded optimizer; None: this rank has all gradients.
+        step: the number of training steps done before the last step of this update.
+        norms: computes the norm of each gradient over the ranks of a sharded optimizer; None: this rank has all gradients.
 
     Attributes:
-        norm: their global norm before they were scaled down to one; None: they were not.
+        norm: the global norm before `clip_norm`; None: it was not called.
     """
 
     def __init__(
@@ -270,17 +270,17 @@ class TorchGradients:
 
 
 MAX_DEVIATIONS = 2.0
-"""The normal distribution of the noise is truncated at this number of standard deviations."""
+"""The number of standard deviations at which the noise is truncated."""
 
 
 class GradientNoise:
     """Adds noise from a truncated normal distribution to every element of the gradients.
 
-    (After Neelakantan et al., 2015; truncated and with a constant deviation.) It has its own generator, so that
-    dropout draws the same numbers with noise as without.
+    (After Neelakantan et al., 2015; truncated and with a constant deviation.) It has a separate generator, so that noise does not
+    change the numbers that dropout draws.
 
     Args:
-        seed: gives the training's seed and the rank; with None as the rank, all ranks add the same noise.
+        seed: returns the training's seed and the rank; with rank None, all ranks add the same noise.
     """
 
     def __init__(self, seed: Callable[[], tuple[int, int | None]], device: torch.device) -> None:
@@ -292,7 +292,7 @@ class GradientNoise:
         return torch.Generator(self._device)
 
     def add(self, parameters: Iterable[torch.nn.Parameter], deviation: float, step: int) -> None:
-        """Add noise to the gradients of those parameters that have one, in their order.
+        """Add noise to the parameters' gradients, in order.
 
         Args:
             deviation: the standard deviation before truncation; afterwards it is 0.88 of this.
@@ -302,7 +302,7 @@ class GradientNoise:
         edge = torch.special.erf(torch.tensor(MAX_DEVIATIONS / sqrt(2))).item()
         for parameter in parameters:
             if parameter.grad is not None:
-                # By the inverse of the distribution function: exact, and one draw per element on every device.
+                # Inverse transform sampling: exact, and one draw per element on every device.
                 uniform = torch.empty_like(parameter.grad, dtype=torch.float32).uniform_(-edge, edge, generator=self._generator)
                 noise = uniform.erfinv_().mul_(deviation * sqrt(2))
                 parameter.grad.add_(noise.to(parameter.grad.dtype))

@@ -13,8 +13,8 @@ from hvdtrain.data.combine.cache import (
     PER_SEQUENCE,
     Budget,
     CachedDataset,
-    _available,
-    _left_in,
+    _available_memory,
+    _memory_left,
     host_memory,
     with_cache,
 )
@@ -69,7 +69,7 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
     for _ in range(2):
         for index in numpy.random.default_rng(1).permutation(20).tolist():
             assert all(numpy.array_equal(values, reference[index][key]) for key, values in cached.sequence(index).items())
-    assert cached.num_kept == 20
+    assert cached.num_cached == 20
     compressed.close()  # nothing is read any more
     assert cached.sequence(7)["data"][0, 0] == 7
 
@@ -81,7 +81,7 @@ def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDF
     cached = CachedDataset(compressed, budget)
     for index in range(20):
         cached.sequence(index)
-    assert cached.num_kept == 3
+    assert cached.num_cached == 3
     assert budget.used == 3 * one
     assert cached.sequence(19)["data"][0, 0] == 19
 
@@ -218,14 +218,14 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: HDFDataset) -> None:
 
 def test_the_memory_of_a_host_and_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemAvailable:   5000 kB\n")
-    assert _available(tmp_path / "meminfo") == 5000 << 10
-    assert _available(tmp_path / "none") is None
+    assert _available_memory(tmp_path / "meminfo") == 5000 << 10
+    assert _available_memory(tmp_path / "none") is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 500\nfile 300\n")
-    assert _left_in(tmp_path) == 400  # the page cache gives way
+    assert _memory_left(tmp_path) == 400  # the page cache gives way
     (tmp_path / "memory.max").write_text("max\n")
-    assert _left_in(tmp_path) is None
+    assert _memory_left(tmp_path) is None
 
 
 def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:
     assert isinstance(feed.dataset, HDFDataset)
     assert [line for _, line in feed_lines(feed)] == [
         "train: 1 sequences, default; data memory-mapped; 16 bytes",
-        "train: no cache: all data is memory-mapped, and cached by the system for all ranks of the host",
+        "train: no cache: all data is memory-mapped; the system caches it for all ranks of the host",
     ]

@@ -273,7 +273,7 @@ def mapped(folder: Path, map_seq: Any, **options: Any) -> Dataset:
 
 
 def halved(arrays: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
-    """Every second frame, in a type of its own, and the number of frames as a new key."""
+    """Every second frame, in another type, and the number of frames as a new key."""
     return {"data": arrays["data"][::2, :1].astype(numpy.float64), "count": numpy.array([len(arrays["data"])])}
 
 
@@ -396,7 +396,7 @@ def test_an_error_in_a_thread_is_raised_where_the_main_thread_waits(fails: Calla
 
     def work(target: Callable[[], None]) -> str:
         errors.watch()
-        with errors.raised():
+        with errors.reraise():
             threading.Thread(target=target).start()
             while target is not sys.exit:
                 threading.Event().wait(600)
@@ -410,7 +410,7 @@ def test_an_error_in_a_thread_is_raised_where_the_main_thread_waits(fails: Calla
     workers.close()
 
 
-def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
     dataset = mapped(tmp_path, lambda arrays: os.kill(os.getpid(), signal.SIGKILL), num_workers=2)
     with pytest.raises(RuntimeError, match=r"worker process 0 ended with exit code -9"):
         dataset.padded(numpy.arange(30))
@@ -439,7 +439,7 @@ def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
 
 
 def _alive(process: int) -> bool:
-    """Whether it runs; one that has ended and that nobody has asked about yet does not."""
+    """Whether it runs; a process that has ended but was not waited for yet does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

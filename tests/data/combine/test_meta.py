@@ -195,7 +195,7 @@ def test_a_data_key_that_is_not_there() -> None:
         open_meta("train", keys(datasets={"a": 0}, data_map={"data": ("a", "sound")}), {"a": Tagged(["a"])})
 
 
-def test_all_problems_of_a_dict_are_told_at_once() -> None:
+def test_all_problems_of_a_dict_are_reported_at_once() -> None:
     inside = {"class": "HDFDataset", "files": "a.hdf"}
     value = {
         "class": "MetaDataset",

@@ -62,8 +62,8 @@ def work(question):
 made, later = Workers(1, work), Workers(1, work)  # the later one has a copy of the first one's pipe
 made.start()
 later.start()
-made._ask(0, 1)
-later._ask(0, 1)
+made._send(0, 1)
+later._send(0, 1)
 while len(os.listdir(sys.argv[1])) < 2:
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -24,7 +24,7 @@ def write_wav(path: Path, samples: list[int], channels: int = 1, rate: int = 800
 
 @pytest.fixture
 def arrays(tmp_path: Path) -> Path:
-    """A folder `files` with an array per tag, and a transcript beside it."""
+    """A folder `files` with an array per tag, and a transcript next to it."""
     (tmp_path / "files" / "b").mkdir(parents=True)
     for number, tag in enumerate(TEXTS):
         numpy.save(tmp_path / "files" / f"{tag}.npy", numpy.full((number + 1, 2), number, numpy.float32))
@@ -108,7 +108,7 @@ def test_what_is_not_as_it_should_be(arrays: Path, capsys: pytest.CaptureFixture
     )
     with pytest.raises(ConfigError, match="units: expected 'characters' or 'words', got 'letters'"):
         FolderDataset(folder, text, units="letters")
-    with pytest.raises(ConfigError, match="vocabulary: expected a transcript beside it"):
+    with pytest.raises(ConfigError, match="vocabulary: expected a transcript with it"):
         FolderDataset(folder, vocabulary=text)
     (arrays / "empty").mkdir()
     assert refused(folder=str(arrays / "empty")).endswith("expected at least one sequence, got none")

@@ -135,7 +135,7 @@ def test_strings_become_classes_of_a_vocabulary(folder: Path, tmp_path: Path) ->
     as_words = HuggingFaceDataset(
         str(folder / "all"), columns={"text": "text"}, vocabulary={"text": str(tmp_path / "words")}, units="words"
     )
-    with pytest.raises(DataError, match="got 'hé' in sequence 'hé 0' .an entry <unk> would stand for it"):
+    with pytest.raises(DataError, match="got 'hé' in sequence 'hé 0' .an entry <unk> would cover it"):
         as_words[0]
 
 
@@ -161,7 +161,7 @@ def test_strings_become_classes_of_a_vocabulary(folder: Path, tmp_path: Path) ->
         ),
     ],
 )
-def test_mistakes_are_told(folder: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(folder: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     encoded = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
     rows = [
         {"nested": {"x": 1}, "missing": [1], "ragged": [[1.0], [1.0, 2.0]], "noise": {"bytes": b"no", "path": None}},
@@ -195,7 +195,7 @@ sys.exit(main(['{{"class": "HuggingFaceDataset", "folder": "x"}}', {str(tmp_path
     assert ended.stderr == "HuggingFaceDataset: expected the package datasets, got none (pip install datasets)\n"
 
 
-def test_misspelt_and_missing_options_are_told_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_and_missing_options_are_reported_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["{'class': 'HuggingFaceDataset', 'colums': {}}", "out.hdf"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "  train.colums: unknown key of HuggingFaceDataset (did you mean columns?)",
@@ -213,4 +213,4 @@ def test_order_keys_are_followed_as_in_training_and_epochs_are_refused(
     assert written.tags(range(written.num_sequences)) == [f"row-{n}" for n in reversed(range(written.num_sequences))]
     capsys.readouterr()
     assert main([str(source), "out.hdf", "--epoch", "2"]) == 2
-    assert capsys.readouterr().err == "--epoch: expected 1 for HuggingFaceDataset, which knows no epochs, got 2\n"
+    assert capsys.readouterr().err == "--epoch: expected 1 for HuggingFaceDataset, which has no epochs, got 2\n"

@@ -224,8 +224,8 @@ class Changing:
         ([{}], "train, item 0: expected arrays by data key, got none"),
         (
             [{"data": FRAMES, "text": "some words"}],
-            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices, or leave it "
-            "out; the name of a sequence belongs into the entry 'seq_tag')",
+            "train, item 0, 'text': expected numbers, got str 'some words' (for text, give class indices, or leave it "
+            "out; the name of a sequence belongs in the entry 'seq_tag')",
         ),
         ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),
@@ -246,7 +246,7 @@ class Changing:
         (Changing(lengths=[1.5, 2, 3]), "train: expected whole numbers in lengths of 'data', got:"),
     ],
 )
-def test_what_is_wrong_is_told(value: Any, message: str) -> None:
+def test_what_is_wrong_is_reported(value: Any, message: str) -> None:
     if value == []:
         value = Words(0)
     with pytest.raises(DataError) as caught:
@@ -254,7 +254,7 @@ def test_what_is_wrong_is_told(value: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_lengths_that_change_are_told() -> None:
+def test_lengths_that_change_are_reported() -> None:
     dataset = ItemsDataset("dev", Changing())
     with pytest.raises(
         DataError, match=re.escape("dev: expected 3 frames of 'data' in item 1, as when lengths were counted or given, got 5")
@@ -334,7 +334,7 @@ def with_argument(part: str) -> list[float]:
     ],
     ids=range(7),
 )
-def test_what_is_no_dataset_is_told(value: Any, got: str) -> None:
+def test_what_is_no_dataset_is_reported(value: Any, got: str) -> None:
     spec, [problem] = parse("train", value, {})
     assert spec is None
     assert problem.key == "train"
@@ -383,6 +383,6 @@ def test_batches_in_place_of_items(collated: str) -> None:
         ItemsDataset("train", batches_of_a_loader(collated))
 
 
-def test_batches_that_could_be_sequences_are_told() -> None:
+def test_batches_that_could_be_sequences_are_reported() -> None:
     [line] = ItemsDataset("train", batches_of_a_loader("vectors")).warnings()
     assert line.startswith("all items have 4 frames in every data key, the last 2: if an item is a batch")

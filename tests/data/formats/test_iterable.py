@@ -180,7 +180,7 @@ def test_each_epoch_may_have_its_own_items(value: Any, tmp_path: Path) -> None:
             assert read.batches(epoch) == rows
         assert [scan.rpartition(" ")[2] for scan in read.scans] == ["1", "2", "7"]
         [warning] = read.dataset.warnings()
-        assert "found by reading every epoch once before it is trained on" in warning
+        assert "is read once for its lengths before it is trained on" in warning
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_going_on_far_within_an_epoch_says_what_is_skipped(tmp_path: Path) -> No
         whole = read.batches(1, max_seqs=100)
         assert read.notes == []
         assert read.batches(1, position=20, max_seqs=100) == whole[20:]
-        assert read.notes == ["train: the 2000 sequences before the one to go on with are read and skipped ..."]
+        assert read.notes == ["train: reading and skipping the 2000 sequences before the one to resume from ..."]
 
 
 def test_streams_of_hugging_face(tmp_path: Path) -> None:
@@ -259,10 +259,10 @@ class Unseeded:
             yield numpy.zeros((rng.integers(1, 1000), 2))
 
 
-def test_lengths_that_change_are_told(tmp_path: Path) -> None:
+def test_lengths_that_change_are_reported(tmp_path: Path) -> None:
     with opened(Unseeded(), tmp_path) as read:
         [warning] = read.dataset.warnings()
-        assert warning.startswith("Unseeded gives other sequences when an epoch begins again")
+        assert warning.startswith("Unseeded yields other sequences when an epoch begins again")
         with pytest.raises(DataError, match=r"expected sequence \d+ of epoch 1 to be 'seq-\d+' with \d+ frames in 'data', got"):
             read.batches(1)
 
@@ -286,7 +286,7 @@ SAME = iter([{"data": [1]}, {"data": [2]}])
             {"class": lambda: iter([{"data": [1]}, {"dato": [1]}])},
             "train, item 1: expected the data keys data, got the data keys dato",
         ),
-        ({"class": lambda: 5}, "train: expected a dataset that knows the lengths of its sequences, has __len__ and __getitem__"),
+        ({"class": lambda: 5}, "train: expected a dataset that has the lengths of its sequences, has __len__ and __getitem__"),
         ({"class": of_epoch, "count": 3, "seq_orderin": "random"}, "argument 'seq_orderin' (did you mean seq_ordering?)"),
         ({"class": "IterableDataset", "iterable": 5}, "iterable: expected something that can be iterated over more than once"),
         ({"class": "IterableDataset", "iterable": items, "window": 0}, "window: expected a positive integer, got 0"),
@@ -297,7 +297,7 @@ SAME = iter([{"data": [1]}, {"data": [2]}])
     ],
     ids=range(11),
 )
-def test_what_is_wrong_is_told(value: Any, message: str) -> None:
+def test_what_is_wrong_is_reported(value: Any, message: str) -> None:
     with pytest.raises((ConfigError, DataError, AssertionError)) as caught, opened(value):
         pass
     assert message in str(caught.value)
@@ -310,7 +310,7 @@ def test_what_is_wrong_is_told(value: Any, message: str) -> None:
         ("train['partition_epoch'] = 2", "train: expected no partition_epoch with an iterable"),
         (
             "train = {'class': 'MetaDataset', 'datasets': {'a': train}, 'data_map': {'data': ('a', 'data')}}",
-            "train.datasets.a: expected a dataset that can be read in any order inside of train",
+            "train.datasets.a: expected a dataset that can be read in any order inside train",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_class_that_only_returnn_knows_needs_no_wrapping(tmp_path: Path) -> No
 
 
 def test_what_returnn_makes_of_its_postprocessing(tmp_path: Path) -> None:
-    """A number of sequences that nobody knows beforehand."""
+    """A number of sequences that is unknown beforehand."""
     program = f"""
 import numpy, sys
 from hvdtrain.hdf_tools.dump import main
@@ -173,7 +173,7 @@ def test_returnn_reads_what_is_written(tmp_path: Path, keys: tuple[str, ...], co
             assert list(dataset.labels[key]) == labels[key]
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.hdf")
     small = "{'class': 'Task12AXDataset', 'num_seqs': 1}"
     for source, message in {

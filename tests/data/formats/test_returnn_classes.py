@@ -337,7 +337,7 @@ def test_triplets_are_drawn_without_a_seed(tmp_path: Path) -> None:
     theirs = epochs_by_returnn(options, 1, 2)
     with opened(options) as dataset:
         [warning] = [line for line in dataset.warnings() if "other sequences" in line]
-        assert warning.startswith("SiameseHDFDataset of RETURNN gives other sequences when an epoch begins again")
+        assert warning.startswith("SiameseHDFDataset of RETURNN yields other sequences when an epoch begins again")
         for epoch in (1, 2):
             ours = read(dataset, epoch)
             anchors, expected = (

@@ -246,7 +246,7 @@ def test_epochs_are_those_of_returnn_over_any_number_of_ranks(tmp_path: Path, ma
             assert dataset.at_epoch(epoch).num_sequences == len(expected)
         shares = [read(dataset, 2, rank, 2) for rank in (0, 1)]
         assert sorted(tag for share in shares for tag, _ in share) == sorted(tag for tag, _ in by_returnn(options, 2))
-        # A run that goes on within the epoch.
+        # A run that resumes within the epoch.
         assert_equal(read(dataset, 2, 0, 1, position=2), by_returnn(options, 2)[6:])
     assert list(tmp_path.glob("lengths/*.new_tmp")) == []
 
@@ -319,7 +319,7 @@ def test_lengths_are_found_once_and_kept(tmp_path: Path) -> None:
         assert len(again) == 3, "the corpus has changed"
 
 
-def test_what_is_found_out_about_a_dataset_is_told(tmp_path: Path) -> None:
+def test_what_is_found_out_about_a_dataset_is_reported(tmp_path: Path) -> None:
     with opened(translation(tmp_path), size=2) as dataset:
         assert dataset.warnings() == []
     with opened(ogg_zip(tmp_path), size=2) as dataset:
@@ -334,7 +334,7 @@ def test_what_is_found_out_about_a_dataset_is_told(tmp_path: Path) -> None:
     scans: list[str] = []
     options = mapped(tmp_path)
     with opened(options, tmp_path / "lengths", scans) as dataset:
-        assert "by reading every epoch once before it is trained on" in dataset.warnings()[0]
+        assert "is read once for its lengths before it is trained on" in dataset.warnings()[0]
         dataset.at_epoch(7)
         assert scans[-1].endswith("epoch 7")
     with opened(options, tmp_path / "lengths", scans) as dataset:
@@ -348,11 +348,11 @@ def unseeded(sequence: Any, **_: object) -> Any:
     return sequence
 
 
-def test_a_dataset_that_does_not_repeat_itself_is_told_of(tmp_path: Path) -> None:
+def test_a_dataset_that_does_not_repeat_itself_is_reported(tmp_path: Path) -> None:
     with opened({**mapped(tmp_path), "map_seq": unseeded}) as dataset:
         feed = Feed("train", dataset, parse("x", "x.hdf", {})[0].order, BatchKeys(), 0, 1)  # type: ignore[union-attr]
         [line] = [line for level, line in feed_lines(feed) if "when an epoch begins again" in line and level == 2]
-        assert line.startswith("train: PostprocessingDataset of RETURNN gives other sequences")
+        assert line.startswith("train: PostprocessingDataset of RETURNN yields other sequences")
         assert len(read(dataset, 1)) == 20
 
 
@@ -457,7 +457,7 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
 
 
 def test_the_processes_end_with_the_program(tmp_path: Path) -> None:
-    """Also where nobody closes the dataset, as after an error."""
+    """Even if the dataset is not closed, as after an error."""
     program = f"""
 from hvdtrain.data.sources import open_dataset, parse
 spec, _ = parse("train", {{"class": "ReturnnDataset", "num_workers": 2, "dataset": {of_files([hdf(tmp_path)])!r}}}, {{}})

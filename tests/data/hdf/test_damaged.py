@@ -1,6 +1,6 @@
 """Damaged HDF files: cut off, with flipped bits, with claims that are not true. Each is refused in a message, at once.
 
-Every file is read in a process of its own, which has five seconds of a core and little memory: a crash of the HDF5 library, an
+Every file is read in a separate process, which has five seconds of a core and little memory: a crash of the HDF5 library, an
 endless loop and a claim that is believed would be seen. `HVDTRAIN_FUZZ_SEED=N` repeats a run, whose seed pytest names at the end.
 """
 
@@ -25,7 +25,7 @@ NUMBER = cases(135)
 
 SECONDS = 5
 MEMORY = 8 << 30
-"""Bytes of address space, beside what PyTorch and its friends have taken."""
+"""Bytes of address space, on top of what PyTorch and its dependencies take."""
 
 pytestmark = pytest.mark.fuzz
 
@@ -50,23 +50,23 @@ def outcome(path: Path) -> str:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             dataset = open_hdf([path])
-            told = "as written" if contents(dataset) == EXPECTED else "other data"
+            text = "as written" if contents(dataset) == EXPECTED else "other data"
         except DataError as error:
-            told = str(error)
+            text = str(error)
         except BaseException as error:  # would be a traceback
-            told = f"raises {error!r}"
-        os.write(writer, told.encode()[:4000])
+            text = f"raises {error!r}"
+        os.write(writer, text.encode()[:4000])
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        told = pipe.read().decode()
+        text = pipe.read().decode()
     _, status = os.waitpid(child, 0)
-    return told if os.WIFEXITED(status) else f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return text if os.WIFEXITED(status) else f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
 
 
-def is_message(path: Path, told: str) -> bool:
+def is_message(path: Path, text: str) -> bool:
     """One line that begins with the file's name, as all of the project's."""
-    return told.startswith(f"{path}: ") and "\n" not in told
+    return text.startswith(f"{path}: ") and "\n" not in text
 
 
 def write_laid_out(path: Path, generator: random.Random) -> Path:
@@ -88,8 +88,8 @@ def test_files_that_are_cut_off(tmp_path: Path) -> None:
     for number in range(NUMBER):
         size = write_laid_out(path, generator).stat().st_size
         os.truncate(path, kept := generator.randrange(size))
-        told = outcome(path)
-        assert told == "as written" or is_message(path, told), (SEED, number, kept, told)
+        text = outcome(path)
+        assert text == "as written" or is_message(path, text), (SEED, number, kept, text)
 
 
 def test_flipped_bits(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_flipped_bits(tmp_path: Path) -> None:
         for place in places:
             contents[place // 8] ^= 1 << place % 8
         path.write_bytes(contents)
-        told = outcome(path)
-        assert told in ("as written", "other data") or is_message(path, told), (SEED, number, places, told)
-        refused += is_message(path, told)
+        text = outcome(path)
+        assert text in ("as written", "other data") or is_message(path, text), (SEED, number, places, text)
+        refused += is_message(path, text)
     assert refused > NUMBER // 10
 
 
@@ -199,13 +199,13 @@ LIES: dict[str, Lie] = {
 def test_claims_that_are_not_true(tmp_path: Path, name: str) -> None:
     generator = random.Random(SEED + 2)
     path = tmp_path / "lies.hdf"
-    if name == "dimension":  # it counts where the inputs have no column of their own
+    if name == "dimension":  # it counts if the inputs have no separate column
         write(path, lambda file: (put("inputs", numpy.arange(5))(file), LIES[name](file, generator))[1])
     else:
         write(path, lambda file: LIES[name](file, generator))
-    told = outcome(path)
-    assert is_message(path, told), (SEED, name, told)
-    assert "expected" in told
+    text = outcome(path)
+    assert is_message(path, text), (SEED, name, text)
+    assert "expected" in text
 
 
 def test_pipes_and_devices(tmp_path: Path) -> None:

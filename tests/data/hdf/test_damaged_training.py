@@ -36,7 +36,7 @@ LENGTHS = numpy.array([3, 1, 4, 2, 5, 2, 3], "int32")
 
 
 def write(path: Path, **layout: object) -> None:
-    """A file with checksums of its own structure (libver)."""
+    """A file with checksums of its structure (libver)."""
     numbers = numpy.random.default_rng(0)
     total = int(LENGTHS.sum())
     with h5py.File(path, "w", libver="latest") as file:
@@ -183,16 +183,16 @@ def test_a_changed_file_is_refused_by_name_or_changes_nothing(how: str, tmp_path
         if layout not in expected:
             expected[layout] = scores(tmp_path, folder, "as written")
             assert isinstance(expected[layout], list), expected[layout]
-        told = f"case {number}: {LAYOUTS[layout]}"
+        label = f"case {number}: {LAYOUTS[layout]}"
         if how == "bytes":
             damage(folder / "file.hdf", numbers)
         else:
             change = numbers.choice(CHANGES)
-            told += f", {change.__qualname__}"
+            label += f", {change.__qualname__}"
             with h5py.File(folder / "file.hdf", "a") as file:
                 change(file, numbers)
         got = scores(tmp_path, folder, "changed")
-        assert got == expected[layout] or (isinstance(got, str) and "file.hdf" in got), f"{told}: {got}"
+        assert got == expected[layout] or (isinstance(got, str) and "file.hdf" in got), f"{label}: {got}"
 
 
 MISSING_KEY = r"; of train \(\S*file\.hdf\)\nif '\w+' is to be a data key: extern_data has "

@@ -90,7 +90,7 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
     path = write(tmp_path / "file.hdf", virtual("inputs", other, source))
     with h5py.File(path) as file:
         assert file["inputs"][:].tolist() == [[0, 0]] * 5  # that is what HDF5 makes of it
-    assert refused(path) == f"expected {source} in {other}, which is a part of /inputs, got none"
+    assert refused(path) == f"expected {source} in {other} as a part of /inputs, got none"
 
 
 def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:
 
 def test_external_storage_that_is_not_there_or_too_short(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", stored_in(tmp_path / "raw"))
-    told = f"expected {tmp_path}/raw with 40 bytes, where /inputs is stored, got: "
-    assert refused(path) == told + "no such file"
+    expected = f"expected {tmp_path}/raw with 40 bytes, where /inputs is stored, got: "
+    assert refused(path) == expected + "no such file"
     (tmp_path / "raw").write_bytes(FRAMES.tobytes()[:39])
-    assert refused(path) == told + "39 bytes"
+    assert refused(path) == expected + "39 bytes"
 
 
 def test_the_key_of_the_dataset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sequences picked out of an array into a batch: the values, and memory that is used again when nobody sees it any more."""
+"""Sequences picked out of an array into a batch: the values, and memory that is reused once no array refers to it."""
 
 import numpy
 import pytest

@@ -5,7 +5,7 @@ import pytest
 from launching import ROOT, faults, launch
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import grouped_by_cost, rearranged, shuffled
+from hvdtrain.data.plan.bounds import group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 
@@ -39,7 +39,7 @@ def test_orders_of_batches_are_held_to_these() -> None:
 
 
 def test_rearranging_moves_whole_batches() -> None:
-    order, bounds = rearranged(numpy.array([7, 5, 6, 9, 8, 4]), numpy.array([0, 1, 3, 6]), numpy.array([2, 0, 1]))
+    order, bounds = rearrange(numpy.array([7, 5, 6, 9, 8, 4]), numpy.array([0, 1, 3, 6]), numpy.array([2, 0, 1]))
     assert order.tolist() == [9, 8, 4, 7, 5, 6]
     assert bounds.tolist() == [0, 3, 4, 6]
     assert (order.dtype, bounds.dtype) == (numpy.int64, numpy.int64)
@@ -47,7 +47,7 @@ def test_rearranging_moves_whole_batches() -> None:
 
 def test_groups_are_neighbours_in_size_and_the_rest_comes_last() -> None:
     costs = numpy.random.default_rng(1).permutation(101)
-    result = grouped_by_cost(costs, 4, numpy.random.RandomState(3))
+    result = group_by_cost(costs, 4, numpy.random.RandomState(3))
     assert sorted(result.tolist()) == list(range(101))
     groups = costs[result[:100]].reshape(25, 4)
     assert (numpy.diff(groups, axis=1) <= 2).all()  # 2 where the rest was taken out
@@ -59,12 +59,12 @@ def test_groups_are_neighbours_in_size_and_the_rest_comes_last() -> None:
 def test_every_batch_is_dealt_once(group: int) -> None:
     for size in (0, 1, 2, 50):
         costs = numpy.random.default_rng(size).integers(0, 9, (size, 2))
-        assert sorted(grouped_by_cost(costs, group, numpy.random.RandomState(0)).tolist()) == list(range(size))
+        assert sorted(group_by_cost(costs, group, numpy.random.RandomState(0)).tolist()) == list(range(size))
 
 
 def test_of_batches_of_the_same_size_those_of_similar_longest_sequence_go_together() -> None:
     costs = numpy.array([[9, 1], [9, 8], [9, 2], [9, 7]])
-    assert sorted(map(sorted, grouped_by_cost(costs, 2, numpy.random.RandomState(0)).reshape(2, 2).tolist())) == [[0, 2], [1, 3]]
+    assert sorted(map(sorted, group_by_cost(costs, 2, numpy.random.RandomState(0)).reshape(2, 2).tolist())) == [[0, 2], [1, 3]]
 
 
 def test_shuffling_and_balancing_change_the_order_of_batches_only() -> None:
@@ -119,7 +119,7 @@ def test_shuffling_within_windows_is_returnns(num_batches: int, window: int) -> 
     pipeline = pytest.importorskip("returnn.torch.data.pipeline")
     batches = [[{"number": number}] for number in range(num_batches)]
     theirs = pipeline.ShufflingDataPipe(batches, buffer_size=window, monotonic_data_keys=(), seed=3)
-    ours = shuffled(num_batches, numpy.random.RandomState(3), window).tolist()
+    ours = random_order(num_batches, numpy.random.RandomState(3), window).tolist()
     assert ours == [batch[0]["number"] for batch in theirs]
     assert all(number // window == place // window for place, number in enumerate(ours))
 
@@ -146,7 +146,7 @@ def test_windows_of_batches_hold_on_any_number_of_ranks() -> None:
 
 
 def test_nothing_to_shuffle() -> None:
-    assert shuffled(0, numpy.random.RandomState(0)).tolist() == []
+    assert random_order(0, numpy.random.RandomState(0)).tolist() == []
     nothing = {"data": numpy.zeros(0, numpy.int32)}
     assert plan(nothing, RANDOM, BatchKeys(max_seqs=2, shuffle_batches=True), 1).num_batches == 0
     assert plan(nothing, RANDOM, BatchKeys(max_seqs=2, balance_ranks=3), 1).num_batches == 0

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from hvdtrain.data.plan.batch_keys import Limits
-from hvdtrain.data.plan.bounds import bounds, too_long
+from hvdtrain.data.plan.bounds import bounds, count_too_long
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 
@@ -82,10 +82,10 @@ def test_batches_of_random_lengths_are_those_of_the_plain_rules(seed: int) -> No
 
 def test_sequences_that_are_too_long_by_themselves_are_counted() -> None:
     lengths = {"data": LENGTHS, "classes": numpy.roll(LENGTHS, 1)}
-    assert too_long(lengths, Limits(batch_size=8)) == 4  # 9 and 10, in either key
-    assert too_long(lengths, Limits(batch_size={"data": 8})) == 2
-    assert too_long(lengths, Limits(batch_size={"data": 9}, packed_batch_size={"classes": 9})) == 2
-    assert too_long(lengths, Limits(max_seqs=1)) == 0
+    assert count_too_long(lengths, Limits(batch_size=8)) == 4  # 9 and 10, in either key
+    assert count_too_long(lengths, Limits(batch_size={"data": 8})) == 2
+    assert count_too_long(lengths, Limits(batch_size={"data": 9}, packed_batch_size={"classes": 9})) == 2
+    assert count_too_long(lengths, Limits(max_seqs=1)) == 0
 
 
 def test_a_million_sequences_take_seconds() -> None:

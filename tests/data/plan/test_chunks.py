@@ -135,7 +135,7 @@ def test_data_keys_that_cannot_be_cut_alike_are_an_error() -> None:
             cut(lengths, ChunkKeys(chunking=2, chunking_tail=tail))
     close = {"data": numpy.array([10]), "classes": numpy.array([9])}
     assert cut(close, ChunkKeys(chunking=2, chunking_tail="drop_short")).lengths["classes"].tolist() == [2, 2, 2, 2, 1]
-    with pytest.raises(DataError, match="the same length where they have the same step"):
+    with pytest.raises(DataError, match="the same length if they have the same step"):
         cut(close, ChunkKeys(chunking=2))
 
 

@@ -1,4 +1,4 @@
-"""Every order beside that of the installed RETURNN: random numbers of sequences, files, bins, parts, epochs and seeds."""
+"""Every order compared with that of the installed RETURNN: random numbers of sequences, files, bins, parts, epochs and seeds."""
 
 import random
 from collections.abc import Iterator

@@ -155,7 +155,7 @@ def test_samples_are_taken_in_turn_and_cut_into_parts(paths: list[str], tmp_path
     for dataset, keys in (opened(value), opened({**around, "partition_epoch": 2})):
         # The datasets have 3 and 6 sequences: 0 to 2, and 3 to 8.
         assert [planned(dataset, keys, epoch) for epoch in (1, 2, 3, 4)] == [[0, 1, 3, 4], [5, 6, 7], [2, 0, 8, 3], [4, 5, 6]]
-        with pytest.raises(DataError, match="seq_list_filter_file: expected none beside sampling_sizes"):
+        with pytest.raises(DataError, match="seq_list_filter_file: expected none with sampling_sizes"):
             planned(dataset, keys, 1, subset=numpy.array([0]))
         dataset.close()
     assert main([str({**value, "data_map": COMBINED["data_map"]}), str(tmp_path / "out.hdf"), "--epoch", "3"]) == 0

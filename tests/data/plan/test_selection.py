@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunks import listed, read_tags, select_by_length
+from hvdtrain.data.plan.chunks import find_listed, read_tags, select_by_length
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -67,13 +67,13 @@ def test_lists_that_cannot_be_read(tmp_path: Path) -> None:
 def test_the_sequences_of_a_list_are_found_by_their_tags(corpus: Path, tmp_path: Path) -> None:
     dataset = open_hdf([corpus / "dev.hdf", corpus / "dev.hdf"])
     (tmp_path / "tags").write_text("seq-100\nseq-1\nother\n")
-    found = listed(dataset, str(tmp_path / "tags"))
+    found = find_listed(dataset, str(tmp_path / "tags"))
     assert found.tolist() == [1, 100, 102, 201]  # in order of the data
     assert found.dtype == numpy.int64
-    assert listed(dataset, None) is None
+    assert find_listed(dataset, None) is None
     (tmp_path / "tags").write_text("other\n")
     with pytest.raises(DataError, match=r"expected tags of the dataset, such as 'seq-0', got none among the 1 in .*tags"):
-        listed(dataset, str(tmp_path / "tags"))
+        find_listed(dataset, str(tmp_path / "tags"))
     dataset.close()
 
 

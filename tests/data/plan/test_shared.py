@@ -24,7 +24,7 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import Offer, PlanInputs, mapped, offered
+from hvdtrain.data.plan.shared import Offer, PlanInputs, map_plan, offer_plan
 from hvdtrain.errors import DataError
 from hvdtrain.training import agreement
 from hvdtrain.training.agreement import plan_together
@@ -104,7 +104,7 @@ def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs
         numpy.testing.assert_array_equal(made.order, ALONE.order)
         numpy.testing.assert_array_equal(made.bounds, ALONE.bounds)
         assert made.fingerprint() == ALONE.fingerprint()
-    assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a descriptor of its own until it is dropped
+    assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a separate descriptor until it is dropped
     del made
     found.clear()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -176,12 +176,12 @@ def test_a_temporary_file_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(os, "memfd_create", refused)
     monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
-    with offered(ALONE, 0) as offer:
-        made = mapped(offer)
+    with offer_plan(ALONE, 0) as offer:
+        made = map_plan(offer)
         assert not list(tmp_path.iterdir())
     assert made.fingerprint() == ALONE.fingerprint()
     monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path / "not_there"))
-    with offered(ALONE, 0) as offer:
+    with offer_plan(ALONE, 0) as offer:
         assert offer is None
 
 
@@ -189,8 +189,8 @@ MAKER = """
 import pickle, sys, time
 import numpy
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.shared import offered
-with offered(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
+from hvdtrain.data.plan.shared import offer_plan
+with offer_plan(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
     pickle.dump(offer, sys.stdout.buffer)
     sys.stdout.flush()
     time.sleep(60)
@@ -203,15 +203,15 @@ def test_the_plan_of_another_process_outlives_it() -> None:
         assert maker.stdout is not None
         offer: Offer = pickle.load(maker.stdout)
         assert (offer.process, offer.inputs) == (maker.pid, 7)
-        made = mapped(offer)
+        made = map_plan(offer)
         maker.send_signal(signal.SIGKILL)
     assert made is not None
     assert made.fingerprint() == Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])).fingerprint()
-    assert mapped(offer) is None
+    assert map_plan(offer) is None
 
 
 def test_only_the_file_that_was_offered_is_mapped(tmp_path: Path) -> None:
-    with offered(ALONE, 0) as offer:
+    with offer_plan(ALONE, 0) as offer:
         assert offer is not None
         for other in (
             replace(offer, host="another"),
@@ -219,19 +219,19 @@ def test_only_the_file_that_was_offered_is_mapped(tmp_path: Path) -> None:
             replace(offer, num_bounds=offer.num_bounds + 1),
             replace(offer, descriptor=99_999),
         ):
-            assert mapped(other) is None
+            assert map_plan(other) is None
         os.mkfifo(tmp_path / "fifo")
         fifo = os.open(tmp_path / "fifo", os.O_RDWR)
-        assert mapped(replace(offer, descriptor=fifo)) is None
+        assert map_plan(replace(offer, descriptor=fifo)) is None
         os.close(fifo)
-    assert mapped(offer) is None
+    assert map_plan(offer) is None
 
 
 def test_indices_that_need_64_bits_keep_them() -> None:
     many = Plan(numpy.array([3, 2**31, 5]), numpy.array([0, 2, 3]))
-    with offered(many, 0) as offer:
+    with offer_plan(many, 0) as offer:
         assert offer is not None
-        made = mapped(offer)
+        made = map_plan(offer)
     assert made is not None
     assert [batch.tolist() for batch in made.share(0, 1)] == [[3, 2**31], [5]]
     assert made.fingerprint() == many.fingerprint()

@@ -17,8 +17,8 @@ from hvdtrain.learner.reducer import (
     UpdateCounts,
     average,
     average_buffers,
-    averaged,
-    copies,
+    copy_tensors,
+    temporarily_average,
 )
 from hvdtrain.runtime.timer import Timer
 
@@ -49,11 +49,11 @@ class EpochAverage:
         return Reducer(GradientExchange(comm, timer, steps=0), cls(comm, keys.epoch_share), "parameters are averaged in the end")
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        if not start.goes_on:
+        if not start.is_resumed:
             state.map_tensors("parameters", lambda tensors: self._keep(state, tensors))
 
     def _keep(self, state, tensors):
-        state.shared["before"] = copies(tensors)
+        state.shared["before"] = copy_tensors(tensors)
         return tensors
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
@@ -73,8 +73,8 @@ class EpochAverage:
     def rank_local_state(self) -> tuple[StatePart, ...]:
         return ("parameters", "statistics", "counters", "optimizer") if self._counts.updates else ("optimizer",)
 
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        return averaged(state, {"parameters": lambda own: average(self._comm, own, self._counts, "saved")})
+    def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
+        return temporarily_average(state, {"parameters": lambda own: average(self._comm, own, self._counts, "saved")})
 
     def flush(self, state: ModelState) -> None:
         pass

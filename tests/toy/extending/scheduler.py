@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hvdtrain.submit.job import Job, Scheduler, command, environment_lines, waiting
+from hvdtrain.submit.job import Job, Scheduler, background_lines, command, environment_lines
 
 
 def queue_script(job: Job) -> str:
     """A script for enqueue."""
     head = [f"#QUEUE name={job.name}", f"#QUEUE hosts={job.nodes}", f"#QUEUE memory={job.memory or 'any'}"]
-    lines = [*environment_lines(job), *waiting(job, command(job), soon="USR1", cancelled="TERM")]
+    lines = [*environment_lines(job), *background_lines(job, command(job), before_limit="USR1", cancelled="TERM")]
     return "\n".join(["#!/bin/bash", *head, f"# {job.written_by}", *lines, "exit $status"]) + "\n"
 
 

@@ -104,7 +104,7 @@ def described(entries: dict[str, Any]) -> TensorDict:
 
 
 def raw_names(tensors: TensorDict) -> list[str]:
-    """The names of tensors and of the sizes that are passed beside them."""
+    """The names of tensors and of the sizes that are passed with them."""
     names = []
     for name, tensor in tensors.data.items():
         names.append(name)

@@ -23,6 +23,6 @@ def wait_for(tensor: Array) -> None:
     """Arrays are computed at once."""
 
 
-def preserved() -> AbstractContextManager[None]:
+def preserve_state() -> AbstractContextManager[None]:
     """There is no state to restore."""
     return nullcontext()

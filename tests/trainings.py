@@ -212,7 +212,7 @@ class Trained:
         command = [TOY.with_name("several.py"), folder / "jobs.json"]
         finished = launch(command, run.size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC"})
         (folder / "out").write_text(finished.out)
-        self._errors[name] = f"status {finished.status}: {finished.err[-8000:]}" if finished.status else None
+        self._errors[name] = f"status {finished.status}: {_shorten(finished.err)}" if finished.status else None
 
     def _jobs(self, request: Request, run: Run) -> list[dict[str, object]]:
         folder = self._of(request, run)
@@ -260,3 +260,8 @@ def assert_alike(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray],
     for name, array in one.items():
         difference = numpy.abs(array.astype(float) - other[name].astype(float)).max()
         assert difference <= tolerance * numpy.abs(array.astype(float)).max(), name
+
+
+def _shorten(text: str, most: int = 8000) -> str:
+    """The beginning, where the rank that failed first says why, and the end."""
+    return text if len(text) <= 2 * most else f"{text[:most]}\n...\n{text[-most:]}"

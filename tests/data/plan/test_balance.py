@@ -138,9 +138,9 @@ def test_windows_of_batches_hold_on_any_number_of_ranks() -> None:
             window = range(first, min(first + 10, made.num_batches))
             one, other = ({tuple(some.batch(number).tolist()) for number in window} for some in (made, plain))
             assert one == other
-    for wrong in ({"buffer_size": 0}, {"buffer_size": 3, "seed": 1}, {}):
-        [found] = faults(BatchKeys(max_seqs=8, online_shuffle_batches=wrong).problems())
-        assert found in ("online_shuffle_batches: wrong-type", "online_shuffle_batches: out-of-range")
+    for wrong, rule in (({"buffer_size": 0}, "out-of-range"), ({"buffer_size": 3, "seed": 1}, "wrong-type"), ({}, "wrong-type")):
+        keys = BatchKeys(max_seqs=8, online_shuffle_batches=wrong)
+        assert faults(keys.problems()) == [f"online_shuffle_batches: {rule}"]
     both = BatchKeys(max_seqs=8, online_shuffle_batches=3, shuffle_batches=True)
     assert faults(both.problems()) == ["online_shuffle_batches: conflict"]
 

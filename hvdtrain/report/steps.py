@@ -110,7 +110,7 @@ def work_counter(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callab
 
     def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
         indices = plan.order[plan.bounds[start] : plan.bounds[end]]
-        return num_sequences(indices), {name: int(column[indices].sum(dtype=numpy.int64)) for name, column in lengths.items()}
+        return num_sequences(indices), {name: plan.num_frames(column, start, end) for name, column in lengths.items()}
 
     return work
 

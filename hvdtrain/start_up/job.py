@@ -210,6 +210,8 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
         watchdog.beat("opening the datasets")
+        if purpose in ("forward", "export"):
+            settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
         return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
     copies = Copies()

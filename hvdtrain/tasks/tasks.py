@@ -22,7 +22,6 @@ from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
-from hvdtrain.data.plan.bounds import rearrange
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predict_speed, spread
@@ -393,7 +392,7 @@ class Rounds:
         """A plan of only these rounds, in this order."""
         batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
         existing = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
-        return Plan(*rearrange(self.plan.order, self.plan.bounds, existing))
+        return self.plan.with_batches(existing)
 
     def describe(self, number: int) -> str:
         """The largest batch of a round, in words."""

@@ -40,6 +40,7 @@ from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
@@ -164,7 +165,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+    epochs = open_epochs(settings, comm, learner, watchdog, stack)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:

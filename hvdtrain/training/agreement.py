@@ -73,7 +73,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
 def completed_share(
     comm: Communicator, feed: Feed, plan: Plan, tensor: Callable[[Sequence[float]], Tensor]
 ) -> Callable[[int], float]:
-    """Collective. A function that returns the share of an epoch's sequences (or chunks, or frames) before a position, from 0 to 1.
+    """Collective. A function that returns the share of an epoch's sequences (chunks, frames) before a position, from 0 to 1.
 
     A share of the batches would depend on the number of ranks if batches differ in size: in the last step of an epoch, in which
     some ranks may have none, and if batches are limited by their frames.

@@ -16,7 +16,8 @@ SEVERAL = [Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3), Run
 @trains(*ALONE, *SEVERAL)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """A step takes the same 60 frames on any number of ranks."""
-    shared: dict[str, object] = {"configs": [CONFIGS[run.framework], FRAMES], "num_epochs": 2, "evaluated": True}
+    shared: dict[str, object] = {"configs": [CONFIGS[run.framework], FRAMES], "evaluated": True}
+    shared |= {"num_epochs": 2, "learning_rate": 0.003}
     made: dict[str, dict[str, object]] = {"sum": shared, "mean": shared | {"losses": "mean", "gradient_clip_global_norm": 1.0}}
     if run.framework == "torch":
         made["sum"] = shared | {"record": True}

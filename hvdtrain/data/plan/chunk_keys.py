@@ -93,7 +93,8 @@ class ChunkKeys(Section):
         batches = others.get(BatchKeys)
         if how is not None and batches is not None and batches.frame_batches:
             found += problem(
-                "conflict", f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}"
+                "conflict",
+                f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}",
             )
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):

@@ -173,7 +173,11 @@ def plan(
             "max_seq_length and min_chunk_size allow"
         )
     limits = batch_keys.limits(epoch)
-    made = Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(lengths, indices, limits))
+    made = (
+        Plan(*cut_frames(lengths, indices, limits))
+        if batch_keys.frame_batches
+        else Plan(indices, bounds(lengths, indices, limits))
+    )
     if not batch_keys.shuffle_batches and not batch_keys.balance_ranks and not batch_keys.shuffle_window:
         return made
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])

@@ -202,9 +202,7 @@ class CudaStaging:
         with torch.cuda.stream(self._stream):
             tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
             copied = self._stream.record_event()
-        return SentBatch(
-            pinned.data, pinned.indices, pinned.seq_tags, joined=pinned.joined, tensors=tensors, copied=copied
-        )
+        return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, joined=pinned.joined, tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:

@@ -3,13 +3,12 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from launching import TOY, faults, refused
+from launching import TOY, refused
 from returnn.datasets.basic import Dataset as ReturnnDataset
 from returnn.engine.batch import Batch as ReturnnBatch
 from returnn.engine.batch import batch_to_raw_dict
@@ -17,14 +16,11 @@ from returnn.tensor import TensorDict
 from returnn.util import NumbersDict
 from thread_ranks import on_ranks
 
-from hvdtrain.config.check import build
-from hvdtrain.config.keys import Sections
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.expected import expected_of
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limits
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.frames import cut_frames
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -114,7 +110,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Array], Array, dict[st
     size = chance.choice([1, 2, 3, 10, 60])
     longest = chance.choice([1, 3, 20, 200])
     column = numpy.array([chance.choice([0, 1, longest, chance.randint(0, longest)]) for _ in range(size)], dtype=numpy.int32)
-    lengths = {name: column for name in ("data", "classes", "more")[: chance.randint(1, 3)]}
+    lengths = dict.fromkeys(("data", "classes", "more")[: chance.randint(1, 3)], column)
     indices = numpy.random.default_rng(chance.randrange(1000)).integers(0, size, chance.choice([size, 2 * size]))
     frames = chance.choice([1, 2, longest, chance.randint(1, 4 * longest), 10_000])
     limits = {"batch_size": chance.choice([frames, dict.fromkeys(lengths, frames)])}
@@ -185,7 +181,9 @@ def test_ranks_together_have_every_frame_once_also_after_a_stop_on_other_ranks(s
     assert {other.fingerprint() for other in others} <= {made.fingerprint()}
     shares = [read(one, made) for one in feeds]
     assert sorted(number for share in shares for number in frames_of(share)) == ALL_FRAMES
-    used = sum((usage_of_indices(1, batch.indices) for share in shares for batch in share), usage_of_indices(0, made.order[:0, 0]))
+    used = sum(
+        (usage_of_indices(1, batch.indices) for share in shares for batch in share), usage_of_indices(0, made.order[:0, 0])
+    )
     assert used == usage_of_plan(feeds[0], made, 0, made.num_batches)
     for other_size in (1, 2, 3):
         done = [batch for rank, share in enumerate(shares) for batch in share[:1] if rank < made.num_batches]
@@ -251,7 +249,9 @@ def test_the_smallest_limit_of_a_data_key_holds_for_all() -> None:
 def test_data_keys_of_other_lengths_are_refused_unless_extern_data_leaves_them_out() -> None:
     dataset = Numbers(LENGTHS, text=numpy.arange(13, dtype=numpy.int32))
     one = feed(dataset=dataset)
-    with pytest.raises(DataError, match="frame_batches: expected the same number of frames .* got 5 of 'data' and 0 of 'text' in se"):
+    with pytest.raises(
+        DataError, match="frame_batches: expected the same number of frames .* got 5 of 'data' and 0 of 'text' in se"
+    ):
         one.plan(1)
     one = replace(one, expected=expected_of(EXTERN_DATA)[0])
     batches = read(one, one.plan(1))
@@ -264,13 +264,21 @@ def test_data_keys_of_other_lengths_are_refused_unless_extern_data_leaves_them_o
     ("wrong", "message"),
     [
         ({"classes": numpy.zeros(8, numpy.int32)}, "train: sequence 'seq-3', data key 'classes': expected 9 frames, .* got 8"),
-        ({"data": numpy.zeros((9, 3), numpy.float32)}, r"train: sequence 'seq-3', data key 'data': expected float32 of shape \(2,\)"),
+        (
+            {"data": numpy.zeros((9, 3), numpy.float32)},
+            r"train: sequence 'seq-3', data key 'data': expected float32 of shape \(2,\)",
+        ),
         ({"data": numpy.full((9, 2), 0.5, numpy.complex64)}, "seq-3', data key 'data': expected float32 .* got complex64"),
-        ({"classes": numpy.arange(9, dtype=numpy.int32) + 9995}, "train: sequence 'seq-3', .* 0 to 9999, .* got 10000 in frame 5"),
+        (
+            {"classes": numpy.arange(9, dtype=numpy.int32) + 9995},
+            "train: sequence 'seq-3', .* 0 to 9999, .* got 10000 in frame 5",
+        ),
     ],
     ids=["length", "shape", "type", "class"],
 )
-def test_faulty_sequences_are_refused_with_their_names(wrong: dict[str, Array], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faulty_sequences_are_refused_with_their_names(
+    wrong: dict[str, Array], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = Numbers(LENGTHS)
     right = dataset.sequence
     monkeypatch.setattr(dataset, "sequence", lambda index: right(index) | (wrong if index == 3 else {}))
@@ -288,7 +296,10 @@ def test_faulty_sequences_are_refused_with_their_names(wrong: dict[str, Array], 
     ],
 )
 def test_keys_that_do_not_fit(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
-    texts = {name: str(value) for name, value in {"corpus": tmp_path, "model": tmp_path / "m", "frame_batches": True, **overrides}.items()}
+    texts = {
+        name: str(value)
+        for name, value in {"corpus": tmp_path, "model": tmp_path / "m", "frame_batches": True, **overrides}.items()
+    }
     with refused(message):
         read_settings([TOY], texts)
 

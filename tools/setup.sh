@@ -81,7 +81,7 @@ new=
 [ -z "$new" ] || run venv "creating $VENV" "$PYTHON" -m venv $VENV
 mkdir -p $LOGS
 pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
-run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip "setuptools<81" wheel
+run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip setuptools wheel
 
 if [ -z "${DEVICE:-}" ]; then
     DEVICE=cpu

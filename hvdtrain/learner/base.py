@@ -61,6 +61,12 @@ class Learner(Protocol):
     staging: Staging | None
 
     @property
+    def keys_of_epoch(self) -> Callable[[int], Mapping[str, Any]] | None:
+        """Called before an epoch is planned, with its number; returns the keys that have another value in this epoch, because of
+        the model (see `keys_of_epoch` in a config). None: keys do not depend on the model."""
+        ...
+
+    @property
     def state(self) -> StateBase:
         """The state that checkpoints and other ranks need."""
         ...

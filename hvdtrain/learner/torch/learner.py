@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class ConfigFunctions:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -90,7 +91,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -115,6 +116,8 @@ class TorchLearner:
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
     """
+
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
 
     def __init__(
         self,

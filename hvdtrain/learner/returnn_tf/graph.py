@@ -209,7 +209,7 @@ class NetworkGraph:
                     feed[place] = padded.seq_lens
         size = self.extern_data.get_batch_info().dim
         if tf.is_tensor(size):
-            feed[size] = len(batch.indices)
+            feed[size] = next(len(padded.seq_lens) for padded in batch.data.values())
         return feed
 
     def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:

@@ -23,6 +23,7 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
 from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph, Score, numbers_of
+from hvdtrain.learner.returnn_tf.native_ops import announce_compiling, choose_device
 from hvdtrain.learner.returnn_tf.networks import Networks
 from hvdtrain.learner.returnn_tf.random_numbers import position_of
 from hvdtrain.learner.returnn_tf.source import NetworkSource
@@ -100,6 +101,16 @@ class NetworkLearner:
     @property
     def _is_exchanged(self) -> bool:
         return self._exchange.is_shared and self._exchange.is_active
+
+    def keys_of_epoch(self, epoch: int) -> Mapping[str, Any]:
+        """The keys that follow from the network of an epoch: a network without recurrent layers gets frames in place of padded
+        sequences, as from RETURNN, which then takes one sequence more than max_seqs and ignores chunking."""
+        self._networks.begin_epoch(epoch)
+        if self.model.recurrent:
+            return {}
+        most = self._networks.config.typed_value("max_seqs")
+        more = {"max_seqs": most + 1} if isinstance(most, int) and most > 0 else {}
+        return {"frame_batches": True, "chunking": None, **more}
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._networks.begin_epoch(epoch)
@@ -316,6 +327,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         tf.config.experimental.enable_op_determinism()
     if not isinstance(keys.get_model, NetworkSource):
         raise ConfigError.of("missing", "network: expected a network of RETURNN for this backend, got none")
+    choose_device()
+    announce_compiling()
     scale = options.precision.loss_scale("float32")
     max_skipped = keys.num_allowed_consec_invalid_gradient_steps
     networks = Networks(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.optimizer import MULTIPLIER, OTHERS
+from hvdtrain.learner.optimizer_spec import spec_problems
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
@@ -324,7 +324,7 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        if problems := self._optimizer_problems():
+        if problems := spec_problems(self.optimizer):
             return problems
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
@@ -337,29 +337,3 @@ class LearnerKeys(Section):
                 "torch_compile: expected sync_batch_norm = False, got both (communication between ranks cannot be compiled)",
             )
         return []
-
-    def _optimizer_problems(self) -> list[Problem]:
-        """Problems with the dict or dicts of the key `optimizer` that no framework is needed for."""
-        entries = {"optimizer": self.optimizer}
-        if isinstance(self.optimizer, list):
-            entries = {f"optimizer[{number}]": entry for number, entry in enumerate(self.optimizer)}
-        elif isinstance(self.optimizer, dict) and OTHERS in self.optimizer:
-            entries[f"optimizer.{OTHERS}"] = self.optimizer[OTHERS]
-        problems = [] if entries else problem("wrong-type", "optimizer: expected at least one dict in the list, got none")
-        for where, entry in entries.items():
-            if not isinstance(entry, dict):
-                if where != "optimizer":
-                    problems += problem("wrong-type", f"{where}: expected a dict with the entry 'class', got {entry!r}")
-                continue
-            if "class" not in entry:
-                problems += problem(
-                    "wrong-type", f"{where}: expected a dict with the entry 'class' (the optimizer's name), got none"
-                )
-            for rate in sorted({"lr", "learning_rate"} & set(entry)):
-                several = where != "optimizer" or OTHERS in entry
-                hint = f" ({MULTIPLIER} is a factor on it)" if several else ""
-                problems += problem(
-                    "conflict",
-                    f"{where}.{rate}: expected the learning rate in the key learning_rate, got it in the optimizer{hint}",
-                )
-        return problems

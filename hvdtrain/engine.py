@@ -68,7 +68,7 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
-        self._training = Training(comm, learner, session.progress)  # what the callbacks see
+        self._training = Training(comm, learner, session.progress, session.best.measure)  # what the callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
         self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)

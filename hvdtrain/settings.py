@@ -64,6 +64,7 @@ TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
     "summary": "hvdtrain.tasks.inspect:summarize",
+    "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -82,7 +83,8 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "what to do: train; dry_run, summary and find_learning_rate, as the options --dry-run, --summary and "
+        "--find-learning-rate; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),

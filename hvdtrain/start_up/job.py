@@ -242,6 +242,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
+        saves_frozen=settings.saving.save_parameters == "all",
     )
     return framework.build(settings.learner, gradient_exchange, options)
 

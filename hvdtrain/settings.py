@@ -36,6 +36,7 @@ from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
+from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -554,7 +555,25 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)",
         )
-    return specs, problems + _impossible_measures(sections, source, specs)
+    return specs, problems + _remote_problems(sections, specs) + _impossible_measures(sections, source, specs)
+
+
+def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
+    """Problems with what reading remote data files needs: packages, and a folder for local copies."""
+    urls: dict[str, list[str]] = {}
+    for part in [part for spec in specs for part in spec.all()]:
+        if remote := list(filter(is_remote, part.files)):
+            urls[part.name] = remote
+    problems = [problem for name, some in urls.items() for problem in package_problems(name, some)]
+    copies = sections.get(CopyKeys)
+    if urls and copies is not None and copies.cache_dir is None:
+        name, some = next(iter(urls.items()))
+        problems += problem(
+            "missing",
+            f"cache_dir: expected a folder on a local disk for copies of the remote files of {name}, such as "
+            f"{RemoteFile(some[0])}, got None",
+        )
+    return problems
 
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
@@ -585,7 +604,8 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
         return None, []
     from hvdtrain.data.sources import forward_dataset  # here, as in _datasets
 
-    return forward_dataset(keys, run.task)
+    spec, problems = forward_dataset(keys, run.task)
+    return spec, problems + ([] if spec is None else _remote_problems(sections, [spec]))
 
 
 def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:

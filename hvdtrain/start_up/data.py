@@ -20,6 +20,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
+from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError, HvdtrainError
@@ -35,15 +36,33 @@ MEMORY_SHARE = 0.8
 NO_COPIES: Mapping[str, str] = {}
 
 
-def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
-    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+def copy_data(
+    settings: Settings,
+    specs: Iterable[DatasetSpec],
+    comm: Communicator,
+    watchdog: Watchdog,
+    at_the_end: ExitStack,
+    *,
+    remote_only: bool,
+) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it.
+
+    Args:
+        remote_only: leave out files that can be read where they are.
+
+    Raises:
+        DataError: a file cannot be read, or there is no room for a remote one.
+    """
     keys = settings.copies
+    parts = [part for spec in specs for part in spec.all()]
+    files = [path for path in dict.fromkeys(path for part in parts for path in part.copied) if is_remote(path) or not remote_only]
+    if remote_only and not files:
+        return Copies()
     folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
-    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
-    files = dict.fromkeys(path for spec in specs for path in spec.copied)
 
     def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
-        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+        copies = Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
+        return socket.gethostname(), copies
 
     last_line = time.monotonic()
 

@@ -23,7 +23,6 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
-from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
@@ -215,13 +214,13 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         if purpose in ("forward", "export"):
             settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
-        return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
-    copies = Copies()
+        copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
+        return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
-        copies = copy_data(settings, comm, watchdog, stack)
+    copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
@@ -271,11 +270,10 @@ def checkpoint_folder(settings: Settings) -> CheckpointFolder:
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys by which a training writes files before or within an epoch, or copies its data."""
+    """The settings without the keys by which a training writes files before or within an epoch."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),

@@ -108,7 +108,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,dev}]"
+extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,kaldi,lhotse,text,returnn,demo,report,wandb,mlflow,export,completion,dev}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

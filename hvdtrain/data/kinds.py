@@ -10,6 +10,7 @@ from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.data.speech.keys import KaldiFolderKeys, LhotseDatasetKeys
 from hvdtrain.errors import Problem, problem
 
 OWN = {
@@ -69,6 +70,8 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "MapDataset": MapDatasetKeys,
     "Task12AXDataset": Task12AXDatasetKeys,
     "DummyDataset": DummyDatasetKeys,
+    "KaldiFolder": KaldiFolderKeys,
+    "LhotseDataset": LhotseDatasetKeys,
 }
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 

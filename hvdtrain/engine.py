@@ -195,10 +195,11 @@ class Engine:
         self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}", "steps")
         with self._timer.span("data wait"):
             batch = next(batches, None)
-        if batch is not None:
-            self._scores.add(batch)
-            self._trace(current.epoch, self._progress.step, batch.indices)
-        return batch
+        if batch is None:
+            return None
+        self._scores.add(batch)
+        self._trace(current.epoch, self._progress.step, batch.indices)
+        return batch.if_any
 
     def _update(self, epoch: TrainingEpoch, begun: float) -> None:
         """Update the parameters. `begun`: the number of epochs done before the first step of the update."""

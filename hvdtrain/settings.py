@@ -37,6 +37,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -133,7 +134,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), *STEPS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -548,6 +549,12 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
+    batches = sections.get(BatchKeys)
+    if keys.skip_broken and batches is not None and batches.frame_batches:
+        problems += problem(
+            "conflict",
+            f"skip_broken: expected 0 with frame_batches, where a sequence may be in several batches, got {keys.skip_broken}",
+        )
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(

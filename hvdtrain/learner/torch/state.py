@@ -76,12 +76,16 @@ class TorchState(StateBase):
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self._trained.items():
+            yield name, parameter.detach().to("cpu").to(torch.float64, copy=True).numpy()
+
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
             self._optimizer.gather()
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        contents = self.contents(progress)
+        contents = super().snapshot(progress)
         model, optimizer = _copy((contents.model, contents.optimizer), {})
         return replace(contents, model=model, optimizer=optimizer)
 

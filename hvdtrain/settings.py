@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
@@ -586,12 +587,15 @@ def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[P
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
+    saving = sections.get(SavingKeys)
     if run is None or run.task not in ("train", "dry_run") or not specs:
         return []
-    measures = {
+    measures: dict[str, str | list[str] | None] = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
         "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
     }
+    if saving is not None and not saving.problems():
+        measures |= average_measures(saving.average_checkpoints)
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
         Problem.of(

@@ -7,7 +7,7 @@ the state; reporting code sees only the meter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hvdtrain.data.types import Array, Batch
     from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
+
+Total = Callable[[list[Tensor]], list[Tensor]]
+"""Collective. Sums tensors over the ranks."""
 
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Receives arrays by name."""
@@ -60,6 +63,12 @@ class Learner(Protocol):
     device_name: str
     observer: Observer | None
     staging: Staging | None
+
+    @property
+    def keys_of_epoch(self) -> Callable[[int], Mapping[str, Any]] | None:
+        """Called before an epoch is planned, with its number; returns the keys that have another value in this epoch, because of
+        the model (see `keys_of_epoch` in a config). None: keys do not depend on the model."""
+        ...
 
     @property
     def state(self) -> StateBase:
@@ -104,6 +113,16 @@ class Learner(Protocol):
 
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors. Only the scores change."""
+        ...
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
+        the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
+
+        Args:
+            batches: as many on every rank; None where this rank has none.
+            total: sums float64 tensors over the ranks.
+        """
         ...
 
     def forward(self, batch: Batch) -> list[Outputs]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -31,6 +32,7 @@ from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import OF_OPTIMIZER
+from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -86,7 +88,7 @@ class ConfigFunctions:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -97,7 +99,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -123,6 +125,8 @@ class TorchLearner:
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
         freezing: freezes parameters until a step; None: none are.
     """
+
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
 
     def __init__(
         self,
@@ -203,6 +207,19 @@ class TorchLearner:
         await_copy(batch)
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        norms = dict(batch_norms_of(self.model))
+        with torch.no_grad(), fresh_batch_norms(norms.values()):
+            for number, batch in enumerate(batches):
+                await_copy(batch)
+                with self._functions.watch():
+                    seed_all(self._device, *self._seed, self._step + number)
+                    if batch is not None:
+                        self._functions.losses(batch, self._epoch, self._step + number, train=True)
+                    self._finish_batch_norms(batch, forward=True)
+            total_statistics(norms.values(), total)
+        return list(norms)
 
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)

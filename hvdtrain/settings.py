@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, unknown_keys, unsupported_keys
+from hvdtrain.config.check import build, did_you_mean, unknown_keys, unsupported_keys
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
@@ -58,13 +58,14 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, parse_placements
+from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
     "summary": "hvdtrain.tasks.inspect:summarize",
+    "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -83,7 +84,8 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "what to do: train; dry_run, summary and find_learning_rate, as the options --dry-run, --summary and "
+        "--find-learning-rate; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
@@ -156,6 +158,7 @@ class Settings:
     interrupt: InterruptKeys
     ending: EarlyStoppingKeys
     forwarding: ForwardKeys
+    per_epoch: PerEpochKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
@@ -178,6 +181,8 @@ class Settings:
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
+    source: Source
+    """The config's values, from which the settings of an epoch are made."""
     process: Process = OWN
     """What hvdtrain may change in the process that it runs in."""
 
@@ -326,6 +331,7 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
+        source=source,
         warnings=source.warnings,
         notes=source.notes,
     )
@@ -369,6 +375,76 @@ def with_datasets(settings: Settings) -> Settings:
     if problems:
         raise ConfigError(problems)
     return replace(settings, **found)
+
+
+DATASETS = ("train", "dev", "eval")
+
+MAY_CHANGE = (
+    *(each.name for section in (BatchKeys, ChunkKeys, AccumulationKeys) for each in declared_keys(section)),
+    *("learning_rate", *DATASETS, "eval_datasets"),
+)
+"""The keys that may have another value in an epoch."""
+
+
+def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) -> Settings:
+    """The settings with other values of some keys in an epoch; those of datasets are opened again only if these keys are given.
+
+    Args:
+        where: the values come from, for messages.
+
+    Raises:
+        ConfigError: with all problems: keys that may not change, wrong values, conflicts with other keys.
+    """
+    names = [each.name for each in all_keys()]
+    problems: list[Problem] = []
+    for name in given:
+        if name in names and name not in MAY_CHANGE:
+            problems += problem(
+                "unsupported",
+                f"{where}: {name}: it cannot change with the epoch (keys of batches, chunks and accumulation, learning_rate, "
+                "train, dev, eval and eval_datasets can)",
+            )
+        elif name not in names:
+            problems += problem("unknown-key", f"{where}: {name}: unknown key{did_you_mean(name, MAY_CHANGE)}")
+    if problems:
+        raise ConfigError(problems)
+    source = settings.source
+    origins = {**source.origins, **dict.fromkeys(given, where)}
+    of_datasets = {*DATASETS, "eval_datasets"} & given.keys()
+    try:
+        made = check(replace(source, values={**source.values, **given}, origins=origins), names)
+        made = with_datasets(made) if of_datasets else made
+    except ConfigError as error:  # problems of datasets and conflicts do not name the origin of a value
+        raise ConfigError([each if where in str(each) else each.within(f"{where}: ") for each in error.problems]) from error
+    datasets = settings.datasets
+    if of_datasets:
+        of_epoch = {spec.name: spec for spec in made.datasets}
+        if list(of_epoch) != (expected := [spec.name for spec in settings.datasets]):
+            raise ConfigError.of(
+                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(of_epoch)}"
+            )
+        changed = {*given, *(given.get("eval_datasets") or {})}
+        datasets = tuple(of_epoch[spec.name] if spec.name in changed else spec for spec in settings.datasets)
+    return replace(
+        settings,
+        batch=made.batch,
+        chunks=made.chunks,
+        accumulation=made.accumulation,
+        schedule=replace(settings.schedule, learning_rate=made.schedule.learning_rate),
+        data=made.data,
+        datasets=datasets,
+    )
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """The value of a key."""
+    [(section, field)] = [
+        (attribute, each.field)
+        for attribute, kind in SECTIONS_BY_NAME.items()
+        for each in declared_keys(kind)
+        if each.name == name
+    ]
+    return getattr(getattr(settings, section), field)
 
 
 def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:

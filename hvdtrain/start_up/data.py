@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
@@ -22,6 +22,7 @@ from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, open_dataset
+from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
@@ -116,6 +117,12 @@ def open_feeds(
             raise DataError(
                 f"{other.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
             )
+    check_limits(settings, streams)
+    return feeds
+
+
+def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
+    """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
         absent = [key for key in keys if key not in streams]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
@@ -124,7 +131,6 @@ def open_feeds(
             log.warning(
                 f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(streams)}"
             )
-    return feeds
 
 
 LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
@@ -163,8 +169,7 @@ def open_datasets(
 
 def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
     """Open a dataset, and check it against the config. Raises: DataError."""
-    is_training, copies = spec is settings.train, context.copies
-    batch_keys = settings.batch.of_each_of(comm.size)
+    copies = context.copies
     files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
     dataset = open_dataset(spec, context)
     check_lengths(spec.name, dataset)
@@ -175,20 +180,40 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         spec.name,
         dataset,
         spec.order,
-        batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        settings.batch,
         comm.rank,
         comm.size,
-        settings.reduce.dataset_distribution if is_training else "shard",
-        subset=find_listed(dataset, spec.order.seq_list_filter_file),
-        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+        settings.reduce.dataset_distribution if spec is settings.train else "shard",
         files=files,
         budget=context.budget,
         parts=context.parts,
         expected=settings.expected,
     )
+    try:
+        return with_keys(feed, settings, spec, comm.size)
+    except DataError:
+        dataset.close()
+        raise
+
+
+def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> Feed:
+    """A dataset with other keys of its order, its batches and its chunks. Raises: DataError.
+
+    Args:
+        size: the number of ranks.
+    """
+    is_training, dataset = spec is settings.train, feed.dataset
+    batch_keys = settings.batch.of_each_of(size)
+    made = replace(
+        feed,
+        order_keys=spec.order,
+        batch_keys=batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        subset=find_listed(dataset, spec.order.seq_list_filter_file),
+        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+    )
     if dataset.has_fixed_order:
-        _check_fixed_order(feed, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
-    return feed
+        _check_fixed_order(made, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
+    return made
 
 
 def _check_fixed_order(feed: Feed, chunked: bool) -> None:
@@ -205,7 +230,6 @@ def _check_fixed_order(feed: Feed, chunked: bool) -> None:
     }
     what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_given in given.items() if is_given]:
-        feed.dataset.close()
         raise DataError(
             f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )

@@ -39,6 +39,7 @@ from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
@@ -163,7 +164,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+    epochs = open_epochs(settings, comm, learner, watchdog, stack)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
@@ -209,6 +211,8 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
         watchdog.beat("opening the datasets")
+        if purpose in ("forward", "export"):
+            settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
         copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
         return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
@@ -237,6 +241,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
+        saves_frozen=settings.saving.save_parameters == "all",
     )
     return framework.build(settings.learner, gradient_exchange, options)
 

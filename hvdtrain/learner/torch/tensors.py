@@ -195,14 +195,14 @@ class CudaStaging:
         data = {  # not the arrays that were read, which would take the memory twice
             key: Padded(_values(one), one.seq_lens.numpy()) for key, one in tensors.items()
         }
-        return PinnedBatch(data, batch.indices, batch.seq_tags, tensors=tensors)
+        return PinnedBatch(data, batch.indices, batch.seq_tags, joined=batch.joined, tensors=tensors)
 
     def send(self, batch: Batch) -> SentBatch:
         pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         with torch.cuda.stream(self._stream):
             tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
             copied = self._stream.record_event()
-        return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, tensors=tensors, copied=copied)
+        return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, joined=pinned.joined, tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:

@@ -81,7 +81,7 @@ new=
 [ -z "$new" ] || run venv "creating $VENV" "$PYTHON" -m venv $VENV
 mkdir -p $LOGS
 pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
-run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip "setuptools<81" wheel
+run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip setuptools wheel
 
 if [ -z "${DEVICE:-}" ]; then
     DEVICE=cpu
@@ -108,7 +108,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,kaldi,lhotse,text,returnn,demo,report,wandb,mlflow,export,completion,dev}]"
+extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,dev}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

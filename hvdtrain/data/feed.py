@@ -29,6 +29,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.types import Array, Batch, Broken, UnlikeError
@@ -164,8 +165,14 @@ class Feed:
         return self.lengths_in(1)
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
-        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch."""
-        return self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch. Without data keys that batches leave out."""
+        lengths = self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
+
+    @property
+    def frame_keys(self) -> list[str]:
+        """The data keys in batches of frames: those that `extern_data` names, or all if it names none."""
+        return [name for name in self.dataset.streams if name in self.expected] or list(self.dataset.streams)
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
@@ -189,7 +196,7 @@ class Feed:
                 f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         return PlanInputs(
-            lengths,
+            {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths,
             keys,
             self.batch_keys,
             epoch,
@@ -204,14 +211,22 @@ class Feed:
         return self.sequences_among(plan.order)
 
     def sequences_among(self, indices: Array) -> int:
-        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks."""
+        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks, or pieces."""
+        if indices.ndim == 2:
+            return int((indices[:, 1] == 0).sum())
         if self.chunks is None:
             return len(indices)
         parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
+    def sequences_of(self, indices: Array) -> Array:
+        """The sequence of each of a plan's indices, which may be chunks or pieces of sequences."""
+        if indices.ndim == 2:
+            return indices[:, 0]
+        return indices if self.chunks is None else self.chunks.sequences[indices]
+
     def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
-        """This rank's batches of a plan, as indices of sequences (or of chunks).
+        """This rank's batches of a plan, as indices of sequences (or of chunks), or as pieces.
 
         Args:
             position: the number of batches to skip at the beginning of the plan: those that all ranks together have done, or this
@@ -230,13 +245,16 @@ class Feed:
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
+        if self.batch_keys.frame_batches:
+            dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
             for indices in share:
-                some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
+                few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
+                some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
                     batch = self._read_batch(dataset, check, indices)
                 except StopIteration as error:
@@ -322,7 +340,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         )
     elements = kept if feed.chunks is None else feed.chunks.of(kept)
     alone = count_too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
-    if alone:
+    if keys.frame_batches:
+        left_out = [repr(name) for name in feed.dataset.streams if name not in feed.frame_keys]
+        more = f"; without {', '.join(left_out)}, which extern_data does not name" if left_out else ""
+        lines.append((4, f"{feed.name}: batches of frames: sequences are joined and cut at batch_size{more}"))
+    elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
 
@@ -377,7 +399,8 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     parts = []
     if limits.max_seqs is not None:
         parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
-    for limit, what in ((limits.batch_size, "padded frames"), (limits.packed_batch_size, "frames without padding")):
+    frames = "frames" if keys.frame_batches else "padded frames"
+    for limit, what in ((limits.batch_size, frames), (limits.packed_batch_size, "frames without padding")):
         if isinstance(limit, int):
             parts.append(f"{limit} {what} per rank, {limit * size} in all")
         elif limit is not None:

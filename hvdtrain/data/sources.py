@@ -24,6 +24,7 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
+from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
 
 
@@ -417,6 +418,9 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
 def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
     """Open the datasets inside, then the dataset itself; closes open ones if something fails."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
+    for path in keys.data_files():
+        if is_remote(path) and path not in copies:
+            raise DataError(f"{name}: expected a copy of {RemoteFile(path)} on a local disk, got none (set cache_dir)")
     keys = keys.with_copies(copies) if copies else keys
     inner = replace(context, budget=context.budget.part(keys.num_readers()))
     with ExitStack() as on_failure:
@@ -437,7 +441,8 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:
                 raise
-            raise DataError(f"{error} (a copy of {originals[0]})") from None
+            original = RemoteFile(originals[0]) if is_remote(originals[0]) else originals[0]
+            raise DataError(f"{error} (a copy of {original})") from None
         on_failure.pop_all()
     return dataset
 

@@ -57,19 +57,26 @@ Broken = tuple[int, str]
 
 @dataclass(frozen=True)
 class Batch:
-    """Several sequences, padded to the longest.
+    """Several sequences, padded to the longest; or pieces of sequences, joined to one row without padding.
 
     Attributes:
         data: by data key.
-        indices: of the sequences in the dataset, int64 of shape (batch,).
+        indices: of the sequences in the dataset, int64 of shape (batch,), or (number of pieces,).
         seq_tags: reads the names of the sequences.
+        joined: the number of frames of every piece, int64 of shape (number of pieces,); None: sequences are padded.
         broken: sequences of the plan that are left out.
     """
 
     data: Mapping[str, Padded]
     indices: Array
     seq_tags: Callable[[], list[str]] | None = None
+    joined: Array | None = None
     broken: Sequence[Broken] = ()
+
+    @property
+    def row_tags(self) -> Callable[[], list[str]] | None:
+        """Reads the name of the sequence in each row; None: it is unknown, or a row consists of pieces of several sequences."""
+        return self.seq_tags if self.joined is None else None
 
     @property
     def if_any(self) -> Batch | None:

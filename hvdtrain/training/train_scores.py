@@ -22,22 +22,21 @@ class TrainScores:
     """This rank's scores that have not been gathered yet, the sequences that they cover, and losses that are not finite.
 
     Args:
-        feed: the training data.
         needs_finite: whether a loss that is not finite ends the training.
 
     Attributes:
         buffer: the scores, which lines about steps also use.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, feed: Feed, needs_finite: bool) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, needs_finite: bool) -> None:
         self._comm = comm
         self._learner = learner
-        self._feed = feed
         self._needs_finite = needs_finite
         self._not_finite: list[NotFinite] = []
 
-    def begin(self, plan: Plan, position: int) -> None:
-        """Begin the steps of an epoch, or resume them at a position."""
+    def begin(self, feed: Feed, plan: Plan, position: int) -> None:
+        """Begin the steps of an epoch, or resume them at a position of its plan."""
+        self._feed = feed
         self.buffer = ScoreBuffer(self._learner.meter)
         self._account = Account(self._feed, plan, position)
         self._left_out = 0  # broken sequences of the epoch since the last call of `gather`

@@ -113,9 +113,9 @@ class ShardedOptimizer:
         whole: dict[int | str, Any] = {}
         numbers = self._numbers()
         for rank in range(self._comm.size):
-            mine: dict[Any, Any] | None = None
+            mine: dict[int | str, Any] | None = None
             if rank == self._comm.rank:
-                states = [item for member in members_of(self._optimizer) for item in member.state.items()]
+                states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
                 mine = {numbers.get(id(one), one): _on_cpu(state) for one, state in states}
             [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
             if self._comm.rank == 0:

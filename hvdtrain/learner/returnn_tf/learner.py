@@ -101,6 +101,10 @@ class NetworkLearner:
     def _is_exchanged(self) -> bool:
         return self._exchange.is_shared and self._exchange.is_active
 
+    def keys_of_epoch(self, epoch: int) -> Mapping[str, Any]:
+        """The keys that come with the network of an epoch, which is built."""
+        return self._networks.keys(epoch)
+
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._networks.begin_epoch(epoch)
         self._epoch = epoch

@@ -23,6 +23,7 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
 from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph, Score, numbers_of
+from hvdtrain.learner.returnn_tf.native_ops import announce_compiling, choose_device
 from hvdtrain.learner.returnn_tf.networks import Networks
 from hvdtrain.learner.returnn_tf.random_numbers import position_of
 from hvdtrain.learner.returnn_tf.source import NetworkSource
@@ -320,6 +321,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         tf.config.experimental.enable_op_determinism()
     if not isinstance(keys.get_model, NetworkSource):
         raise ConfigError.of("missing", "network: expected a network of RETURNN for this backend, got none")
+    choose_device()
+    announce_compiling()
     scale = options.precision.loss_scale("float32")
     max_skipped = keys.num_allowed_consec_invalid_gradient_steps
     networks = Networks(

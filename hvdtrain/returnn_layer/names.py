@@ -45,7 +45,9 @@ UNSUPPORTED = {
 
 KEYS_OF_NETWORKS = frozenset(
     """
-    network get_network optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter
+    network get_network pretrain pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate
+    pretrain_repetitions init_new_network_callback reinit_network_each_epoch use_learning_rate_control_always
+    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter
     grad_norm_to_clip_to_zero
 
     adadelta adagrad adam combine_labels ctc_prior_file debug_add_check_numerics_on_output debug_add_check_numerics_ops

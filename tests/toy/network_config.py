@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hvdtrain
 
-corpus = Path(config.value("corpus", ""))
+corpus = Path(config.value("corpus", "."))
 train = {"class": "HDFDataset", "files": [str(corpus / config.value("part", "train.hdf"))]}
 train["seq_ordering"] = config.value("ordering", "random")
 train["partition_epoch"] = config.int("parts", 1)

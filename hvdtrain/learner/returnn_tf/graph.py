@@ -58,6 +58,7 @@ class NetworkGraph:
 
     Attributes:
         description: the dict of layers.
+        epoch: for which the network was built.
         points: the gradients of an update.
         train_fetches, eval_fetches: what RETURNN's engine fetches in a step.
         layers: the layers, each with the names of its variables by their last parts.
@@ -66,6 +67,7 @@ class NetworkGraph:
     def __init__(self, options: GraphOptions, description: dict[str, Any], epoch: int) -> None:
         self.options = options
         self.description = description
+        self.epoch = epoch
         self.graph = tf.Graph()
         self.session = v1.Session(graph=self.graph, config=v1.ConfigProto(**options.session))
         self.random = RandomNumbers()
@@ -196,7 +198,8 @@ class NetworkGraph:
                 continue
             if key in ("seq_tag", "seq_idx") and key not in batch.data:
                 tags = batch.seq_tags() if batch.seq_tags is not None else [""] * len(batch.indices)
-                feed[data.placeholder] = tags if key == "seq_tag" else batch.indices
+                values = tags if key == "seq_tag" else batch.indices
+                feed[data.placeholder] = values if batch.joined is None else values[-1:]  # RETURNN names the last piece of a row
                 continue
             if key not in batch.data:
                 raise DataError(
@@ -209,7 +212,7 @@ class NetworkGraph:
                     feed[place] = padded.seq_lens
         size = self.extern_data.get_batch_info().dim
         if tf.is_tensor(size):
-            feed[size] = next(len(padded.seq_lens) for padded in batch.data.values())
+            feed[size] = len(batch.indices) if batch.joined is None else 1
         return feed
 
     def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:

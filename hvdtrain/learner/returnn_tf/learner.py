@@ -103,14 +103,8 @@ class NetworkLearner:
         return self._exchange.is_shared and self._exchange.is_active
 
     def keys_of_epoch(self, epoch: int) -> Mapping[str, Any]:
-        """The keys that follow from the network of an epoch: a network without recurrent layers gets frames in place of padded
-        sequences, as from RETURNN, which then takes one sequence more than max_seqs and ignores chunking."""
-        self._networks.begin_epoch(epoch)
-        if self.model.recurrent:
-            return {}
-        most = self._networks.config.typed_value("max_seqs")
-        more = {"max_seqs": most + 1} if isinstance(most, int) and most > 0 else {}
-        return {"frame_batches": True, "chunking": None, **more}
+        """The keys that come with the network of an epoch, which is built."""
+        return self._networks.keys(epoch)
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._networks.begin_epoch(epoch)

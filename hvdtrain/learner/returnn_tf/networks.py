@@ -11,7 +11,7 @@ import tensorflow as tf
 from returnn.config import Config, set_global_config
 from returnn.util.basic import BackendEngine, BehaviorVersion
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.learner.returnn_tf.descriptions import Description, Descriptions
 from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 
@@ -35,30 +35,70 @@ class Networks:
         self.config = returnn_config(source)
         session_options = options_of_session(self.config, threads, is_shared)
         self._options = make_options(config=self.config, session=session_options)
+        self._descriptions = Descriptions(self.config)
         self._epoch = 1
-        self.graph = NetworkGraph(self._options, self._description(1), 1)
+        self.graph = self._build(self._descriptions.of(1), 1)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Build the network of an epoch, if it differs from the present one."""
+        """Build the network of an epoch, if it differs from the present one, which passes its parameters on."""
+        if epoch != self._epoch and not self._descriptions.are_equal:
+            description = self._descriptions.of(epoch)
+            if description.differs_from(self.graph.description) or self.config.is_true("reinit_network_each_epoch"):
+                old, self.graph = self.graph, self._build(description, epoch)
+                copy_parameters(old, self.graph, description)
+                old.close()
         self._epoch = epoch
         with self.graph.graph.as_default():
             self.graph.network.set_run_opts(epoch=epoch, dataset_name="train")
 
+    def keys(self, epoch: int) -> Mapping[str, Any]:
+        """The keys with other values in an epoch, whose network is built for that."""
+        self.begin_epoch(epoch)
+        given = self._descriptions.keys(epoch)
+        return given if self.graph.network.recurrent else {**given, **self._keys_of_frames(given)}
+
     def load(self, prefix: str, epoch: int | None) -> None:
         """Load a checkpoint of TensorFlow into the network of its epoch. Raises: ValueError, if it does not fit."""
+        if epoch is not None and epoch != self._epoch and not self._descriptions.are_equal:
+            description = self._descriptions.of(epoch)
+            if description.differs_from(self.graph.description):
+                self.graph.close()
+                self.graph = self._build(description, epoch)
+        self._epoch = self._epoch if epoch is None else epoch
         try:
             self.graph.load(prefix)
         except tf.errors.OpError as error:
             raise ValueError(str(error).splitlines()[0]) from None
 
-    def _description(self, epoch: int) -> dict[str, Any]:
-        """The dict of layers of an epoch."""
-        function = self.config.typed_value("get_network")
-        description = function(epoch=epoch) if callable(function) else self.config.typed_value("network")
-        if not isinstance(description, dict):
-            name = "get_network" if callable(function) else "network"
-            raise ConfigError.of("wrong-type", f"{name}: expected a dict of layers, got {type(description).__name__}")
-        return description
+    def _build(self, description: Description, epoch: int) -> NetworkGraph:
+        return NetworkGraph(self._options, description.layers, epoch)
+
+    def _keys_of_frames(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of batches for a network that is not recurrent. RETURNN then ignores chunks and limits of lengths, and a batch
+        may have a sequence more than `max_seqs`."""
+        most = given.get("max_seqs", self.config.typed_value("max_seqs", -1))
+        keys = {"frame_batches": True, "chunking": None, "max_seq_length": None, "min_seq_length": None, "max_pad_size": None}
+        return keys if most in (None, -1) else {**keys, "max_seqs": most + 1}
+
+
+def copy_parameters(old: NetworkGraph, new: NetworkGraph, description: Description) -> None:
+    """Copy the parameters of a network to the next one, as RETURNN's engine does; others keep their initial values."""
+    with old.graph.as_default():
+        values = old.network.get_params_serialized(old.session)
+    with new.graph.as_default():
+        for layer in new.network.get_output_layers() if description.skips_output else ():
+            values.values_dict.pop(layer.name, None)
+        callback = new.options.config.typed_value("init_new_network_callback")
+        if callback is not None:
+            callback(session=new.session, new_epoch=new.epoch, new_network=new.network, old_network_params=values)
+        new.network.set_params_by_serialized(
+            values,
+            session=new.session,
+            ignore_wrong_shape=description.allows_others,
+            copy_param_mode=description.copies,
+            ignore_non_existing=description.allows_others,
+        )
+    new.set_step(old.step)
 
 
 def returnn_config(source: NetworkSource) -> Config:

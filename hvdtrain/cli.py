@@ -61,6 +61,8 @@ options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
   --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
+  --find-learning-rate
+                   train for some updates with a rate that grows, draw the losses, and suggest a rate (task find_learning_rate)
   --overfit-batches N
                    train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
   --print-config   every key in effect and where its value comes from; nothing is trained
@@ -170,7 +172,7 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
-TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
+TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary", "--find-learning-rate": "find_learning_rate"}
 """Options that stand for a task."""
 
 

@@ -63,7 +63,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
     ):
         if settings.run.overfit_batches is not None:
             session = repeat_batches(session, settings.run.overfit_batches)
-        limits = replace(open_limits(settings), mistake=partial(wrong_scores, settings))
+        limits = replace(open_limits(settings, session.epochs), mistake=partial(wrong_scores, settings))
         before = session.progress.epoch
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
@@ -73,7 +73,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
-            rates = open_rates(settings, session.comm.size)
+            rates = open_rates(settings, session.comm.size, session.epochs)
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
             with (

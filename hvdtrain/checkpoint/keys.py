@@ -110,6 +110,13 @@ class SavingKeys(Section):
         None, "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
     )
 
+    save_parameters: Literal["all", "trained"] = key(
+        "all",
+        "which parameters the model's file has: all, or only the trained ones, such as adapters, with a hash of the frozen ones "
+        "from get_model, which is checked on loading",
+        needs="torch",
+        instead="Keras saves layers by name: save those of the adapter in a callback",
+    )
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )

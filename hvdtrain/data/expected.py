@@ -195,7 +195,7 @@ class BatchCheck:
         """The batch, if it is as expected.
 
         Args:
-            indices: of the sequences (or chunks) that were requested.
+            indices: of the sequences (or chunks) that were requested, or their pieces.
 
         Raises:
             DataError: it is not as expected.
@@ -204,9 +204,9 @@ class BatchCheck:
             if key not in batch.data:
                 raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys_text(batch.data)}")
             values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
-            planned = self.lengths[key][indices]
-            if len(values) != len(indices) or len(seq_lens) != len(indices):
-                raise self._error(batch, indices, 0, key, f"expected {len(indices)} sequences in a batch, got {len(values)}")
+            planned = self.lengths[key][indices] if batch.joined is None else batch.joined.sum(keepdims=True)
+            if len(values) != len(planned) or len(seq_lens) != len(planned):
+                raise self._error(batch, indices, 0, key, f"expected {len(planned)} sequences in a batch, got {len(values)}")
             if not numpy.array_equal(seq_lens, planned):
                 row = int(numpy.flatnonzero(numpy.asarray(seq_lens) != planned)[0])
                 raise self._error(
@@ -238,15 +238,20 @@ class BatchCheck:
         wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
         if wrong.any():
             row, frame = (int(place) for place in numpy.argwhere(wrong)[0])
-            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[row, frame]} in frame {frame}"
+            got = values[row, frame]
+            if batch.joined is not None:  # the piece of a sequence, and the frame in this sequence
+                ends = numpy.cumsum(batch.joined)
+                row = int(numpy.searchsorted(ends, frame, side="right"))
+                frame += int(indices[row, 1] + batch.joined[row] - ends[row])
+            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {got} in frame {frame}"
             raise self._error(batch, indices, row, key, what)
 
     def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
         """An error with the file, the data key and the sequence."""
         try:
-            [tag] = self.dataset.tags([int(indices[row])])
+            [tag] = self.dataset.tags([int(indices[row])] if batch.joined is None else [int(indices[row, 0])])
         except Exception:  # the part that is broken may be the one that reads tags
-            tag = f"number {int(indices[row])}"
+            tag = f"number {indices[row].tolist()}"
         files = list(dict.fromkeys(path for part in self.parts for path in part.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]

@@ -18,6 +18,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy
 
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
@@ -28,10 +29,11 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch, UnlikeError
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.data.types import Array, Batch, Broken, UnlikeError
+from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
 
@@ -128,6 +130,7 @@ class Feed:
         only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
+        broken: the broken sequences that batches go on without, up to a limit.
     """
 
     name: str
@@ -144,6 +147,7 @@ class Feed:
     only: Plan | None = None
     parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
 
     @property
     def source(self) -> str:
@@ -161,8 +165,14 @@ class Feed:
         return self.lengths_in(1)
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
-        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch."""
-        return self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch. Without data keys that batches leave out."""
+        lengths = self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
+
+    @property
+    def frame_keys(self) -> list[str]:
+        """The data keys in batches of frames: those that `extern_data` names, or all if it names none."""
+        return [name for name in self.dataset.streams if name in self.expected] or list(self.dataset.streams)
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
@@ -186,7 +196,7 @@ class Feed:
                 f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         return PlanInputs(
-            lengths,
+            {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths,
             keys,
             self.batch_keys,
             epoch,
@@ -201,14 +211,22 @@ class Feed:
         return self.sequences_among(plan.order)
 
     def sequences_among(self, indices: Array) -> int:
-        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks."""
+        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks, or pieces."""
+        if indices.ndim == 2:
+            return int((indices[:, 1] == 0).sum())
         if self.chunks is None:
             return len(indices)
         parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
+    def sequences_of(self, indices: Array) -> Array:
+        """The sequence of each of a plan's indices, which may be chunks or pieces of sequences."""
+        if indices.ndim == 2:
+            return indices[:, 0]
+        return indices if self.chunks is None else self.chunks.sequences[indices]
+
     def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
-        """This rank's batches of a plan, as indices of sequences (or of chunks).
+        """This rank's batches of a plan, as indices of sequences (or of chunks), or as pieces.
 
         Args:
             position: the number of batches to skip at the beginning of the plan: those that all ranks together have done, or this
@@ -227,15 +245,18 @@ class Feed:
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
+        if self.batch_keys.frame_batches:
+            dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
             for indices in share:
-                some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
+                few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
+                some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    batch = check(dataset.batch(indices), indices)
+                    batch = self._read_batch(dataset, check, indices)
                 except StopIteration as error:
                     raise ended_iterator_error(f"{self.name}, sequences {some}", error) from error
                 except UnlikeError as error:
@@ -248,6 +269,27 @@ class Feed:
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
+
+    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
+        """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
+        try:
+            return check(dataset.batch(indices), indices)
+        except BrokenSequence as error:
+            if not self.broken.limit:
+                raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
+        kept, broken = [], []
+        for index in indices:
+            try:
+                dataset.batch(numpy.array([index]))
+                kept.append(index)
+            except BrokenSequence as error:
+                broken.append(self._broken(int(index), str(error)))
+        some = numpy.array(kept, dtype=indices.dtype)
+        return replace(check(dataset.batch(some), some) if kept else Batch({}, some), broken=broken)
+
+    def _broken(self, index: int, message: str) -> Broken:
+        """A broken sequence, given the index of the sequence or chunk in the plan."""
+        return (index if self.chunks is None else int(self.chunks.sequences[index])), message
 
 
 def check_files(feeds: Iterable[Feed]) -> None:
@@ -274,7 +316,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
-        *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
         *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
         *_cache_lines(feed, local_size),
     ]
@@ -298,7 +340,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         )
     elements = kept if feed.chunks is None else feed.chunks.of(kept)
     alone = count_too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
-    if alone:
+    if keys.frame_batches:
+        left_out = [repr(name) for name in feed.dataset.streams if name not in feed.frame_keys]
+        more = f"; without {', '.join(left_out)}, which extern_data does not name" if left_out else ""
+        lines.append((4, f"{feed.name}: batches of frames: sequences are joined and cut at batch_size{more}"))
+    elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
 
@@ -353,7 +399,8 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     parts = []
     if limits.max_seqs is not None:
         parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
-    for limit, what in ((limits.batch_size, "padded frames"), (limits.packed_batch_size, "frames without padding")):
+    frames = "frames" if keys.frame_batches else "padded frames"
+    for limit, what in ((limits.batch_size, frames), (limits.packed_batch_size, "frames without padding")):
         if isinstance(limit, int):
             parts.append(f"{limit} {what} per rank, {limit * size} in all")
         elif limit is not None:

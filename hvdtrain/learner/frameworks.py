@@ -45,6 +45,7 @@ class BuildOptions:
         bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
+        saves_frozen: whether the model's file has parameters that are not trained.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class BuildOptions:
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
+    saves_frozen: bool = True
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,10 @@ class StateBase(ABC):
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
         """
         stored = self._format.read_model(model_file)
+        tensors = stored.pop("model")
+        missing = self._left_out(stored, tensors, model_file)
         try:
-            self._set_model(stored.pop("model"))
+            self._set_model({**tensors, **missing})
         except UNSUITABLE as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
@@ -256,6 +258,18 @@ class StateBase(ABC):
     @abstractmethod
     def _model_tensors(self) -> dict[str, Tensor]:
         """The model's tensors that a checkpoint holds, by name."""
+
+    def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
+        """Remove what a model's file says about parameters that it leaves out, and return our values of them.
+
+        Args:
+            stored: the other entries of the file.
+            tensors: those of the model in the file.
+
+        Raises:
+            CheckpointError: ours have other values than those that the file was trained with.
+        """
+        return {}
 
     @abstractmethod
     def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...

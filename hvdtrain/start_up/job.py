@@ -24,7 +24,6 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
-from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
@@ -43,6 +42,7 @@ from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
@@ -167,7 +167,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+    epochs = open_epochs(settings, comm, learner, watchdog, stack)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
 
 
 def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
@@ -226,14 +227,16 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
         of_purpose["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
+        if purpose in ("forward", "export"):
+            settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
-        return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
-    copies = Copies()
+        copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
+        return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
-        copies = copy_data(settings, comm, watchdog, stack)
+    copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
@@ -254,6 +257,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
+        saves_frozen=settings.saving.save_parameters == "all",
     )
     return framework.build(settings.learner, gradient_exchange, options)
 
@@ -285,11 +289,10 @@ def checkpoint_folder(settings: Settings) -> CheckpointFolder:
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys by which a training writes files before or within an epoch, or copies its data."""
+    """The settings without the keys by which a training writes files before or within an epoch."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
         evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),

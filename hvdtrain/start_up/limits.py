@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
@@ -11,13 +13,26 @@ from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
 from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
+from hvdtrain.session import Epochs
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 
+ACCUMULATION = "accum_grad_multiple_step"
 
-def open_limits(settings: Settings) -> TrainingLimits:
+
+def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
     """When to save and when to end."""
     stops_within = settings.evaluation.serves("early_stopping")
+    of_config = rounds_per_update(settings.accumulation)
+
+    def rounds(epoch: int, epoch_continuous: float, step: int) -> int:
+        keys = epochs.keys(epoch)
+        if ACCUMULATION not in keys:
+            return of_config(epoch, epoch_continuous, step)
+        return rounds_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))(
+            epoch, epoch_continuous, step
+        )
+
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
         ends_early=lambda progress: early_stop_reason(
@@ -29,19 +44,22 @@ def open_limits(settings: Settings) -> TrainingLimits:
         evaluation_steps=settings.evaluation.eval_interval_steps,
         evaluation_minutes=settings.evaluation.eval_interval_minutes,
         may_end_within=stops_within,
-        rounds_per_update=rounds_per_update(settings.accumulation),
+        rounds_per_update=rounds,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 
 
-def open_rates(settings: Settings, size: int) -> Rates:
-    """The learning rate of an epoch and of a step."""
+def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
+    """The learning rate of an epoch and of a step. A rate for one epoch only has the effect of an entry in `learning_rates`."""
     dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
     schedule = settings.step_schedule
 
     changes_within = settings.evaluation.serves("learning_rate")
 
     def of_epoch(epoch: int, progress: Progress) -> float:
+        given = epochs.keys(epoch).get("learning_rate")
+        if given is not None:
+            return float(given)
         records: list[EpochRecord] = progress.records if changes_within else progress.history
         errors = negate_higher(records, settings.scoring.higher_is_better)
         if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:

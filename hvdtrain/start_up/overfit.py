@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.data.plan.bounds import rearrange
-from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
@@ -39,6 +37,6 @@ def repeat_batches(session: Session, number: int) -> Session:
     plan = plan_together(session.comm, feed, 1)
     size = session.comm.size if feed.distribution == "shard" else 1
     first = numpy.arange(min(number * size, plan.num_batches))
-    repeated = Plan(*rearrange(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    repeated = plan.with_batches(numpy.resize(first, plan.num_batches))
     log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
     return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])

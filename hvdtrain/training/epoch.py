@@ -171,6 +171,7 @@ def epoch_report(
         learning_rates=rates.summary(),
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
+        broken=current.left_out or None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,8 @@ class TensorFlowLearner:
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
     """
+
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
 
     def __init__(
         self,

@@ -236,7 +236,10 @@ class LossGradients:
         if not groups:
             raise nothing_to_minimize()
         for remaining, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
-            found = torch.autograd.grad(total, self._parameters, retain_graph=remaining > 0, allow_unused=True)
+            wanted = [parameter for parameter in self._parameters if parameter.requires_grad]  # others are frozen for some time
+            gradients = torch.autograd.grad(total, wanted, retain_graph=remaining > 0, allow_unused=True)
+            by_id = {id(parameter): gradient for parameter, gradient in zip(wanted, gradients, strict=True)}
+            found = [by_id.get(id(parameter)) for parameter in self._parameters]
             before = self._sums.get(key, [None] * len(found))
             self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from hvdtrain.learner.meter import (
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.seeds import OF_OPTIMIZER
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
@@ -46,15 +48,21 @@ from hvdtrain.learner.torch.device import (
     seed_all,
 )
 from hvdtrain.learner.torch.extra_models import checksum, make_extra_models
+from hvdtrain.learner.torch.freezing import Freezing
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
 from hvdtrain.learner.torch.model_file import check_storable
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
-from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
+from hvdtrain.learner.torch.optimizer_state import is_of_torch
+from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
 
@@ -83,7 +91,7 @@ class ConfigFunctions:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags, extra_models=self.extra_models))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -94,7 +102,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags, extra_models=self.extra_models))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -118,7 +126,10 @@ class TorchLearner:
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
+        freezing: freezes parameters until a step; None: none are.
     """
+
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
 
     def __init__(
         self,
@@ -129,6 +140,7 @@ class TorchLearner:
         meter: LearnerMeter,
         seed: tuple[int, int],
         batch_norm: Exchange | None = None,
+        freezing: Freezing | None = None,
     ) -> None:
         self.model = functions.model
         self.optimizer = update.optimizer
@@ -143,6 +155,8 @@ class TorchLearner:
         self._update = update
         self._seed = seed
         self._batch_norm = batch_norm
+        self._freezing = freezing
+        self._begins_update = True
         self._device = functions.device
         self._epoch = 0
         self._step = 0
@@ -155,9 +169,13 @@ class TorchLearner:
         self._checks_after_update = True  # a first call of the model can create layers
         self._epoch = epoch
         self._step = step
+        self._begins_update = True
         self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        if self._freezing is not None and self._begins_update:
+            self._freezing.apply(self._step)
+        self._begins_update = is_last_microbatch
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
@@ -241,7 +259,7 @@ class TorchLearner:
                 "wrong-result",
                 "get_model: expected the parameters that are trained, got others since training began: "
                 f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
-                "some epochs in epoch_start, rather than in get_model)",
+                "some time by freeze_until_step or in epoch_start, rather than in get_model)",
             )
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
@@ -321,17 +339,26 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
+    base = None if options.saves_frozen else FrozenBase(model, constants)
+    if base is not None:
+        log.info(f"save_parameters: the model's file has {base.description}; the others are of {describe_base(base.entry)}")
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
     if has_modes(whole):
-        check_modes(whole, options.sharded is not None, keys.ema_decay, gradient_exchange.steps is None)
-        average = OptimizerModes(trained, whole)
+        check_modes(whole, keys.ema_decay, gradient_exchange.steps is None)
+        average = OptimizerModes(trained, whole, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
-    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
+
+    def seed_optimizer(step: int) -> None:
+        seed_all(device, options.seed, 0 if are_reduced() else 1 + options.rank, step, OF_OPTIMIZER)
+
+    may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
+    seed = seed_optimizer if may_draw else None
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
-    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format)
+    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format, base)
     state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
     return TorchLearner(
         ConfigFunctions(
@@ -350,6 +377,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         _meter(keys, model, device, scale, update),
         (options.seed, options.rank),
         exchange,
+        Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None,
     )
 
 

@@ -121,6 +121,7 @@ class ArrayLearner:
     device_name = "CPU"
     staging = None
     optimizer = None
+    keys_of_epoch = None
 
     def __init__(self, keys: LearnerKeys, exchange: GradientExchange) -> None:
         self.model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device="cpu")

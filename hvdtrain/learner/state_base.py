@@ -56,6 +56,7 @@ class StateBase(ABC):
 
     Attributes:
         running: the sums of a running average, on rank 0; None: there are none.
+        other_checksums: those of models that are neither trained nor saved, by name; they have to be the same on all ranks.
     """
 
     def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
@@ -63,6 +64,7 @@ class StateBase(ABC):
         self._average = average
         self._scale = scale
         self.running: RunningAverage | None = None
+        self.other_checksums: Mapping[str, str] = {}
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 

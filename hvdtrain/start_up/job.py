@@ -270,6 +270,9 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     for kind in MODEL_KINDS:
         learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+    if settings.learner.extra_models:
+        hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
+        check_alike(comm, learner.state.other_checksums, of="extra_models: ", hint=hint, name="extra_models")
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:

@@ -13,14 +13,14 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
+from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.frozen_base import BASE, FrozenBase, describe_base, entry_of, fingerprint
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
@@ -111,9 +111,16 @@ class TorchState(StateBase):
         trained_names = [name for group in self._names_by_group() for name in group]
         names = dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())])
         stored_names = [name for name in names if name not in self._unsaved]
-        of_base = {} if self._base is None else {BASE: self._base.entry}
-        contents = replace(contents, progress={**contents.progress, **of_base})
+        contents = self._with_base(contents)
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
+
+    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        return self._with_base(super().model_contents(progress))
+
+    def _with_base(self, contents: CheckpointContents) -> CheckpointContents:
+        """The contents, with the entry about the base model whose parameters are left out, if there is one."""
+        of_base = {} if self._base is None else {BASE: self._base.entry}
+        return replace(contents, progress={**contents.progress, **of_base})
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
@@ -148,7 +155,8 @@ class TorchState(StateBase):
 
     def _set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._model.state_dict()
-        self._model.load_state_dict({**tensors, **{name: own[name] for name in self._constants}})
+        unsaved = {name: own[name] for name in self._unsaved}
+        self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
     def _kind_tensors(self, kind: Kind) -> list[torch.Tensor]:
         if kind == "parameters":

@@ -82,6 +82,11 @@ class StateBase(ABC):
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
 
+    @property
+    def base_hash(self) -> str | None:
+        """The hash of the frozen parameters, if checkpoints leave them out."""
+        return None
+
     # The moving average
 
     def start_average(self) -> None:

@@ -269,6 +269,8 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:
         learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
+        shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
 
 

@@ -13,14 +13,14 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
+from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.frozen_base import BASE, FrozenBase, describe_base, entry_of, fingerprint
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
@@ -70,6 +70,10 @@ class TorchState(StateBase):
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
+
+    @property
+    def base_hash(self) -> str | None:
+        return None if self._base is None else str(self._base.entry["sha256"])
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = self._kind_tensors(kind)
@@ -133,10 +137,15 @@ class TorchState(StateBase):
 
     def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
         entry = stored.pop(BASE, None)
+        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         if entry is None:
+            if missing and self._base is not None:
+                raise CheckpointError(
+                    f"{file}: expected all parameters, or the hash of a base model, got neither "
+                    f"{', '.join(sorted(missing)[:5])} nor that"
+                )
             return {}
         own = self._model.state_dict()
-        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
         if not isinstance(entry, dict) or fingerprint(named) != entry.get("sha256"):
             raise CheckpointError(
@@ -148,7 +157,8 @@ class TorchState(StateBase):
 
     def _set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._model.state_dict()
-        self._model.load_state_dict({**tensors, **{name: own[name] for name in self._constants}})
+        unsaved = {name: own[name] for name in self._unsaved}
+        self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
     def _kind_tensors(self, kind: Kind) -> list[torch.Tensor]:
         if kind == "parameters":

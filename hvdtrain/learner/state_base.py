@@ -87,6 +87,9 @@ class StateBase(ABC):
         """The hash of the frozen parameters, if checkpoints leave them out."""
         return None
 
+    def check_base(self) -> None:  # noqa: B027 most checkpoints leave nothing out
+        """Check that frozen parameters which checkpoints leave out are as the model was made with. Raises: ConfigError."""
+
     # The moving average
 
     def start_average(self) -> None:

@@ -177,6 +177,8 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.base_hash is not None:
+        together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:
         state.running.begin(progress.step)
     _note_keys(progress, settings)

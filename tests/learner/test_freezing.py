@@ -136,6 +136,14 @@ def test_a_file_with_everything_goes_on_with_less_if_the_base_is_the_same(tmp_pa
     assert torch.load(result.checkpoint, weights_only=True)["model"].keys().isdisjoint({"base.0.weight"})
 
 
+def test_a_base_from_another_file_is_refused_before_training(tmp_path: Path) -> None:
+    train(tmp_path / "first", lambda: adapted(2), num_epochs=1)
+    preload = {"base": {"filename": str(tmp_path / "first" / "model.001.pt"), "init_for_train": True}}
+    with pytest.raises(ConfigError, match="init_for_train = 'always'"):
+        train(tmp_path, adapted, save_parameters="trained", preload_from_files=preload)
+    assert not (tmp_path / "scores.jsonl").exists()
+
+
 def test_a_base_that_changes_is_not_lost_in_silence(tmp_path: Path) -> None:
     class Changes:
         def on_epoch_end(self, training: Any) -> None:

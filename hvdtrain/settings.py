@@ -60,7 +60,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
+from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -166,6 +166,7 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     callbacks: CallbackKeys
+    evaluation: EvaluationKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -234,6 +235,8 @@ class Settings:
             "evaluated datasets": repr([spec.name for spec in self.evaluations]),
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
+            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
+            "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
         found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
@@ -475,7 +478,8 @@ def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
     problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
-    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    framework = FRAMEWORKS[run.backend]
+    formats = (None, framework.model_suffix) if framework.model_suffix else (None, framework.suffix, SAFETENSORS)
     if saving is not None and saving.checkpoint_format not in formats:
         wanted = " or ".join(repr(name) for name in formats if name)
         problems += problem(

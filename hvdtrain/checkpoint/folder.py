@@ -18,6 +18,7 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
@@ -92,10 +93,20 @@ class CheckpointFolder:
         prefix: the config's key `model`, such as exp/g2p/model.
         suffix: the framework's file suffix.
         model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
+        model_parts, model_marker: as in `Framework`.
     """
 
-    def __init__(self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        suffix: str = "pt",
+        model_suffix: str | None = None,
+        model_parts: Sequence[str] = (),
+        model_marker: str | None = None,
+    ) -> None:
         self.suffix = suffix
+        self._model_parts = "|".join(model_parts)  # a pattern
+        self._model_marker = model_marker
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
         self.prefix = prefix
@@ -141,8 +152,15 @@ class CheckpointFolder:
         return next((path for path in names if not path.name.startswith(f"{self.prefix.name}.")), None)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that training can continue from: one with an optimizer file."""
-        return next((found for found in reversed(self._complete_checkpoints()) if found.optimizer_file.exists()), None)
+        """The newest checkpoint that training can continue from: one with an optimizer file, or one of another program where
+        these have none."""
+        found = reversed(self._complete_checkpoints())
+        return next((one for one in found if one.optimizer_file.exists() or self.is_from_elsewhere(one)), None)
+
+    def is_from_elsewhere(self, checkpoint: Checkpoint) -> bool:
+        """Whether another program wrote a model, in a format in which that can be told."""
+        marker = self._model_marker
+        return marker is not None and checkpoint.model_file.exists() and not checkpoint.model_file_as(marker).exists()
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
         """All checkpoints before another one, with or without optimizers, newest first."""
@@ -170,8 +188,30 @@ class CheckpointFolder:
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
 
-    def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
+    def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
+        """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
+        model = _unfinished(target.model_file)
+        try:
+            self.prepare(target)
+            with _checkpoint_error(target.model_file, [model]):
+                contents.write_model(model)
+                _flush_to_disk(model)
+                os.replace(model, target.model_file)
+                _flush_to_disk(self.prefix.parent)
+        except CheckpointError:
+            self._remove_unfinished()
+            raise
+
+    def tidy_models(self, newest: Checkpoint, keep: Collection[tuple[int, float]]) -> None:
+        """Remove the models within epochs whose ages are not to be kept, but for those that a training continues from."""
+        others = [found for found in self.within_epochs() if found.age not in keep and found.age != newest.age]
+        self.remove(found for found in others if not found.optimizer_file.exists())
+
+    def write(self, target: Checkpoint, contents: CheckpointContents, keep_models: Collection[tuple[int, float]] = ()) -> None:
         """Write the model and the optimizer, which completes the checkpoint.
+
+        Args:
+            keep_models: the ages of older checkpoints within epochs whose models stay.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
@@ -193,18 +233,23 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-                self.tidy(target)
+                self.tidy(target, keep_models=keep_models)
         except CheckpointError:
             self._remove_unfinished()
             raise
 
-    def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
+    def tidy(
+        self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS, keep_models: Collection[tuple[int, float]] = ()
+    ) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
-        self.remove(within_epochs - {newest})  # also incomplete ones without a model, which a kill left behind
+        kept = {found for found in within_epochs if found.age in keep_models and found.model_file.exists()} - {newest}
+        self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
+        for checkpoint in kept:
+            self._remove_all_but_model(checkpoint)
         with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             if not _is_from_returnn(checkpoint.optimizer_file):
@@ -216,6 +261,10 @@ class CheckpointFolder:
             for suffix in self.model_suffixes:
                 checkpoint.model_file_as(suffix).unlink(missing_ok=True)
             checkpoint.running_file.unlink(missing_ok=True)
+            for path in self._files() if self._model_parts else ():
+                name, start = path.name, f"{checkpoint.start.name}."
+                if name.startswith(start) and re.fullmatch(self._model_parts, name.removeprefix(start)):
+                    path.unlink(missing_ok=True)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
@@ -246,6 +295,16 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def folder_of(framework: Framework, prefix: Path, model_suffix: str | None = None) -> CheckpointFolder:
+    """The checkpoints of a framework that share a prefix.
+
+    Args:
+        model_suffix: the suffix of models to write; None: the framework's.
+    """
+    suffix = model_suffix or framework.model_suffix
+    return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker)
 
 
 def _unfinished(file: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
-from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
@@ -142,7 +142,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
-    best = BestModel(checkpoints, settings.measure)
+    best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     saver = Saver(
         comm,
         learner.state,
@@ -285,8 +285,8 @@ def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> l
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     """The folder of the training's checkpoints."""
-    suffix = FRAMEWORKS[settings.run.backend].suffix
-    return CheckpointFolder(Path(settings.run.model), suffix, settings.saving.checkpoint_format)
+    framework = FRAMEWORKS[settings.run.backend]
+    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format)
 
 
 def writing_nothing(settings: Settings) -> Settings:
@@ -296,5 +296,6 @@ def writing_nothing(settings: Settings) -> Settings:
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),
     )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
-from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import CleanupRule, folder_of, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -108,7 +108,7 @@ def clean_up_all(settings: Settings) -> None:
         prefix = Path(settings.run.model)
         higher = settings.scoring.higher_is_better
         rule = parse_rule(settings.saving.cleanup_old_models, higher) or CleanupRule(higher_is_better=higher)
-        checkpoints = CheckpointFolder(prefix, FRAMEWORKS[settings.run.backend].suffix)
+        checkpoints = folder_of(FRAMEWORKS[settings.run.backend], prefix)
 
         def remove() -> None:
             history = _history(prefix.parent / "scores.jsonl")

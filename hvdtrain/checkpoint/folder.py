@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
@@ -79,6 +79,22 @@ class Checkpoint:
         return self.epoch, float("inf") if self.step is None else self.step
 
 
+class MirrorProtocol(Protocol):
+    """A second place for the files of checkpoints, such as `checkpoint/mirror.py`. All methods raise CheckpointError."""
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        ...
+
+    def upload(self, file: Path) -> None:
+        """Store a file, whole or not at all."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+
 class CheckpointFolder:
     """The checkpoints that share a prefix.
 
@@ -86,9 +102,13 @@ class CheckpointFolder:
         prefix: the config's key `model`, such as exp/g2p/model.
         suffix: the framework's file suffix.
         model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
+        mirror: where all files are copied to, and removed from.
     """
 
-    def __init__(self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None) -> None:
+    def __init__(
+        self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None, mirror: MirrorProtocol | None = None
+    ) -> None:
+        self._mirror = mirror
         self.suffix = suffix
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
@@ -141,7 +161,7 @@ class CheckpointFolder:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             for suffix in self.model_suffixes:
-                target.model_file_as(suffix).unlink(missing_ok=True)
+                self._remove(target.model_file_as(suffix))
 
     def write_rank(self, file: Path, contents: RankContents) -> None:
         """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
@@ -150,6 +170,7 @@ class CheckpointFolder:
             contents.write(unfinished)
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
+        self._copy(file)
 
     def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
         """Write the model and the optimizer, which completes the checkpoint.
@@ -167,6 +188,8 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
+            self._copy(target.optimizer_file, target.model_file)
+            with _checkpoint_error(target.model_file):
                 self.tidy(target)
         except CheckpointError:
             self._remove_unfinished()
@@ -176,10 +199,12 @@ class CheckpointFolder:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
-        names = [self._pattern.fullmatch(path.name) for path in self._files()]
-        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
+        names = self._names()
+        matches = map(self._pattern.fullmatch, names)
+        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
         self.remove(within_epochs - {newest})  # also incomplete ones without a model, which a kill left behind
-        with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
+        finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
+        with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint)
@@ -188,17 +213,40 @@ class CheckpointFolder:
         """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""
         for checkpoint in checkpoints:
             for suffix in self.model_suffixes:
-                checkpoint.model_file_as(suffix).unlink(missing_ok=True)
+                self._remove(checkpoint.model_file_as(suffix))
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
-        for path in self._files():
-            if checkpoint.is_part(path.name):
-                path.unlink(missing_ok=True)
+        for name in self._names():
+            if checkpoint.is_part(name):
+                self._remove(self.folder / name)
 
-    def _complete_checkpoints(self) -> list[Checkpoint]:
-        """Every complete checkpoint, oldest first."""
-        matches = [self._pattern.fullmatch(path.name) for path in self._files()]
+    def _copy(self, *files: Path) -> None:
+        """Copy files to the mirror, one after the other. Raises: CheckpointError."""
+        if self._mirror is not None:
+            for file in files:
+                self._mirror.upload(file)
+
+    def _remove(self, file: Path) -> None:
+        """Remove a file, if it is there, also from the mirror. Raises: OSError, CheckpointError."""
+        file.unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(file.name)
+
+    def _names(self) -> list[str]:
+        """The names of all files, here and in the mirror. Raises: CheckpointError."""
+        names = [path.name for path in self._files()]
+        return names if self._mirror is None else list(dict.fromkeys([*names, *self._mirror.names()]))
+
+    def newest_of(self, names: Collection[str]) -> Checkpoint | None:
+        """The newest checkpoint among files of another folder that training can continue from."""
+        complete = self._complete_checkpoints(names)
+        return next((found for found in reversed(complete) if found.optimizer_file.name in names), None)
+
+    def _complete_checkpoints(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
+        """Every complete checkpoint, oldest first: on disk, or among files of another folder."""
+        names = [path.name for path in self._files()] if names is None else names
+        matches = [self._pattern.fullmatch(name) for name in names]
         models = [match for match in matches if match and match["model"]]
         found = [
             self._checkpoint(int(match["epoch"]), int(match["step"]) if match["step"] else None, match["model"])

@@ -60,6 +60,9 @@ class DatasetKeys:
     """'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by name;
     imported when a dataset is opened."""
 
+    needs_scanning: ClassVar[bool] = False
+    """Whether the opener also gets `scanning`, as it reads the data once and keeps what it finds."""
+
     @property
     def ordered_by(self) -> str | None:
         """The name of the inner dataset whose order keys apply to the whole; None: no inner dataset's do."""

@@ -426,7 +426,8 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
-            dataset: Dataset = resolve(keys.opener)(name, keys, datasets)
+            more = {"scanning": context.scanning} if keys.needs_scanning else {}
+            dataset: Dataset = resolve(keys.opener)(name, keys, datasets, **more)
         except DataError as error:
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -367,6 +368,12 @@ def _conversion(kind: str, text: Convert | None) -> Callable[[bytes, str], Array
 
 
 def _npy(content: bytes, where: str) -> Array:
+    if content.startswith(NPY_1_0):  # numpy.load takes several times as long, mostly for the header
+        start = len(NPY_1_0) + 2 + int.from_bytes(content[len(NPY_1_0) : len(NPY_1_0) + 2], "little")
+        with suppress(ValueError):
+            shape, in_fortran_order, dtype = _npy_header(content[:start])
+            if not in_fortran_order and not dtype.hasobject and len(content) == start + math.prod(shape) * dtype.itemsize:
+                return numpy.frombuffer(content, dtype, offset=start).reshape(shape)
     try:
         values: Any = numpy.load(io.BytesIO(content), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -374,6 +381,15 @@ def _npy(content: bytes, where: str) -> Array:
     if not isinstance(values, numpy.ndarray):
         raise DataError(f"{where}: expected a .npy file of numbers, got an archive of several arrays")
     return values
+
+
+NPY_1_0 = b"\x93NUMPY\x01\x00"
+
+
+@lru_cache(maxsize=4096)
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, numpy.dtype[Any]]:
+    """Shape, whether the order is Fortran's, and type, by the whole header of version 1.0. Raises: ValueError."""
+    return numpy.lib.format.read_array_header_1_0(io.BytesIO(header[len(NPY_1_0) :]))
 
 
 def _json(content: bytes, where: str) -> Array:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
@@ -37,6 +38,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -58,7 +60,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
+from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -137,7 +139,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), *STEPS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     callbacks: CallbackKeys
+    evaluation: EvaluationKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -236,6 +239,8 @@ class Settings:
             "evaluated datasets": repr([spec.name for spec in self.evaluations]),
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
+            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
+            "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
         found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
@@ -552,6 +557,12 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
+    batches = sections.get(BatchKeys)
+    if keys.skip_broken and batches is not None and batches.frame_batches:
+        problems += problem(
+            "conflict",
+            f"skip_broken: expected 0 with frame_batches, where a sequence may be in several batches, got {keys.skip_broken}",
+        )
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(
@@ -583,12 +594,15 @@ def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[P
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
+    saving = sections.get(SavingKeys)
     if run is None or run.task not in ("train", "dry_run") or not specs:
         return []
-    measures = {
+    measures: dict[str, str | list[str] | None] = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
         "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
     }
+    if saving is not None and not saving.problems():
+        measures |= average_measures(saving.average_checkpoints)
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
         Problem.of(

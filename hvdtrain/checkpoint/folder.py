@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
 
@@ -56,6 +57,11 @@ class Checkpoint:
     @property
     def optimizer_file(self) -> Path:
         return self._file(".opt")
+
+    @property
+    def running_file(self) -> Path:
+        """The file with the sums of a running average."""
+        return self.start.with_name(f"{self.start.name}.running.npz")
 
     def describe(self) -> str:
         """Where training stands, in words."""
@@ -115,7 +121,8 @@ class CheckpointFolder:
         self.prefix = prefix
         self._pattern = re.compile(
             rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
-            rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
+            rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.running\.npz"
+            rf"|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
         )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
@@ -135,6 +142,18 @@ class CheckpointFolder:
     def finished_epochs(self) -> list[int]:
         """The finished epochs that have a model, in order."""
         return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
+
+    def models(self) -> list[Checkpoint]:
+        """All checkpoints that have a model, oldest first; of a model in several formats one."""
+        return list({found.age: found for found in self._complete_checkpoints()}.values())
+
+    def within_epochs(self) -> list[Checkpoint]:
+        """The checkpoints within epochs that have a model, in order."""
+        return [found for found in self.models() if found.step is not None]
+
+    def has_name(self, file: Path) -> bool:
+        """Whether a file has the name of a checkpoint's file, whether it exists or not."""
+        return file.absolute().parent == self.folder.absolute() and self._pattern.fullmatch(file.name) is not None
 
     def other_model(self) -> Path | None:
         """A file of a training with another model prefix in the same folder; None: there is none."""
@@ -172,37 +191,73 @@ class CheckpointFolder:
             os.replace(unfinished, file)
         self._copy(file)
 
-    def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
+    def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
+        """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
+        model = _unfinished(target.model_file)
+        try:
+            self.prepare(target)
+            with _checkpoint_error(target.model_file, [model]):
+                contents.write_model(model)
+                _flush_to_disk(model)
+                os.replace(model, target.model_file)
+                _flush_to_disk(self.prefix.parent)
+            self._copy(target.model_file)
+        except CheckpointError:
+            self._remove_unfinished()
+            raise
+
+    def tidy_models(self, newest: Checkpoint, keep: Collection[tuple[int, float]]) -> None:
+        """Remove the models within epochs whose ages are not to be kept, but for those that a training continues from."""
+        others = [found for found in self.within_epochs() if found.age not in keep and found.age != newest.age]
+        self.remove(found for found in others if not found.optimizer_file.exists())
+
+    def write(self, target: Checkpoint, contents: CheckpointContents, keep_models: Collection[tuple[int, float]] = ()) -> None:
         """Write the model and the optimizer, which completes the checkpoint.
+
+        Args:
+            keep_models: the ages of older checkpoints within epochs whose models stay.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
         model, optimizer = _unfinished(target.model_file), _unfinished(target.optimizer_file)
+        running = _unfinished(target.running_file)
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file, [model, optimizer]):
+            with _checkpoint_error(target.model_file, [model, optimizer, running]):
                 contents.write(model, optimizer)
                 _flush_to_disk(model)
                 _flush_to_disk(optimizer)
+                if contents.running is not None:
+                    contents.running.write(running, {SAVE_ID: contents.progress.get(SAVE_ID)})
+                    _flush_to_disk(running)
+                    os.replace(running, target.running_file)
+                else:
+                    self._remove(target.running_file)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            self._copy(target.optimizer_file, target.model_file)
+            running_files = [target.running_file] if contents.running is not None else []
+            self._copy(target.optimizer_file, *running_files, target.model_file)
             with _checkpoint_error(target.model_file):
-                self.tidy(target)
+                self.tidy(target, keep_models=keep_models)
         except CheckpointError:
             self._remove_unfinished()
             raise
 
-    def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
+    def tidy(
+        self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS, keep_models: Collection[tuple[int, float]] = ()
+    ) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
         names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
-        self.remove(within_epochs - {newest})  # also incomplete ones without a model, which a kill left behind
+        kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}
+        self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
+        for checkpoint in kept:
+            self._remove_all_but_model(checkpoint)
         finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
         with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
         for checkpoint in with_optimizer[:-keep_optimizers]:
@@ -214,12 +269,17 @@ class CheckpointFolder:
         for checkpoint in checkpoints:
             for suffix in self.model_suffixes:
                 self._remove(checkpoint.model_file_as(suffix))
+            self._remove(checkpoint.running_file)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
+        """Remove what only a training needs that continues from a checkpoint. An average needs the running sums, too."""
         for name in self._names():
             if checkpoint.is_part(name):
                 self._remove(self.folder / name)
+
+    def _has_model(self, checkpoint: Checkpoint, names: Collection[str]) -> bool:
+        return any(checkpoint.model_file_as(suffix).name in names for suffix in self.model_suffixes)
 
     def _copy(self, *files: Path) -> None:
         """Copy files to the mirror, one after the other. Raises: CheckpointError."""

@@ -18,6 +18,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy
 
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
@@ -31,8 +32,8 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch, UnlikeError
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.data.types import Array, Batch, Broken, UnlikeError
+from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
 
@@ -129,6 +130,7 @@ class Feed:
         only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
+        broken: the broken sequences that batches go on without, up to a limit.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Feed:
     only: Plan | None = None
     parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
 
     @property
     def source(self) -> str:
@@ -253,7 +256,7 @@ class Feed:
                 few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
                 some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    batch = check(dataset.batch(indices), indices)
+                    batch = self._read_batch(dataset, check, indices)
                 except StopIteration as error:
                     raise ended_iterator_error(f"{self.name}, sequences {some}", error) from error
                 except UnlikeError as error:
@@ -266,6 +269,27 @@ class Feed:
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
+
+    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
+        """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
+        try:
+            return check(dataset.batch(indices), indices)
+        except BrokenSequence as error:
+            if not self.broken.limit:
+                raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
+        kept, broken = [], []
+        for index in indices:
+            try:
+                dataset.batch(numpy.array([index]))
+                kept.append(index)
+            except BrokenSequence as error:
+                broken.append(self._broken(int(index), str(error)))
+        some = numpy.array(kept, dtype=indices.dtype)
+        return replace(check(dataset.batch(some), some) if kept else Batch({}, some), broken=broken)
+
+    def _broken(self, index: int, message: str) -> Broken:
+        """A broken sequence, given the index of the sequence or chunk in the plan."""
+        return (index if self.chunks is None else int(self.chunks.sequences[index])), message
 
 
 def check_files(feeds: Iterable[Feed]) -> None:
@@ -292,7 +316,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
-        *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
         *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
         *_cache_lines(feed, local_size),
     ]

@@ -12,6 +12,7 @@ from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKey
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.data.remote import is_remote
+from hvdtrain.data.speech.keys import KaldiFolderKeys, LhotseDatasetKeys
 from hvdtrain.errors import Problem, problem
 
 OWN = {
@@ -83,6 +84,8 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "ArrowDataset": ArrowDatasetKeys,
     "Task12AXDataset": Task12AXDatasetKeys,
     "DummyDataset": DummyDatasetKeys,
+    "KaldiFolder": KaldiFolderKeys,
+    "LhotseDataset": LhotseDatasetKeys,
 }
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 

@@ -154,6 +154,8 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     Returns:
         The dataset, or None and the problems. The dataset of a function is only known after a call of the function.
     """
+    if is_cut_set(value):
+        value = {"class": "LhotseDataset", "cuts": value}
     if is_function(value):
         order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
         return (None if order is None else DatasetSpec(name, _open_too_early, order, is_known=False)), problems
@@ -254,6 +256,11 @@ def is_dataset(value: Any) -> bool:
     return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
 
+def is_cut_set(value: Any) -> bool:
+    """Whether a value of a config is a CutSet of Lhotse, which is not imported for that."""
+    return type(value).__name__ == "CutSet" and type(value).__module__.startswith("lhotse.")
+
+
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
@@ -263,6 +270,8 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     context = context or OpeningContext()
     opened = spec.open(context)
     dataset = as_dataset(opened)
+    if is_cut_set(opened):
+        raise DataError(f'{spec.name}: expected {{"class": "LhotseDataset", "cuts": ...}}, got a CutSet of another class')
     if dataset is None and isinstance(opened, SequenceSource):
         dataset = opened.to_train_on(spec.name, context.scanning)
     if dataset is None and is_map_style(opened):
@@ -426,8 +435,8 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
-            more = {"scanning": context.scanning} if keys.needs_scanning else {}
-            dataset: Dataset = resolve(keys.opener)(name, keys, datasets, **more)
+            scanning = (context.scanning,) if keys.scans else ()
+            dataset: Dataset = resolve(keys.opener)(name, keys, datasets, *scanning)
         except DataError as error:
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:

@@ -7,7 +7,7 @@ the state; reporting code sees only the meter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.optimizer import MULTIPLIER, OTHERS
+from hvdtrain.learner.optimizer_spec import spec_problems
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
     from hvdtrain.data.types import Array, Batch
     from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
+
+Total = Callable[[list[Tensor]], list[Tensor]]
+"""Collective. Sums tensors over the ranks."""
 
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Receives arrays by name."""
@@ -110,6 +113,16 @@ class Learner(Protocol):
 
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors. Only the scores change."""
+        ...
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
+        the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
+
+        Args:
+            batches: as many on every rank; None where this rank has none.
+            total: sums float64 tensors over the ranks.
+        """
         ...
 
     def forward(self, batch: Batch) -> list[Outputs]:
@@ -330,7 +343,7 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        if problems := self._optimizer_problems():
+        if problems := spec_problems(self.optimizer):
             return problems
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
@@ -343,29 +356,3 @@ class LearnerKeys(Section):
                 "torch_compile: expected sync_batch_norm = False, got both (communication between ranks cannot be compiled)",
             )
         return []
-
-    def _optimizer_problems(self) -> list[Problem]:
-        """Problems with the dict or dicts of the key `optimizer` that no framework is needed for."""
-        entries = {"optimizer": self.optimizer}
-        if isinstance(self.optimizer, list):
-            entries = {f"optimizer[{number}]": entry for number, entry in enumerate(self.optimizer)}
-        elif isinstance(self.optimizer, dict) and OTHERS in self.optimizer:
-            entries[f"optimizer.{OTHERS}"] = self.optimizer[OTHERS]
-        problems = [] if entries else problem("wrong-type", "optimizer: expected at least one dict in the list, got none")
-        for where, entry in entries.items():
-            if not isinstance(entry, dict):
-                if where != "optimizer":
-                    problems += problem("wrong-type", f"{where}: expected a dict with the entry 'class', got {entry!r}")
-                continue
-            if "class" not in entry:
-                problems += problem(
-                    "wrong-type", f"{where}: expected a dict with the entry 'class' (the optimizer's name), got none"
-                )
-            for rate in sorted({"lr", "learning_rate"} & set(entry)):
-                several = where != "optimizer" or OTHERS in entry
-                hint = f" ({MULTIPLIER} is a factor on it)" if several else ""
-                problems += problem(
-                    "conflict",
-                    f"{where}.{rate}: expected the learning rate in the key learning_rate, got it in the optimizer{hint}",
-                )
-        return problems

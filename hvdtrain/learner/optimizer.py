@@ -141,14 +141,6 @@ def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
     }
 
 
-MULTIPLIER = "learning_rate_multiplier"
-MULTIPLIERS = "learning_rate_multipliers"
-"""Entries of an optimizer: a factor on the learning rate, and factors by patterns of parameters' names."""
-
-PARAMETERS = "parameters"
-OTHERS = "others"
-"""Entries of one of several optimizers: which parameters it has; and the optimizer of those that Muon does not take."""
-
 BLACKLIST = "weight_decay_modules_blacklist"
 INCLUDE = "weight_decay_custom_include_check"
 

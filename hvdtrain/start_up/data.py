@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.expected import check_lengths, check_streams
@@ -109,7 +110,7 @@ def open_feeds(
     settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
 ) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog, skips_broken=True)
     streams = feeds[0].dataset.streams
     for other in feeds[1:]:
         missing = [key for key in streams if key not in other.dataset.streams]
@@ -150,8 +151,16 @@ def open_datasets(
     specs: Iterable[DatasetSpec],
     copies: Mapping[str, str] = NO_COPIES,
     watchdog: Watchdog | None = None,
+    skips_broken: bool = False,
 ) -> list[Feed]:
-    """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    """Open datasets. A file that has a copy is read from the copy.
+
+    Args:
+        skips_broken: whether `skip_broken` holds: outputs of broken sequences would be missing without a word.
+
+    Raises:
+        DataError: a file is bad.
+    """
     scanning = open_scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
@@ -163,6 +172,7 @@ def open_datasets(
     feeds = []
     for spec in specs:
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        scanning = replace(scanning, broken=BrokenSequences(spec.name, settings.data.skip_broken if skips_broken else 0))
         feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
     return feeds
 
@@ -188,6 +198,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         budget=context.budget,
         parts=context.parts,
         expected=settings.expected,
+        broken=context.scanning.broken,
     )
     try:
         return with_keys(feed, settings, spec, comm.size)

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
@@ -28,8 +29,10 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.runtime import log
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
@@ -43,11 +46,11 @@ from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
 """The purpose of a job: train; train a few batches and write nothing; evaluate, forward or export a trained model; load it
-without data; measure steps of a new model."""
+without data; load it with the training data, for statistics; measure steps of a new model."""
 
-WITH_TRAINED = ("evaluate", "forward", "export", "load")
+WITH_TRAINED = ("evaluate", "forward", "export", "load", "statistics")
 """The purposes that use a trained model."""
 
 BY_MPIRUN = (
@@ -140,7 +143,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
-    best = BestModel(checkpoints, settings.measure)
+    best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     saver = Saver(
         comm,
         learner.state,
@@ -148,14 +151,14 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         checkpoints,
         feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
+        averages=Averages(parse_averages(settings.saving.average_checkpoints), settings.measure),
         background=_background(settings, stack),
         best=best,
     )
     progress = Progress()
     _fetch_checkpoint(settings, purpose, comm, checkpoints)
     if purpose in ("train", "dry_run"):
-        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
-        _note_keys(progress, settings)
+        progress = _resume(settings, comm, saver, checkpoints, learner)
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -168,6 +171,18 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             saver.share()
     epochs = open_epochs(settings, comm, learner, watchdog, stack)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
+
+
+def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
+    """Collective. Load what a training starts from. Raises: CheckpointError."""
+    state, every = learner.state, settings.saving.running_average
+    if every is not None and comm.rank == 0:
+        state.running = RunningAverage(every, state.trained_values, new_save_id())
+    progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.running is not None:
+        state.running.begin(progress.step)
+    _note_keys(progress, settings)
+    return progress
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
@@ -212,6 +227,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
     if purpose in WITH_TRAINED:
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
+        of_purpose["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
         if purpose in ("forward", "export"):
             settings = replace(settings, batch=settings.batch.of_whole_sequences())
@@ -290,5 +306,6 @@ def writing_nothing(settings: Settings) -> Settings:
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None, checkpoint_mirror=None),
+        evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),
     )

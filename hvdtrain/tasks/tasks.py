@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import NullSaver, clean_up
@@ -113,7 +114,8 @@ def clean_up_all(settings: Settings) -> None:
             if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
                 raise ConfigError(problems)
             before = checkpoints.finished_epochs()
-            clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
+            averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
+            clean_up(checkpoints, rule, history, averages)
             BestModel(checkpoints, settings.measure).update(history)
             if checkpoints.finished_epochs() == before:
                 log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")

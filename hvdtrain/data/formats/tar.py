@@ -100,19 +100,19 @@ class TarShards(Shards):
         self.labels = {key: labels for key, (_, labels) in texts.items()}
         self._convert = {key: _conversion(kind, texts[key][0] if key in texts else None) for key, kind in kinds.items()}
         self._decode = dict(keys.decode)
-        entries = {key: (suffix, kinds.get(key, "")) for key, suffix in self._entries.items()}
+        read = {key: (suffix, kinds.get(key, "")) for key, suffix in self._entries.items()}
         found: dict[str, TarIndex] = {}
         first = scanning.rank * len(paths) // scanning.size  # so that each rank begins with other archives
         for path in (*paths[first:], *paths[:first]):
-            found[path] = _stored_index(path, list(entries.values()), scanning)
+            found[path] = _stored_index(path, list(read.values()), scanning)
         self._indices = [found[path] for path in paths]
         self._open: OrderedDict[int, BinaryIO] = OrderedDict()
         super().__init__(paths, [len(index.tags) for index in self._indices], [index.tags for index in self._indices])
         frames = numpy.concatenate([index.frames for index in self._indices])
         if (frames >= 0).all():
-            self.lengths = {key: frames[:, column].astype(numpy.int32) for column, key in enumerate(entries)}
+            self.lengths = {key: frames[:, column].astype(numpy.int32) for column, key in enumerate(read)}
             largest = numpy.max([index.largest for index in self._indices], axis=0).tolist()
-            self.dims = {key: number + 1 for key, number in zip(entries, largest, strict=True) if number >= 0}
+            self.dims = {key: number + 1 for key, number in zip(read, largest, strict=True) if number >= 0}
 
     def item(self, shard: int, row: int) -> dict[str, Array]:
         arrays = {}

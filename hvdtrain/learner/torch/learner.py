@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -32,6 +32,7 @@ from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import OF_OPTIMIZER
+from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -206,6 +207,19 @@ class TorchLearner:
         await_copy(batch)
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        norms = dict(batch_norms_of(self.model))
+        with torch.no_grad(), fresh_batch_norms(norms.values()):
+            for number, batch in enumerate(batches):
+                await_copy(batch)
+                with self._functions.watch():
+                    seed_all(self._device, *self._seed, self._step + number)
+                    if batch is not None:
+                        self._functions.losses(batch, self._epoch, self._step + number, train=True)
+                    self._finish_batch_norms(batch, forward=True)
+            total_statistics(norms.values(), total)
+        return list(norms)
 
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)

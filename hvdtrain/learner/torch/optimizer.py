@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import ConfigError, problem
-from hvdtrain.learner.optimizer import OTHERS, PARAMETERS, class_of, option_problems, wrapped_rf_module
+from hvdtrain.learner.optimizer import class_of, option_problems, wrapped_rf_module
+from hvdtrain.learner.optimizer_spec import MULTIPLIER, MULTIPLIERS, OTHERS, PARAMETERS
 from hvdtrain.learner.torch.parameter_groups import describe_type, make_groups, parameter_problems, pattern_problems
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers
 from hvdtrain.learner.torch.tensors import named_trained, trained_of
@@ -109,7 +110,7 @@ def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) ->
                 "wrong-result", f"{where}{PARAMETERS}: expected parameters for {made.__name__}, got none that are left"
             )
             continue
-        if made is MUON and not {"adjust_lr_fn", "learning_rate_multiplier", "learning_rate_multipliers"} & options.keys():
+        if made is MUON and not {"adjust_lr_fn", MULTIPLIER, MULTIPLIERS} & options.keys():
             options["adjust_lr_fn"] = "match_rms_adamw"
         groups = make_groups(model, made, options, where, chosen)
         members.append(_make_one(made, options, where, groups))

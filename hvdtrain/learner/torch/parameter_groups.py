@@ -14,8 +14,6 @@ from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer import (
     BLACKLIST,
     INCLUDE,
-    MULTIPLIER,
-    MULTIPLIERS,
     DecayRule,
     class_names,
     frontend_class_names,
@@ -23,6 +21,7 @@ from hvdtrain.learner.optimizer import (
     take_decay_rule,
     wrapped_rf_module,
 )  # fmt: skip
+from hvdtrain.learner.optimizer_spec import MULTIPLIER, MULTIPLIERS
 from hvdtrain.learner.torch.tensors import named_trained
 
 DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))

@@ -85,6 +85,10 @@ class TorchState(StateBase):
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self._trained.items():
+            yield name, parameter.detach().to("cpu").to(torch.float64, copy=True).numpy()
+
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
             with self._average.training_mode() if self._average is not None else nullcontext():
@@ -93,7 +97,7 @@ class TorchState(StateBase):
                 self._average.gather(keep=self._optimizer.is_gathered)
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        contents = self.contents(progress)
+        contents = super().snapshot(progress)
         model, optimizer = _copy((contents.model, contents.optimizer), {})
         return replace(contents, model=model, optimizer=optimizer)
 

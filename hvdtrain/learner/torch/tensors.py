@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -183,6 +183,11 @@ class SentBatch(Batch):
     copied: torch.cuda.Event
 
 
+def _fields(batch: Batch) -> dict[str, Any]:
+    """All fields of `Batch`, so that none is lost when one is added there."""
+    return {field.name: getattr(batch, field.name) for field in fields(Batch)}
+
+
 class CudaStaging:
     """`Staging` of data/feed.py for a GPU."""
 
@@ -195,14 +200,14 @@ class CudaStaging:
         data = {  # not the arrays that were read, which would take the memory twice
             key: Padded(_values(one), one.seq_lens.numpy()) for key, one in tensors.items()
         }
-        return PinnedBatch(data, batch.indices, batch.seq_tags, joined=batch.joined, tensors=tensors)
+        return PinnedBatch(**{**_fields(batch), "data": data}, tensors=tensors)
 
     def send(self, batch: Batch) -> SentBatch:
         pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         with torch.cuda.stream(self._stream):
             tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
             copied = self._stream.record_event()
-        return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, joined=pinned.joined, tensors=tensors, copied=copied)
+        return SentBatch(**_fields(pinned), tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:

@@ -482,7 +482,8 @@ def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
     problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
-    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    framework = FRAMEWORKS[run.backend]
+    formats = (None, framework.model_suffix) if framework.model_suffix else (None, framework.suffix, SAFETENSORS)
     if saving is not None and saving.checkpoint_format not in formats:
         wanted = " or ".join(repr(name) for name in formats if name)
         problems += problem(

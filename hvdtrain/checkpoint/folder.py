@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
@@ -108,14 +109,23 @@ class CheckpointFolder:
         prefix: the config's key `model`, such as exp/g2p/model.
         suffix: the framework's file suffix.
         model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
+        model_parts, model_marker: as in `Framework`.
         mirror: where all files are copied to, and removed from.
     """
 
     def __init__(
-        self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None, mirror: MirrorProtocol | None = None
+        self,
+        prefix: Path,
+        suffix: str = "pt",
+        model_suffix: str | None = None,
+        model_parts: Sequence[str] = (),
+        model_marker: str | None = None,
+        mirror: MirrorProtocol | None = None,
     ) -> None:
         self._mirror = mirror
         self.suffix = suffix
+        self._model_parts = "|".join(model_parts)  # a pattern
+        self._model_marker = model_marker
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
         self.prefix = prefix
@@ -161,8 +171,15 @@ class CheckpointFolder:
         return next((path for path in names if not path.name.startswith(f"{self.prefix.name}.")), None)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that training can continue from: one with an optimizer file."""
-        return next((found for found in reversed(self._complete_checkpoints()) if found.optimizer_file.exists()), None)
+        """The newest checkpoint that training can continue from: one with an optimizer file, or one of another program where
+        these have none."""
+        found = reversed(self._complete_checkpoints())
+        return next((one for one in found if one.optimizer_file.exists() or self.is_from_elsewhere(one)), None)
+
+    def is_from_elsewhere(self, checkpoint: Checkpoint) -> bool:
+        """Whether another program wrote a model, in a format in which that can be told."""
+        marker = self._model_marker
+        return marker is not None and checkpoint.model_file.exists() and not checkpoint.model_file_as(marker).exists()
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
         """All checkpoints before another one, with or without optimizers, newest first."""
@@ -201,7 +218,8 @@ class CheckpointFolder:
                 _flush_to_disk(model)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            self._copy(target.model_file)
+            parts = self._model_parts_of(target, self._names_here())
+            self._copy(*(self.folder / name for name in parts), target.model_file)
         except CheckpointError:
             self._remove_unfinished()
             raise
@@ -237,8 +255,11 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            running_files = [target.running_file] if contents.running is not None else []
-            self._copy(target.optimizer_file, *running_files, target.model_file)
+            parts = [
+                *self._model_parts_of(target, self._names_here()),
+                *[target.running_file.name] * (contents.running is not None),
+            ]
+            self._copy(target.optimizer_file, *(self.folder / name for name in parts), target.model_file)
             with _checkpoint_error(target.model_file):
                 self.tidy(target, keep_models=keep_models)
         except CheckpointError:
@@ -270,6 +291,8 @@ class CheckpointFolder:
             for suffix in self.model_suffixes:
                 self._remove(checkpoint.model_file_as(suffix))
             self._remove(checkpoint.running_file)
+            for name in self._model_parts_of(checkpoint, self._names()):
+                self._remove(self.folder / name)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
@@ -277,6 +300,17 @@ class CheckpointFolder:
         for name in self._names():
             if checkpoint.is_part(name):
                 self._remove(self.folder / name)
+
+    def _model_parts_of(self, checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+        """Those of some files that belong to a checkpoint's model, besides the file with its suffix."""
+        start = f"{checkpoint.start.name}."
+        parts = [name for name in names if self._model_parts and name.startswith(start)]
+        return [name for name in parts if re.fullmatch(self._model_parts, name.removeprefix(start))]
+
+    def other_files(self, checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
+        """Those of some files that belong to a checkpoint, besides its model's file."""
+        own = [name for name in names if checkpoint.is_part(name) or name == checkpoint.running_file.name]
+        return [*own, *self._model_parts_of(checkpoint, names)]
 
     def _has_model(self, checkpoint: Checkpoint, names: Collection[str]) -> bool:
         return any(checkpoint.model_file_as(suffix).name in names for suffix in self.model_suffixes)
@@ -293,9 +327,13 @@ class CheckpointFolder:
         if self._mirror is not None:
             self._mirror.remove(file.name)
 
+    def _names_here(self) -> list[str]:
+        """The names of all files on the disk."""
+        return [path.name for path in self._files()]
+
     def _names(self) -> list[str]:
         """The names of all files, here and in the mirror. Raises: CheckpointError."""
-        names = [path.name for path in self._files()]
+        names = self._names_here()
         return names if self._mirror is None else list(dict.fromkeys([*names, *self._mirror.names()]))
 
     def newest_of(self, names: Collection[str]) -> Checkpoint | None:
@@ -305,7 +343,7 @@ class CheckpointFolder:
 
     def _complete_checkpoints(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first: on disk, or among files of another folder."""
-        names = [path.name for path in self._files()] if names is None else names
+        names = self._names_here() if names is None else names
         matches = [self._pattern.fullmatch(name) for name in names]
         models = [match for match in matches if match and match["model"]]
         found = [
@@ -326,6 +364,19 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def folder_of(
+    framework: Framework, prefix: Path, model_suffix: str | None = None, mirror: MirrorProtocol | None = None
+) -> CheckpointFolder:
+    """The checkpoints of a framework that share a prefix.
+
+    Args:
+        model_suffix: the suffix of models to write; None: the framework's.
+        mirror: where all files are copied to, and removed from.
+    """
+    suffix = model_suffix or framework.model_suffix
+    return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker, mirror)
 
 
 def _unfinished(file: Path) -> Path:

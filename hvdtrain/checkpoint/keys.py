@@ -143,12 +143,14 @@ class SavingKeys(Section):
         None,
         "averages of checkpoints to make and evaluate at the end of a training: {'best': 5}, {'last': 10}, {'epochs': '10-20'}, "
         "{'steps': [...]} or {'running': 5}, with measure and recompute_statistics (docs/training.md), or a list of these",
+        needs=("torch", "tensorflow"),
     )
     running_average: int | None = key(
         None,
         "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
         "any range of epochs follows from two checkpoints",
         positive,
+        needs=("torch", "tensorflow"),
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:

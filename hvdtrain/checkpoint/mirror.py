@@ -89,7 +89,7 @@ def fetch_newest(comm: Communicator, checkpoints: CheckpointFolder, mirror: Mirr
         if comm.local_rank != 0 or newest.model_file.exists():
             return False
         newest.model_file.parent.mkdir(parents=True, exist_ok=True)
-        for name in sorted(name for name in names if newest.is_part(name) or name == newest.running_file.name):
+        for name in checkpoints.other_files(newest, names):
             mirror.download(name, newest.model_file.parent)
         mirror.download(newest.model_file.name, newest.model_file.parent)
         return True

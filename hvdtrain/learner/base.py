@@ -307,6 +307,7 @@ class LearnerKeys(Section):
         "evaluate, and save as the model, an exponential moving average of the weights with this decay per update, such as "
         "0.999; the decay starts lower",
         share,
+        needs=("torch", "tensorflow"),
     )
     sync_batch_norm: bool = key(
         False,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
-from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
 from hvdtrain.checkpoint.mirror import Mirror, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
@@ -283,8 +283,8 @@ def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> l
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     """The folder of the training's checkpoints."""
-    suffix = FRAMEWORKS[settings.run.backend].suffix
-    return CheckpointFolder(Path(settings.run.model), suffix, settings.saving.checkpoint_format, mirror_of(settings))
+    framework = FRAMEWORKS[settings.run.backend]
+    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
 
 
 def _fetch_checkpoint(settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder) -> None:

@@ -93,7 +93,11 @@ class RunKeys(Section):
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    model: str = key(
+        REQUIRED,
+        "where checkpoints go: the beginning of their names, such as exp/g2p/model",
+        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+    )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative

@@ -59,6 +59,8 @@ false, or text.
 options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
+  --find-batch-size
+                   try larger and smaller batches, write nothing; tell which batch_size fits into memory (task find_batch_size)
   --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
   --overfit-batches N
                    train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
@@ -169,7 +171,7 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
-TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
+TASK_OPTIONS = {"--dry-run": "dry_run", "--find-batch-size": "find_batch_size", "--summary": "summary"}
 """Options that stand for a task."""
 
 

@@ -63,6 +63,7 @@ from hvdtrain.training.trace import TraceKeys
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
+    "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
     "summary": "hvdtrain.tasks.inspect:summarize",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
@@ -82,7 +83,7 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "what to do: train; dry_run, find_batch_size and summary, as the options --dry-run, --find-batch-size and --summary; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
@@ -376,7 +377,7 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
     Such a task writes no checkpoint, so `model` may be missing; files then go to the working folder.
     """
     task = values.get("task")
-    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run"):
+    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run", "find_batch_size"):
         values = {**values, "model": os.path.join(os.curdir, task)}
     if task not in ("forward", "search"):
         return values
@@ -484,7 +485,7 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
-    if run is None or run.task not in ("train", "dry_run") or not specs:
+    if run is None or run.task not in ("train", "dry_run", "find_batch_size") or not specs:
         return []
     measures = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,

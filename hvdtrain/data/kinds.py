@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
+from hvdtrain.data.combine.keys import (
+    CombinedDatasetKeys,
+    ConcatDatasetKeys,
+    FilesDatasetKeys,
+    MapDatasetKeys,
+    MetaDatasetKeys,
+    MixingDatasetKeys,
+)
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.errors import Problem, problem
@@ -66,13 +73,14 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "MetaDataset": MetaDatasetKeys,
     "CombinedDataset": CombinedDatasetKeys,
     "ConcatDataset": ConcatDatasetKeys,
+    "MixingDataset": MixingDatasetKeys,
     "MapDataset": MapDatasetKeys,
     "Task12AXDataset": Task12AXDatasetKeys,
     "DummyDataset": DummyDatasetKeys,
 }
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
-ONE_BY_ONE = ("MapDataset", "FilesDataset")
+ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")
 """The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"

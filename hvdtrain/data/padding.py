@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.types import Array, Padded, Stream, UnlikeError
+from hvdtrain.data.types import Array, Packed, Padded, Stream, UnlikeError
 
 
 def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Padded:
@@ -19,20 +19,48 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     Raises:
         UnlikeError: the shapes of frames or the kinds of numbers differ: numpy would repeat, round or cut them.
     """
-    seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
-    first = sequences[0]
-    dtype = first.dtype.newbyteorder("=")  # frameworks only have tensors in this machine's byte order
-    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=dtype)
-    if first.dtype == object:
-        values[:] = ""  # strings
+    seq_lens = _lengths_of(sequences)
+    values = _empty((len(sequences), int(seq_lens.max())), sequences[0])
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
-        if sequence.shape[1:] != first.shape[1:] or (sequence.dtype != first.dtype and not _holds(first.dtype, sequence)):
-            raise UnlikeError(
-                f"{describe(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
-                f"batch has ({describe(0)}), got {sequence.dtype} of shape {sequence.shape[1:]}"
-            )
+        _check_like(sequences[0], sequence, number, describe)
         row[: len(sequence)] = sequence
     return Padded(values, seq_lens)
+
+
+def pack(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Packed:
+    """Arrays of shape (time, ...) that differ in time only, one after the other, as one of shape (frames, ...). The rest is as in
+    `pad`.
+    """
+    seq_lens = _lengths_of(sequences)
+    values = _empty((int(seq_lens.sum(dtype=numpy.int64)),), sequences[0])
+    end = 0
+    for number, sequence in enumerate(sequences):
+        _check_like(sequences[0], sequence, number, describe)
+        end += len(sequence)
+        values[end - len(sequence) : end] = sequence
+    return Packed(values, seq_lens)
+
+
+def _lengths_of(sequences: Sequence[Array]) -> Array:
+    return numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
+
+
+def _empty(shape: tuple[int, ...], like: Array) -> Array:
+    """Zeros, or empty strings, for frames like those of an array."""
+    dtype = like.dtype.newbyteorder("=")  # frameworks only have tensors in this machine's byte order
+    values = numpy.zeros((*shape, *like.shape[1:]), dtype=dtype)
+    if like.dtype == object:
+        values[:] = ""  # strings
+    return values
+
+
+def _check_like(first: Array, other: Array, number: int, describe: Callable[[int], str]) -> None:
+    """Raises: UnlikeError, if the frames of two arrays do not fit into one."""
+    if other.shape[1:] != first.shape[1:] or (other.dtype != first.dtype and not _holds(first.dtype, other)):
+        raise UnlikeError(
+            f"{describe(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
+            f"batch has ({describe(0)}), got {other.dtype} of shape {other.shape[1:]}"
+        )
 
 
 def _holds(dtype: numpy.dtype[Any], values: Array) -> bool:

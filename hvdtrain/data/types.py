@@ -50,20 +50,57 @@ class Padded:
     values: Array
     seq_lens: Array
 
+    def sequences(self) -> list[Array]:
+        """The values of every sequence, without padding."""
+        return [row[:length] for row, length in zip(self.values, self.seq_lens.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Packed(Padded):
+    """One data key of a batch without padding: the frames of one sequence after the other.
+
+    Attributes:
+        values: shape (frames, ...).
+    """
+
+    def sequences(self) -> list[Array]:
+        ends = self.seq_lens.cumsum().tolist()
+        return [self.values[end - length : end] for end, length in zip(ends, self.seq_lens.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """The datasets that the sequences of a batch come from, if an epoch mixes several.
+
+    Attributes:
+        names: of all these datasets.
+        numbers: of each sequence, the number of its dataset; int64 of shape (batch,).
+    """
+
+    names: tuple[str, ...]
+    numbers: Array
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Several sequences, padded to the longest.
+    """Several sequences, padded to the longest, or packed.
 
     Attributes:
         data: by data key.
         indices: of the sequences in the dataset, int64 of shape (batch,).
         seq_tags: reads the names of the sequences.
+        parts: where the sequences come from; None: an epoch does not mix datasets.
     """
 
     data: Mapping[str, Padded]
     indices: Array
     seq_tags: Callable[[], list[str]] | None = None
+    parts: BatchParts | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a data key is packed."""
+        return any(isinstance(padded, Packed) for padded in self.data.values())
 
 
 class UnlikeError(DataError):

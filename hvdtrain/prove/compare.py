@@ -62,8 +62,7 @@ def checksum(batch: Batch) -> int:
     sequences are distributed over batches and ranks."""
     total = 0
     for key, padded in sorted(batch.data.items()):
-        for sequence, length in zip(padded.values, padded.seq_lens.tolist(), strict=True):
-            values = sequence[:length]
+        for values in padded.sequences():
             content = repr(values.tolist()).encode() if values.dtype == object else values.tobytes()
             total += zlib.crc32(content, zlib.crc32(key.encode()))
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.feed import Staging
+from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
@@ -24,12 +24,15 @@ from hvdtrain.learner.meter import (
     Transfer,
     check_marked_losses,
     check_marked_outputs,
+    minimized_losses,
     scales_of,
     split_by_sequence,
+    split_packed,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.splitting import BatchSplitter
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -41,6 +44,8 @@ from hvdtrain.learner.torch.device import (
     device_name,
     device_of,
     enable_determinism,
+    free_memory,
+    is_out_of_memory,
     peak_memory,
     seed_all,
 )
@@ -51,8 +56,17 @@ from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
+from hvdtrain.learner.torch.tensors import (
+    CudaStaging,
+    array_of,
+    await_copy,
+    extern_data_of,
+    named_trained,
+    numbers_of,
+    with_parts,
+)
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
 
@@ -100,6 +114,8 @@ class ConfigFunctions:
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
                 vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            if lengths is not None and batch.is_packed:
+                value, lengths = split_packed(name, value, lengths), None
             outputs[name] = [array_of(row) for row in value], lengths
         return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
@@ -114,6 +130,7 @@ class TorchLearner:
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
+        splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
 
     def __init__(
@@ -125,7 +142,9 @@ class TorchLearner:
         meter: LearnerMeter,
         seed: tuple[int, int],
         batch_norm: Exchange | None = None,
+        splitter: BatchSplitter | None = None,
     ) -> None:
+        self._splitter = splitter
         self.model = functions.model
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -160,7 +179,9 @@ class TorchLearner:
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = None
-                if batch is not None:
+                if batch is not None and self._splitter is not None:
+                    self._splitter.run(batch, self._add_piece)
+                elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
@@ -211,6 +232,43 @@ class TorchLearner:
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
+    def try_batch(self, batch: Batch) -> bool:
+        await_copy(batch)
+        buffers = self._copy_buffers()
+        fits = True
+        try:
+            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+            self._gradients.compute(losses, self._update.loss_factor)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        self._restore_buffers(buffers)
+        free_memory(self._device)
+        return fits
+
+    def _add_piece(self, piece: Batch) -> None:
+        """Compute the gradients of a batch, or of a piece of one that did not fit, and its scores."""
+        buffers = self._copy_buffers()
+        try:
+            losses = self._functions.losses(piece, self._epoch, self._step, train=True)
+            for name, loss in minimized_losses(losses).items():
+                if self._splitter is not None and loss.count is None:
+                    self._splitter.check_loss(name, loss.value.ndim == 0, len(piece.indices))
+            self._gradients.add_piece(losses, self._update.loss_factor)
+        except BaseException:
+            self._restore_buffers(buffers)  # a piece is computed again
+            raise
+        self._record({name: replace(loss, value=loss.value.detach()) for name, loss in losses.items()}, piece, train=True)
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, copies: list[torch.Tensor]) -> None:
+        for buffer, copy in zip(self.model.buffers(), copies, strict=True):
+            buffer.copy_(copy)
+
     def _check_trained(self) -> None:
         """Check that the optimizer has all trained parameters: others would silently keep their values.
 
@@ -229,6 +287,7 @@ class TorchLearner:
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
+        losses = with_parts(losses, batch)
         self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
@@ -312,6 +371,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         average = OptimizerModes(trained, whole)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
+    splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
     return TorchLearner(
         ConfigFunctions(
@@ -326,10 +386,32 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         gradients,
         update,
         TorchState(model, optimizer, device, average, scale, constants, options.model_format),
-        _meter(keys, model, device, scale, update),
+        _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
         exchange,
+        splitter,
     )
+
+
+def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:
+    """What splits batches, if the config asks for it."""
+    if not keys.split_on_oom:
+        return None
+    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        log.warning(
+            f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
+        )
+    noted: list[Batch] = []
+
+    def note(batch: Batch) -> None:
+        if not noted:
+            noted.append(batch)
+            log.warning(
+                f"split_on_oom: a batch does not fit into memory and is split, {batch_text(batch)} (later ones are counted)"
+            )
+
+    return BatchSplitter(is_out_of_memory, partial(free_memory, device), note)
 
 
 def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
@@ -360,7 +442,12 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
 
 
 def _meter(
-    keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None, update: Update
+    keys: LearnerKeys,
+    model: torch.nn.Module,
+    device: torch.device,
+    scale: LossScale | None,
+    update: Update,
+    splitter: BatchSplitter | None,
 ) -> LearnerMeter:
     on_cpu = device.type == "cpu"
 
@@ -378,4 +465,5 @@ def _meter(
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm)
+    take_splits = (lambda: 0) if splitter is None else splitter.take
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm, take_splits)

@@ -48,9 +48,7 @@ def main() -> int:
     at = fitted_doubling(by_frames, lengths, plain) if options.at is None else options.at
     by_cost = matching_plan(lengths, order_keys, at, by_frames.num_batches)
     even = measure_batches(model, by_cost, frames)
-    print(
-        f"{options.sequences} sequences of {options.shortest} to {options.longest} frames; a frame costs twice as much at {at:.0f}"
-    )
+    print(f"{options.sequences} sequences of {options.shortest} to {options.longest} frames; the cost doubles at {at:.0f}")
     print(
         f"{'ranks':>5} {'batch_size in frames':>22} {'batch_cost':>12} {'and balance_ranks':>18}   idle share of the CPU seconds"
     )
@@ -69,7 +67,7 @@ def measure_batches(model: nn.Module, made: Plan, frames: numpy.ndarray) -> nump
 
 
 def fitted_doubling(made: Plan, lengths: dict[str, numpy.ndarray], seconds: numpy.ndarray) -> float:
-    """The number of frames n of a sequence at which a frame costs twice as much as in a short one: seconds = a * (n + n * n / at)."""
+    """The number of frames at which a frame costs twice as much as in a short sequence: seconds = a * (n + n * n / at)."""
     padded, longest = made.padded(lengths)["data"], made.longest(lengths)["data"]
     terms = numpy.stack([padded, padded * longest], axis=1) / seconds[:, None]  # relative errors count alike
     (linear, quadratic), *_ = numpy.linalg.lstsq(terms, numpy.ones(len(terms)), rcond=None)

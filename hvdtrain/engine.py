@@ -68,12 +68,12 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
-        self._training = Training(comm, learner, session.progress)  # what the callbacks see
+        self._training = Training(comm, learner, session.progress, session.best.measure)  # what the callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
         self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
-        self._scores = TrainScores(comm, learner, self._train, limits.finite)
+        self._scores = TrainScores(comm, learner, limits.finite)
         self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._scores)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
@@ -102,6 +102,7 @@ class Engine:
         progress = self._progress
         self._clock.begin()
         current = progress.current = progress.current or EpochProgress(number, progress.step)
+        self._train, *self._evaluations = self._session.epochs.feeds(self._session.feeds, number)
         epoch = self._plan_epoch(current)
         self._notifier.notify("on_epoch_begin")
         if not current.trained:
@@ -184,7 +185,7 @@ class Engine:
         updates = -(-(done + steps) // self._steps_per_update(epoch))
         start = EpochStart(current.epoch, step, updates, epoch.first_rate, is_resumed=done > 0)
         self._session.reducer.sync.begin_epoch(self._learner.state, start)
-        self._scores.begin(epoch.plan, current.position)
+        self._scores.begin(self._train, epoch.plan, current.position)
 
     def _steps_per_update(self, epoch: TrainingEpoch) -> int:
         """The number of steps whose gradients the next update sums."""
@@ -195,10 +196,11 @@ class Engine:
         self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}", "steps")
         with self._timer.span("data wait"):
             batch = next(batches, None)
-        if batch is not None:
-            self._scores.add(batch)
-            self._trace(current.epoch, self._progress.step, batch.indices)
-        return batch
+        if batch is None:
+            return None
+        self._scores.add(batch)
+        self._trace(current.epoch, self._progress.step, batch.indices)
+        return batch.if_any
 
     def _update(self, epoch: TrainingEpoch, begun: float) -> None:
         """Update the parameters. `begun`: the number of epochs done before the first step of the update."""
@@ -270,7 +272,7 @@ class Engine:
         Raises:
             DataError: a data file was changed, perhaps before the model was trained on it; nothing is written.
         """
-        together(self._comm, lambda: check_files(self._session.feeds), name="files")
+        together(self._comm, lambda: check_files([self._train, *self._evaluations]), name="files")
         current = self._progress.current
         if current is not None and not current.trained:
             self._scores.gather(current)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.average.final import AverageScores, make_averages
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.engine import Engine
@@ -34,6 +35,7 @@ class Trained:
         best: the contents of best.json (`checkpoint/progress.py`); None: no epoch has a score.
         checkpoint: the file with the last epoch's model.
         num_epochs: the number of epochs that this start finished.
+        averages: those of `average_checkpoints`, with their scores.
     """
 
     learner: Learner
@@ -41,6 +43,7 @@ class Trained:
     best: Mapping[str, Any] | None
     checkpoint: Path
     num_epochs: int
+    averages: Sequence[AverageScores]
 
 
 def train(settings: Settings, comm: Communicator | None = None) -> Trained:
@@ -60,7 +63,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
     ):
         if settings.run.overfit_batches is not None:
             session = repeat_batches(session, settings.run.overfit_batches)
-        limits = replace(open_limits(settings), mistake=partial(wrong_scores, settings))
+        limits = replace(open_limits(settings, session.epochs), mistake=partial(wrong_scores, settings))
         before = session.progress.epoch
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
@@ -70,7 +73,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
-            rates = open_rates(settings, session.comm.size)
+            rates = open_rates(settings, session.comm.size, session.epochs)
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
             with (
@@ -79,7 +82,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
             ):
                 Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
+        averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(progress.history)
-        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)
+        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)

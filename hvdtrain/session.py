@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import SaverProtocol
@@ -15,6 +17,22 @@ from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 
 
+class Epochs(Protocol):
+    """What differs between the epochs of a training."""
+
+    def keys(self, epoch: int) -> Mapping[str, Any]:
+        """The keys that have a value for this epoch only, with their values. Collective, if they change at all.
+
+        Raises:
+            ConfigError: a key may not change, or has a wrong value; on all ranks alike.
+        """
+        ...
+
+    def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
+        """The datasets of an epoch, given those of the job. Collective, if they change at all. Raises: HvdtrainError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Session:
     """The parts of a job on every rank: opened, built, loaded, and about to begin.
@@ -24,6 +42,7 @@ class Session:
         interrupt: signals and the time limit; watched in a training only.
         best: keeps best.json, which names the best epoch.
         progress: how far the model has been trained.
+        epochs: the keys and datasets that change with the epoch.
     """
 
     comm: Communicator
@@ -36,3 +55,4 @@ class Session:
     saver: SaverProtocol
     best: BestModel
     progress: Progress
+    epochs: Epochs

@@ -10,10 +10,11 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, unknown_keys, unsupported_keys
+from hvdtrain.config.check import build, did_you_mean, unknown_keys, unsupported_keys
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
@@ -36,6 +37,8 @@ from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
+from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -57,7 +60,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, parse_placements
+from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -65,6 +68,7 @@ TASKS = {
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
     "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
     "summary": "hvdtrain.tasks.inspect:summarize",
+    "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -83,7 +87,8 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run, find_batch_size and summary, as the options --dry-run, --find-batch-size and --summary; "
+        "what to do: train; dry_run, find_batch_size, summary and find_learning_rate, as the options --dry-run, "
+        "--find-batch-size, --summary and --find-learning-rate; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
@@ -131,7 +136,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), *STEPS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ class Settings:
     interrupt: InterruptKeys
     ending: EarlyStoppingKeys
     forwarding: ForwardKeys
+    per_epoch: PerEpochKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
@@ -178,6 +184,8 @@ class Settings:
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
+    source: Source
+    """The config's values, from which the settings of an epoch are made."""
     process: Process = OWN
     """What hvdtrain may change in the process that it runs in."""
 
@@ -326,6 +334,7 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
+        source=source,
         warnings=source.warnings,
         notes=source.notes,
     )
@@ -369,6 +378,76 @@ def with_datasets(settings: Settings) -> Settings:
     if problems:
         raise ConfigError(problems)
     return replace(settings, **found)
+
+
+DATASETS = ("train", "dev", "eval")
+
+MAY_CHANGE = (
+    *(each.name for section in (BatchKeys, ChunkKeys, AccumulationKeys) for each in declared_keys(section)),
+    *("learning_rate", *DATASETS, "eval_datasets"),
+)
+"""The keys that may have another value in an epoch."""
+
+
+def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) -> Settings:
+    """The settings with other values of some keys in an epoch; those of datasets are opened again only if these keys are given.
+
+    Args:
+        where: the values come from, for messages.
+
+    Raises:
+        ConfigError: with all problems: keys that may not change, wrong values, conflicts with other keys.
+    """
+    names = [each.name for each in all_keys()]
+    problems: list[Problem] = []
+    for name in given:
+        if name in names and name not in MAY_CHANGE:
+            problems += problem(
+                "unsupported",
+                f"{where}: {name}: it cannot change with the epoch (keys of batches, chunks and accumulation, learning_rate, "
+                "train, dev, eval and eval_datasets can)",
+            )
+        elif name not in names:
+            problems += problem("unknown-key", f"{where}: {name}: unknown key{did_you_mean(name, MAY_CHANGE)}")
+    if problems:
+        raise ConfigError(problems)
+    source = settings.source
+    origins = {**source.origins, **dict.fromkeys(given, where)}
+    of_datasets = {*DATASETS, "eval_datasets"} & given.keys()
+    try:
+        made = check(replace(source, values={**source.values, **given}, origins=origins), names)
+        made = with_datasets(made) if of_datasets else made
+    except ConfigError as error:  # problems of datasets and conflicts do not name the origin of a value
+        raise ConfigError([each if where in str(each) else each.within(f"{where}: ") for each in error.problems]) from error
+    datasets = settings.datasets
+    if of_datasets:
+        of_epoch = {spec.name: spec for spec in made.datasets}
+        if list(of_epoch) != (expected := [spec.name for spec in settings.datasets]):
+            raise ConfigError.of(
+                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(of_epoch)}"
+            )
+        changed = {*given, *(given.get("eval_datasets") or {})}
+        datasets = tuple(of_epoch[spec.name] if spec.name in changed else spec for spec in settings.datasets)
+    return replace(
+        settings,
+        batch=made.batch,
+        chunks=made.chunks,
+        accumulation=made.accumulation,
+        schedule=replace(settings.schedule, learning_rate=made.schedule.learning_rate),
+        data=made.data,
+        datasets=datasets,
+    )
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """The value of a key."""
+    [(section, field)] = [
+        (attribute, each.field)
+        for attribute, kind in SECTIONS_BY_NAME.items()
+        for each in declared_keys(kind)
+        if each.name == name
+    ]
+    return getattr(getattr(settings, section), field)
 
 
 def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
@@ -472,6 +551,12 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
+    batches = sections.get(BatchKeys)
+    if keys.skip_broken and batches is not None and batches.frame_batches:
+        problems += problem(
+            "conflict",
+            f"skip_broken: expected 0 with frame_batches, where a sequence may be in several batches, got {keys.skip_broken}",
+        )
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(
@@ -479,18 +564,39 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)",
         )
-    return specs, problems + _impossible_measures(sections, source, specs)
+    return specs, problems + _remote_problems(sections, specs) + _impossible_measures(sections, source, specs)
+
+
+def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
+    """Problems with what reading remote data files needs: packages, and a folder for local copies."""
+    urls: dict[str, list[str]] = {}
+    for part in [part for spec in specs for part in spec.all()]:
+        if remote := list(filter(is_remote, part.files)):
+            urls[part.name] = remote
+    problems = [problem for name, some in urls.items() for problem in package_problems(name, some)]
+    copies = sections.get(CopyKeys)
+    if urls and copies is not None and copies.cache_dir is None:
+        name, some = next(iter(urls.items()))
+        problems += problem(
+            "missing",
+            f"cache_dir: expected a folder on a local disk for copies of the remote files of {name}, such as "
+            f"{RemoteFile(some[0])}, got None",
+        )
+    return problems
 
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
+    saving = sections.get(SavingKeys)
     if run is None or run.task not in ("train", "dry_run", "find_batch_size") or not specs:
         return []
-    measures = {
+    measures: dict[str, str | list[str] | None] = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
         "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
     }
+    if saving is not None and not saving.problems():
+        measures |= average_measures(saving.average_checkpoints)
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
         Problem.of(
@@ -510,7 +616,8 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
         return None, []
     from hvdtrain.data.sources import forward_dataset  # here, as in _datasets
 
-    return forward_dataset(keys, run.task)
+    spec, problems = forward_dataset(keys, run.task)
+    return spec, problems + ([] if spec is None else _remote_problems(sections, [spec]))
 
 
 def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:

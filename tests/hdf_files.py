@@ -1,5 +1,7 @@
 """Small HDF files that tests write and change, and those that RETURNN wrote."""
 
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +80,13 @@ EXPECTED = [
     ("first", {"data": [[0, 1], [2, 3], [4, 5]], "classes": [3]}),
     ("second", {"data": [[6, 7], [8, 9]], "classes": [1, 0, 2]}),
 ]
+
+
+def frames_of_epochs(path: Path, epochs: int) -> Counter[tuple[int, int]]:
+    """All frames of a file's data, by their checksums, once in every epoch."""
+    dataset = open_hdf([str(path)])
+    frames = Counter(
+        zlib.crc32(frame.tobytes()) for index in range(dataset.num_sequences) for frame in dataset.sequence(index)["data"]
+    )
+    dataset.close()
+    return Counter({(epoch, frame): count for epoch in range(1, epochs + 1) for frame, count in frames.items()})

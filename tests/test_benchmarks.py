@@ -18,6 +18,7 @@ TINY = {
     "checks": "--sequences 2 --frames 10 --width 4 --rounds 1".split(),
     "planning": ["--sequences", "1000", "--ranks", "1"],
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
+    "speech": "--recordings 2 --seconds 1 --rounds 1 --cuts 100".split(),
     "step_log": ["--steps", "10", "--rounds", "1"],
     "everything": ["--steps", "4", "--rounds", "1", "--services", "", "--settle", "0"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
@@ -37,12 +38,19 @@ PRINTED = {
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
     "everything": "| wall-clock time | ",
+    "speech": "| 100 cuts, later start |",
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
-NEEDS = {"returnn_training": "returnn", "long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
+NEEDS = {
+    "speech": "lhotse",
+    "returnn_training": "returnn",
+    "long_sequences": "returnn",
+    "short_sequences": "returnn",
+    "hdf_layouts": "hdf5plugin",
+}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@
 #   PIP_FIND_LINKS=/wheels ...             wheels on this machine that pip may use, such as a CPU build of torch
 #   TESTS="tests/doctor tests/comm" ...    run these tests afterwards
 #
-# In it, `make train` runs as root; then a user, who may not install packages, clones the result and runs README's example
-# in one process and on two ranks, and the dev score of the last epoch has to be README's.
+# In it, `make train` runs as root. Then a user, who may not install Debian's packages, runs `make setup` in another checkout and
+# README's example in one process and on two ranks; the dev score of the last epoch has to be README's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SUITE=${1:-}
@@ -78,13 +78,15 @@ grep -q "Finished training" "$log"
 # score COMMAND...: the dev score of the last epoch that the command prints
 score() { "$@" 2>&1 | tee -a "$log" | sed -n 's/^epoch 3 evaluation: dev: ce //p'; }
 readme=$(sed -n 's/^    epoch 3 evaluation: dev: ce //p' README.md | sort -u)
-say "README's example, as a user"
+say "make setup and README's example, as a user"
 inside useradd --create-home someone
-inside cp -r /hvdtrain/configs /home/someone/
+mkdir "$root/home/someone/hvdtrain"
+git archive HEAD | tar x -C "$root/home/someone/hvdtrain"
 inside chown -R someone /home/someone
 as_someone=(su someone -c)
-one=$(score inside "${as_someone[@]}" "cd && /hvdtrain/.venv/bin/python -m hvdtrain configs/smallest.py ++model exp/one/model")
-two=$(score inside "${as_someone[@]}" "cd && mpirun -np 2 --bind-to none --oversubscribe /hvdtrain/.venv/bin/python -m hvdtrain \
+inside "${as_someone[@]}" "cd ~/hvdtrain && make setup" >>"$log" 2>&1
+one=$(score inside "${as_someone[@]}" "cd ~/hvdtrain && .venv/bin/python -m hvdtrain configs/smallest.py ++model exp/one/model")
+two=$(score inside "${as_someone[@]}" "cd ~/hvdtrain && mpirun -np 2 --bind-to none --oversubscribe .venv/bin/python -m hvdtrain \
 configs/smallest.py ++use_horovod 1 ++model exp/two/model")
 if [ "$one" != "$readme" ] || [ "$two" != "$readme" ]; then
     say "expected a dev ce of $readme from README's example, got '$one' in one process and '$two' on two ranks"
@@ -94,7 +96,7 @@ if [ -n "${TESTS:-}" ]; then
     say "the tests"
     # shellcheck disable=SC2086
     inside env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 \
-        sh -c "cd /hvdtrain && .venv/bin/python -m pytest -n 3 --dist loadscope $TESTS" 2>&1 | tee -a "$log" >&2
+        sh -c "cd /hvdtrain && make data data/returnn/demo-torch.config && .venv/bin/python -m pytest -n 3 --dist loadscope $TESTS" 2>&1 | tee -a "$log" >&2
 fi
 
 version() { inside /hvdtrain/.venv/bin/python -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || echo none; }

@@ -18,6 +18,7 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
 
@@ -57,6 +58,11 @@ class Checkpoint:
     def optimizer_file(self) -> Path:
         return self._file(".opt")
 
+    @property
+    def running_file(self) -> Path:
+        """The file with the sums of a running average."""
+        return self.start.with_name(f"{self.start.name}.running.npz")
+
     def describe(self) -> str:
         """Where training stands, in words."""
         return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
@@ -95,7 +101,8 @@ class CheckpointFolder:
         self.prefix = prefix
         self._pattern = re.compile(
             rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
-            rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
+            rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.running\.npz"
+            rf"|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
         )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
@@ -115,6 +122,18 @@ class CheckpointFolder:
     def finished_epochs(self) -> list[int]:
         """The finished epochs that have a model, in order."""
         return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
+
+    def models(self) -> list[Checkpoint]:
+        """All checkpoints that have a model, oldest first; of a model in several formats one."""
+        return list({found.age: found for found in self._complete_checkpoints()}.values())
+
+    def within_epochs(self) -> list[Checkpoint]:
+        """The checkpoints within epochs that have a model, in order."""
+        return [found for found in self.models() if found.step is not None]
+
+    def has_name(self, file: Path) -> bool:
+        """Whether a file has the name of a checkpoint's file, whether it exists or not."""
+        return file.absolute().parent == self.folder.absolute() and self._pattern.fullmatch(file.name) is not None
 
     def other_model(self) -> Path | None:
         """A file of a training with another model prefix in the same folder; None: there is none."""
@@ -158,12 +177,19 @@ class CheckpointFolder:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
         model, optimizer = _unfinished(target.model_file), _unfinished(target.optimizer_file)
+        running = _unfinished(target.running_file)
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file, [model, optimizer]):
+            with _checkpoint_error(target.model_file, [model, optimizer, running]):
                 contents.write(model, optimizer)
                 _flush_to_disk(model)
                 _flush_to_disk(optimizer)
+                if contents.running is not None:
+                    contents.running.write(running, {SAVE_ID: contents.progress.get(SAVE_ID)})
+                    _flush_to_disk(running)
+                    os.replace(running, target.running_file)
+                else:
+                    target.running_file.unlink(missing_ok=True)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
@@ -189,9 +215,11 @@ class CheckpointFolder:
         for checkpoint in checkpoints:
             for suffix in self.model_suffixes:
                 checkpoint.model_file_as(suffix).unlink(missing_ok=True)
+            checkpoint.running_file.unlink(missing_ok=True)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
+        """Remove what only a training needs that continues from a checkpoint. An average needs the running sums, too."""
         for path in self._files():
             if checkpoint.is_part(path.name):
                 path.unlink(missing_ok=True)

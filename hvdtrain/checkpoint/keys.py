@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdtrain.checkpoint.average_rules import parse_averages
 from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
@@ -109,6 +110,13 @@ class SavingKeys(Section):
         None, "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
     )
 
+    save_parameters: Literal["all", "trained"] = key(
+        "all",
+        "which parameters the model's file has: all, or only the trained ones, such as adapters, with a hash of the frozen ones "
+        "from get_model, which is checked on loading",
+        needs="torch",
+        instead="Keras saves layers by name: save those of the adapter in a callback",
+    )
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
@@ -124,12 +132,34 @@ class SavingKeys(Section):
         "4th epoch of the first 10 and every 20th of the first 50)",
     )
 
+    average_checkpoints: dict[str, Any] | list[Any] | None = key(
+        None,
+        "averages of checkpoints to make and evaluate at the end of a training: {'best': 5}, {'last': 10}, {'epochs': '10-20'}, "
+        "{'steps': [...]} or {'running': 5}, with measure and recompute_statistics (docs/training.md), or a list of these",
+    )
+    running_average: int | None = key(
+        None,
+        "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
+        "any range of epochs follows from two checkpoints",
+        positive,
+    )
+
     def problems(self, others: Sections = ALONE) -> list[Problem]:
+        found = self._format_problems() + self._average_problems()
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
-            return [*error.problems, *self._format_problems()]
-        return self._format_problems()
+            return [*error.problems, *found]
+        return found
+
+    def _average_problems(self) -> list[Problem]:
+        try:
+            rules = parse_averages(self.average_checkpoints)
+        except ConfigError as error:
+            return error.problems
+        if self.running_average is None and any(rule.kind == "running" for rule in rules):
+            return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
+        return []
 
     def _format_problems(self) -> list[Problem]:
         return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hvdtrain.checkpoint.average_rules import Averages
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
@@ -19,8 +20,12 @@ from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.reducer import EpochSync
+from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
+from hvdtrain.schedule.history import EpochRecord
+
+NO_AVERAGES = Averages()
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
@@ -65,6 +70,7 @@ class Saver:
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
+        averages: Averages = NO_AVERAGES,
         background: ThreadPoolExecutor | None = None,
         best: BestModel | None = None,
     ) -> None:
@@ -74,6 +80,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._distribution = distribution
         self._cleanup = cleanup
+        self._averages = averages
         self._background = background
         self._best = best
         self._writing: Future[None] | None = None
@@ -127,7 +134,7 @@ class Saver:
             return
         self._note_best(progress)  # before the model that best.json names may be removed
         if self._cleanup is not None:
-            clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+            clean_up(self._checkpoints, self._cleanup, progress.history, self._averages)
             self._note_best(progress)
 
     def finish(self) -> None:
@@ -177,7 +184,20 @@ class Saver:
                 f"{file}: expected the state {checkpoint.describe()}, as its name says, got that {progress.describe()} (was the "
                 "file renamed?)"
             )
+        if self._state.running is not None:
+            self._restore_running(checkpoint, state, self._state.running)
         return state, progress
+
+    def _restore_running(self, checkpoint: Checkpoint, state: Mapping[str, Any], running: RunningAverage) -> None:
+        """Continue the sums of a checkpoint, if it has them. Raises: CheckpointError."""
+        file = checkpoint.running_file
+        if not file.exists():
+            log.info(f"running_average: {checkpoint.model_file.name} has no sums; they begin here")
+            return
+        sums, marks = RunningSums.read(file)
+        if marks.get(SAVE_ID) != state.get(SAVE_ID):
+            raise DamagedCheckpoint(f"{file}: expected the sums saved with {checkpoint.model_file.name}, got others")
+        running.restore(sums)
 
     def is_intact(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
         """Whether training could continue from a checkpoint, or from its model. Finds out by loading it, on this rank only."""
@@ -254,10 +274,15 @@ class Saver:
         return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.has_tensors(part))
 
 
-def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
-    """Remove the models that a rule does not keep."""
+def clean_up(
+    checkpoints: CheckpointFolder, rule: CleanupRule, history: Sequence[EpochRecord], averages: Averages = NO_AVERAGES
+) -> None:
+    """Remove the models that neither a rule keeps nor an average needs."""
     epochs = checkpoints.finished_epochs()
-    kept = rule.epochs_to_keep(epochs, scores)
+    kept = rule.epochs_to_keep(epochs, {record.epoch: record.scores for record in history})
+    for epoch, reasons in averages.epochs_to_keep(epochs, history).items():
+        kept[epoch] = [*kept.get(epoch, []), *reasons]
+    kept = dict(sorted(kept.items()))
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
         log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(kept)}.")

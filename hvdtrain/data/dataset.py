@@ -11,12 +11,13 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.types import Array, Batch, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -161,6 +162,7 @@ class Scanning:
         note: called with a line for the log.
         processes: how many processes this rank may start to read while the other ranks do the same.
         processes_alone: how many it may start while the other ranks wait for it.
+        broken: counts the sequences that are found broken when the dataset is opened.
     """
 
     folder: Path | None = None
@@ -171,6 +173,7 @@ class Scanning:
     note: Callable[[str], None] = lambda line: None
     processes: int = 1
     processes_alone: int = 1
+    broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
 
 
 class SequenceSource(ABC):

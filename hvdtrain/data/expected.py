@@ -195,7 +195,7 @@ class BatchCheck:
         """The batch, if it is as expected.
 
         Args:
-            indices: of the sequences (or chunks) that were requested.
+            indices: of the sequences (or chunks) that were requested, or their pieces.
 
         Raises:
             DataError: it is not as expected.
@@ -204,11 +204,11 @@ class BatchCheck:
             if key not in batch.data:
                 raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys_text(batch.data)}")
             values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
-            planned = self.lengths[key][indices]
+            planned = self.lengths[key][indices] if batch.joined is None else batch.joined.sum(keepdims=True)
             is_packed = isinstance(batch.data[key], Packed)
             number = len(seq_lens) if is_packed else len(values)
-            if number != len(indices) or len(seq_lens) != len(indices):
-                raise self._error(batch, indices, 0, key, f"expected {len(indices)} sequences in a batch, got {number}")
+            if number != len(planned) or len(seq_lens) != len(planned):
+                raise self._error(batch, indices, 0, key, f"expected {len(planned)} sequences in a batch, got {number}")
             if not numpy.array_equal(seq_lens, planned):
                 row = int(numpy.flatnonzero(numpy.asarray(seq_lens) != planned)[0])
                 raise self._error(
@@ -244,15 +244,18 @@ class BatchCheck:
         if wrong.any():
             place = tuple(numpy.argwhere(wrong)[0].tolist())
             row, frame = place if len(place) == 2 else _place_in_sequence(place[0], seq_lens)
+            if batch.joined is not None:  # the piece of a sequence, and the frame in this sequence
+                row, frame = _place_in_sequence(frame, batch.joined)
+                frame += int(indices[row, 1])
             what = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[place]} in frame {frame}"
             raise self._error(batch, indices, row, key, what)
 
     def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
         """An error with the file, the data key and the sequence."""
         try:
-            [tag] = self.dataset.tags([int(indices[row])])
+            [tag] = self.dataset.tags([int(indices[row])] if batch.joined is None else [int(indices[row, 0])])
         except Exception:  # the part that is broken may be the one that reads tags
-            tag = f"number {int(indices[row])}"
+            tag = f"number {indices[row].tolist()}"
         files = list(dict.fromkeys(path for part in self.parts for path in part.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os.path import abspath
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
 
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
@@ -29,11 +31,12 @@ from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.mix import mixed_parts
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.data.types import Array, Batch, BatchParts, Broken, UnlikeError
+from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
 
@@ -130,6 +133,7 @@ class Feed:
         only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
+        broken: the broken sequences that batches go on without, up to a limit.
     """
 
     name: str
@@ -146,6 +150,7 @@ class Feed:
     only: Plan | None = None
     parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
 
     @property
     def source(self) -> str:
@@ -163,8 +168,14 @@ class Feed:
         return self.lengths_in(1)
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
-        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch."""
-        return self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch. Without data keys that batches leave out."""
+        lengths = self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
+
+    @property
+    def frame_keys(self) -> list[str]:
+        """The data keys in batches of frames: those that `extern_data` names, or all if it names none."""
+        return [name for name in self.dataset.streams if name in self.expected] or list(self.dataset.streams)
 
     @property
     def packed_keys(self) -> tuple[str, ...]:
@@ -204,7 +215,7 @@ class Feed:
                 f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         return PlanInputs(
-            lengths,
+            {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths,
             keys,
             self.batch_keys,
             epoch,
@@ -220,14 +231,22 @@ class Feed:
         return self.sequences_among(plan.order)
 
     def sequences_among(self, indices: Array) -> int:
-        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks."""
+        """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks, or pieces."""
+        if indices.ndim == 2:
+            return int((indices[:, 1] == 0).sum())
         if self.chunks is None:
             return len(indices)
         parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
+    def sequences_of(self, indices: Array) -> Array:
+        """The sequence of each of a plan's indices, which may be chunks or pieces of sequences."""
+        if indices.ndim == 2:
+            return indices[:, 0]
+        return indices if self.chunks is None else self.chunks.sequences[indices]
+
     def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
-        """This rank's batches of a plan, as indices of sequences (or of chunks).
+        """This rank's batches of a plan, as indices of sequences (or of chunks), or as pieces.
 
         Args:
             position: the number of batches to skip at the beginning of the plan: those that all ranks together have done, or this
@@ -246,17 +265,20 @@ class Feed:
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
+        if self.batch_keys.frame_batches:
+            dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
 
-        mix, packed = self.dataset.mix, self.packed_keys
+        mix = self.dataset.mix
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
             for indices in share:
-                some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
+                few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
+                some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    batch = check(dataset.batch(indices, packed) if packed else dataset.batch(indices), indices)
+                    batch = self._read_batch(dataset, check, indices)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
                 except StopIteration as error:
@@ -271,6 +293,29 @@ class Feed:
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
+
+    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
+        """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
+        packed = self.packed_keys
+        read = partial(dataset.batch, packed=packed) if packed else dataset.batch
+        try:
+            return check(read(indices), indices)
+        except BrokenSequence as error:
+            if not self.broken.limit:
+                raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
+        kept, broken = [], []
+        for index in indices:
+            try:
+                read(numpy.array([index]))
+                kept.append(index)
+            except BrokenSequence as error:
+                broken.append(self._broken(int(index), str(error)))
+        some = numpy.array(kept, dtype=indices.dtype)
+        return replace(check(read(some), some) if kept else Batch({}, some), broken=broken)
+
+    def _broken(self, index: int, message: str) -> Broken:
+        """A broken sequence, given the index of the sequence or chunk in the plan."""
+        return (index if self.chunks is None else int(self.chunks.sequences[index])), message
 
 
 def check_files(feeds: Iterable[Feed]) -> None:
@@ -323,7 +368,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     elements = kept if feed.chunks is None else feed.chunks.of(kept)
     sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     alone = count_too_long(sizes, limits)
-    if alone:
+    if keys.frame_batches:
+        left_out = [repr(name) for name in feed.dataset.streams if name not in feed.frame_keys]
+        more = f"; without {', '.join(left_out)}, which extern_data does not name" if left_out else ""
+        lines.append((4, f"{feed.name}: batches of frames: sequences are joined and cut at batch_size{more}"))
+    elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
 
@@ -392,6 +441,8 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     if limits.max_seqs is not None:
         parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
     units = ("padded frames", "frames without padding") if keys.batch_cost is None else ("padded cost", "cost without padding")
+    if keys.frame_batches:
+        units = ("frames", units[1])
     for limit, what in zip((limits.batch_size, limits.packed_batch_size), units, strict=True):
         if isinstance(limit, int):
             parts.append(f"{limit} {what} per rank, {limit * size} in all")

@@ -41,6 +41,12 @@ def pack(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".f
     return Packed(values, seq_lens)
 
 
+def join(sequences: Sequence[Array], describe: Callable[[int], str] = "part {}".format) -> Padded:
+    """Arrays of shape (time, ...) one after the other, as one row of shape (1, frames, ...). The rest is as in `pad`."""
+    values = pack(sequences, describe).values[None]
+    return Padded(values, numpy.array([values.shape[1]], dtype=numpy.int32))
+
+
 def _lengths_of(sequences: Sequence[Array]) -> Array:
     return numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
 

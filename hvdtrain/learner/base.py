@@ -7,21 +7,25 @@ the state; reporting code sees only the meter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
+from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
 from hvdtrain.errors import Problem, problem
+from hvdtrain.learner.optimizer_spec import spec_problems
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
     from hvdtrain.data.types import Array, Batch
     from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
+
+Total = Callable[[list[Tensor]], list[Tensor]]
+"""Collective. Sums tensors over the ranks."""
 
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Receives arrays by name."""
@@ -59,6 +63,12 @@ class Learner(Protocol):
     device_name: str
     observer: Observer | None
     staging: Staging | None
+
+    @property
+    def keys_of_epoch(self) -> Callable[[int], Mapping[str, Any]] | None:
+        """Called before an epoch is planned, with its number; returns the keys that have another value in this epoch, because of
+        the model (see `keys_of_epoch` in a config). None: keys do not depend on the model."""
+        ...
 
     @property
     def state(self) -> StateBase:
@@ -108,6 +118,16 @@ class Learner(Protocol):
     def try_batch(self, batch: Batch) -> bool:
         """Compute a batch's losses and gradients and drop them; False if memory does not suffice. Collective if it is the first
         step of a training."""
+        ...
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
+        the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
+
+        Args:
+            batches: as many on every rank; None where this rank has none.
+            total: sums float64 tensors over the ranks.
+        """
         ...
 
     def forward(self, batch: Batch) -> list[Outputs]:
@@ -269,9 +289,10 @@ class LearnerKeys(Section):
     forward_step: Callable[..., Any] | str | None = key(
         None, "task forward or search: function {signature} that marks a batch's outputs", signature="*, model, extern_data, **_"
     )
-    optimizer: dict[str, Any] | str | Callable[..., Any] = key(
+    optimizer: dict[str, Any] | list[dict[str, Any]] | str | Callable[..., Any] = key(
         {"class": "adam"},
-        "the optimizer's class by name (or 'package.module.Class') and its options, or a function {signature} that returns one",
+        "the optimizer's class by name (or 'package.module.Class') and its options, a function {signature} that returns one, or "
+        "a list of several such dicts, each with the parameters that it has (`parameters`; docs/optimizers.md)",
         signature="parameters",
     )
     gradient_clip_global_norm: float | None = key(
@@ -301,6 +322,14 @@ class LearnerKeys(Section):
         "compute BatchNorm's statistics over the batches of all ranks (with horovod_reduce_type 'grad')",
         needs="torch",
     )
+    freeze_until_step: dict[str, int] = key(
+        {},
+        "by patterns of parameters' names such as 'encoder.*', the number of steps for which they are not trained; of several "
+        "patterns, the first one that matches",
+        Rule("numbers of steps, zero or positive", lambda value: all(step >= 0 for step in value.values())),
+        needs="torch",
+        instead="TensorFlow traces the step as one graph: train twice, the second time from the first model (load)",
+    )
     torch_compile: bool | dict[str, Any] = key(
         False,
         "compile the model in place: True, or a dict of the options of torch.compile and `modules`: the classes of modules, or "
@@ -329,15 +358,8 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        if isinstance(self.optimizer, dict):
-            if "class" not in self.optimizer:
-                return problem("wrong-type", "optimizer: expected a dict with the entry 'class' (the optimizer's name), got none")
-            rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
-            if rates:
-                return problem(
-                    "conflict",
-                    f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer",
-                )
+        if problems := spec_problems(self.optimizer):
+            return problems
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
                 "conflict",

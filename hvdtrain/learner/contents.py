@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.learner.running_average import RunningSums
 
 OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
 """Entries next to the optimizer's state: its class (in TensorFlow's files part of the tensor names) and its options as text.
@@ -55,12 +58,14 @@ class CheckpointContents:
         model: the model's tensors by name.
         optimizer: entries of the optimizer's file: all other state.
         progress: plain numbers and texts, for both files.
+        running: the sums of a running average; None: there is none.
     """
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     progress: Mapping[str, Any]
     format: FileFormat
+    running: RunningSums | None = None
 
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""

@@ -17,6 +17,8 @@ from hvdtrain.errors import ConfigError
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:
     """Two batches with the sequences of one, about half of the frames in each, and no more padding than they need."""
+    if batch.joined is not None:
+        return _split_joined(batch, batch.joined)
     lengths: Array = numpy.asarray(numpy.sum([padded.seq_lens for padded in batch.data.values()], axis=0, dtype=numpy.int64))
     sums = (
         numpy.cumsum(lengths)
@@ -26,6 +28,21 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
     middle = int(numpy.searchsorted(sums, sums[-1] / 2)) + 1
     middle = min(middle, len(lengths) - 1)
     return _part(batch, slice(0, middle)), _part(batch, slice(middle, len(lengths)))
+
+
+def _split_joined(batch: Batch, joined: Array) -> tuple[Batch, Batch]:
+    """Two batches with the pieces of one, which are joined to one row."""
+    middle = min(int(numpy.searchsorted(numpy.cumsum(joined), joined.sum() / 2)) + 1, len(joined) - 1)
+    frame = int(joined[:middle].sum())
+    halves = []
+    for pieces, frames in ((slice(0, middle), slice(0, frame)), (slice(middle, None), slice(frame, None))):
+        data = {}
+        for name, padded in batch.data.items():
+            values = padded.values[:, frames]
+            data[name] = replace(padded, values=values, seq_lens=numpy.array([values.shape[1]], dtype=padded.seq_lens.dtype))
+        parts = None if batch.parts is None else BatchParts(batch.parts.names, batch.parts.numbers[pieces])
+        halves.append(Batch(data, batch.indices[pieces], joined=joined[pieces], parts=parts))
+    return halves[0], halves[1]
 
 
 def _part(batch: Batch, rows: slice) -> Batch:

@@ -131,9 +131,9 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
 
 
 def _with_padding(batch: Batch) -> Batch:
-    """The same sequences, each followed by `MORE_PADDING` more frames of zeros."""
+    """The same sequences, each followed by `MORE_PADDING` more frames of zeros, unless its batches never have padding."""
     data = dict(batch.data)
-    for key, padded in batch.data.items():
+    for key, padded in batch.data.items() if batch.joined is None else ():
         if padded.values.dtype != object and not isinstance(padded, Packed):
             widths = [(0, MORE_PADDING if axis == 1 else 0) for axis in range(padded.values.ndim)]
             data[key] = replace(padded, values=numpy.pad(padded.values, widths))

@@ -62,7 +62,11 @@ def checksum(batch: Batch) -> int:
     sequences are distributed over batches and ranks."""
     total = 0
     for key, padded in sorted(batch.data.items()):
-        for values in padded.sequences():
+        if batch.joined is None:
+            sequences = padded.sequences()
+        else:
+            sequences = numpy.split(padded.values[0], numpy.cumsum(batch.joined)[:-1])
+        for values in sequences:
             content = repr(values.tolist()).encode() if values.dtype == object else values.tobytes()
             total += zlib.crc32(content, zlib.crc32(key.encode()))
     return total

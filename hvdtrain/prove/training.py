@@ -200,7 +200,7 @@ def _per_step(accumulated: Record | None) -> int:
 
 
 def _limits_of(settings: Settings, session: Session) -> TrainingLimits:
-    limits = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
+    limits = replace(open_limits(settings, session.epochs), num_epochs=session.progress.epoch + 1, save_minutes=None)
     return replace(limits, ends_early=lambda _: None, mistake=lambda _: None)
 
 
@@ -231,10 +231,11 @@ def _train_epoch(
     if not task.dropout:
         disable_dropout(session.learner)
     dealt = batches.deal(session.comm.size if accumulated is None else accumulated.size)
-    feed = replace(session.feeds[0], distribution="shard", only=dealt)
+    [train, *_] = session.epochs.feeds(session.feeds, session.progress.epoch + 1)
+    feed = replace(train, distribution="shard", only=dealt)
     recorder.learner = session.learner
     session.learner.observer = recorder.record_gradients
-    rates = open_rates(settings, session.comm.size)
+    rates = open_rates(settings, session.comm.size, session.epochs)
     if accumulated is not None:
         limits, rates = _accumulate_ranks(limits, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
     opened = replace(session, feeds=[feed], saver=saver, progress=progress)
@@ -248,10 +249,11 @@ def _train_epoch(
 def _global_batches(session: Session, task: Task) -> GlobalBatches:
     """Collective. Read the global batches that the first run has written; the first run chooses and writes them."""
     path = Path(task.batches)
-    comm, feed = session.comm, session.feeds[0]
+    comm, epoch = session.comm, session.progress.epoch + 1
     if comm.gather(path.exists(), name="prove.batches")[0]:
         return GlobalBatches.load(path)
-    batches = choose_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
+    [feed, *_] = session.epochs.feeds(session.feeds, epoch)
+    batches = choose_steps(replace(feed, distribution="shard").plan(epoch), comm.size, task.steps)
     if comm.rank == 0:
         batches.save(path)
     return batches

@@ -34,6 +34,7 @@ class EpochReport:
         learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
         losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
         splits: how many training batches did not fit into a rank's memory and were split.
+        broken: the number of broken sequences that the epoch's batches went without; None: none.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
     """
 
@@ -55,6 +56,7 @@ class EpochReport:
     epoch_learning_rate: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     splits: int = 0
+    broken: int | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.
@@ -66,6 +68,10 @@ class EpochReport:
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
         lines += [] if self.learning_rates is None else [(4, f"{start}, learning rate: {self._rates(self.learning_rates)}")]
+        if self.broken:
+            lines.append(
+                (2, f"{start}: {self.broken} of {self.num_sequences} sequences are broken and were left out (skip_broken)")
+            )
         if self.sent:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy
-
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Meter
@@ -110,7 +108,7 @@ def work_counter(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callab
 
     def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
         indices = plan.order[plan.bounds[start] : plan.bounds[end]]
-        return num_sequences(indices), {name: int(column[indices].sum(dtype=numpy.int64)) for name, column in lengths.items()}
+        return num_sequences(indices), {name: plan.num_frames(column, start, end) for name, column in lengths.items()}
 
     return work
 

@@ -19,6 +19,13 @@ from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
 Control = Literal["constant", "newbob", "newbob_rel", "newbob_relative", "newbob_abs", "newbob_multi_epoch"]
 
 
+def _is_ramp(value: list[float]) -> bool:
+    if len(value) != 3:
+        return False
+    lowest, highest, updates = value
+    return 0 < lowest < highest and updates >= 20 and updates == int(updates)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKeys(Section):
     """The learning rate. An epoch uses its entry of learning_rates, or the rate that learning_rate_control computes."""
@@ -46,6 +53,11 @@ class ScheduleKeys(Section):
         "function {signature} that returns the rate of a step; epoch_continuous runs from 0 to num_epochs, learning_rate is the "
         "epoch's rate",
         signature="*, global_train_step, epoch, epoch_continuous, learning_rate, **_",
+    )
+    learning_rate_ramp: list[float] = key(
+        [1e-6, 1.0, 100],
+        "the lowest and the highest rate that --find-learning-rate tries, and the number of updates between them",
+        Rule("three numbers: a positive rate, a higher one, and at least 20 updates", _is_ramp),
     )
     learning_rate_file: str | None = key(
         None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"

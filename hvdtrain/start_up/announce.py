@@ -58,13 +58,14 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
 
 def log_data(settings: Settings, session: Session) -> None:
     """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
-    comm, feeds = session.comm, session.feeds
+    comm, epoch = session.comm, min(session.progress.epoch + 1, settings.run.num_epochs)
+    feeds = session.epochs.feeds(session.feeds, epoch)
     if (line := settings.batch.remainder_line(comm.size)) is not None:
         log.warning(line)
 
     def data_lines() -> list[tuple[int, str]]:
         lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
-        return lines + batch_lines(feeds[0].batch_keys, session.progress.epoch + 1, comm.size)
+        return lines + batch_lines(feeds[0].batch_keys, epoch, comm.size)
 
     for level, line in together(comm, data_lines, name="data_lines"):
         log.write(level, line)

@@ -6,10 +6,11 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.expected import check_lengths, check_streams
@@ -20,7 +21,9 @@ from hvdtrain.data.plan.batch_keys import COST, BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
+from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, open_dataset
+from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
@@ -34,15 +37,33 @@ MEMORY_SHARE = 0.8
 NO_COPIES: Mapping[str, str] = {}
 
 
-def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
-    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+def copy_data(
+    settings: Settings,
+    specs: Iterable[DatasetSpec],
+    comm: Communicator,
+    watchdog: Watchdog,
+    at_the_end: ExitStack,
+    *,
+    remote_only: bool,
+) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it.
+
+    Args:
+        remote_only: leave out files that can be read where they are.
+
+    Raises:
+        DataError: a file cannot be read, or there is no room for a remote one.
+    """
     keys = settings.copies
+    parts = [part for spec in specs for part in spec.all()]
+    files = [path for path in dict.fromkeys(path for part in parts for path in part.copied) if is_remote(path) or not remote_only]
+    if remote_only and not files:
+        return Copies()
     folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
-    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
-    files = dict.fromkeys(path for spec in specs for path in spec.copied)
 
     def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
-        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+        copies = Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
+        return socket.gethostname(), copies
 
     last_line = time.monotonic()
 
@@ -89,7 +110,7 @@ def open_feeds(
     settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
 ) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog, skips_broken=True)
     streams = feeds[0].dataset.streams
     for other in feeds[1:]:
         missing = [key for key in streams if key not in other.dataset.streams]
@@ -97,6 +118,12 @@ def open_feeds(
             raise DataError(
                 f"{other.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
             )
+    check_limits(settings, streams)
+    return feeds
+
+
+def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
+    """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
         absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
@@ -105,7 +132,6 @@ def open_feeds(
             log.warning(
                 f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(streams)}"
             )
-    return feeds
 
 
 LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
@@ -125,8 +151,16 @@ def open_datasets(
     specs: Iterable[DatasetSpec],
     copies: Mapping[str, str] = NO_COPIES,
     watchdog: Watchdog | None = None,
+    skips_broken: bool = False,
 ) -> list[Feed]:
-    """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    """Open datasets. A file that has a copy is read from the copy.
+
+    Args:
+        skips_broken: whether `skip_broken` holds: outputs of broken sequences would be missing without a word.
+
+    Raises:
+        DataError: a file is bad.
+    """
     scanning = open_scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
@@ -138,14 +172,14 @@ def open_datasets(
     feeds = []
     for spec in specs:
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        scanning = replace(scanning, broken=BrokenSequences(spec.name, settings.data.skip_broken if skips_broken else 0))
         feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
     return feeds
 
 
 def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
     """Open a dataset, and check it against the config. Raises: DataError."""
-    is_training, copies = spec is settings.train, context.copies
-    batch_keys = settings.batch.of_each_of(comm.size)
+    copies = context.copies
     files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
     dataset = open_dataset(spec, context)
     check_lengths(spec.name, dataset)
@@ -156,20 +190,41 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         spec.name,
         dataset,
         spec.order,
-        batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        settings.batch,
         comm.rank,
         comm.size,
-        settings.reduce.dataset_distribution if is_training else "shard",
-        subset=find_listed(dataset, spec.order.seq_list_filter_file),
-        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+        settings.reduce.dataset_distribution if spec is settings.train else "shard",
         files=files,
         budget=context.budget,
         parts=context.parts,
         expected=settings.expected,
+        broken=context.scanning.broken,
+    )
+    try:
+        return with_keys(feed, settings, spec, comm.size)
+    except DataError:
+        dataset.close()
+        raise
+
+
+def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> Feed:
+    """A dataset with other keys of its order, its batches and its chunks. Raises: DataError.
+
+    Args:
+        size: the number of ranks.
+    """
+    is_training, dataset = spec is settings.train, feed.dataset
+    batch_keys = settings.batch.of_each_of(size)
+    made = replace(
+        feed,
+        order_keys=spec.order,
+        batch_keys=batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        subset=find_listed(dataset, spec.order.seq_list_filter_file),
+        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
     )
     if dataset.has_fixed_order:
-        _check_fixed_order(feed, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
-    return feed
+        _check_fixed_order(made, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
+    return made
 
 
 def _check_fixed_order(feed: Feed, chunked: bool) -> None:
@@ -186,7 +241,6 @@ def _check_fixed_order(feed: Feed, chunked: bool) -> None:
     }
     what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_given in given.items() if is_given]:
-        feed.dataset.close()
         raise DataError(
             f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
@@ -23,13 +24,14 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
-from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.runtime import log
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
@@ -40,13 +42,14 @@ from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
 """The purpose of a job: train; train a few batches and write nothing; evaluate, forward or export a trained model; load it
-without data; measure steps of a new model."""
+without data; load it with the training data, for statistics; measure steps of a new model."""
 
-WITH_TRAINED = ("evaluate", "forward", "export", "load")
+WITH_TRAINED = ("evaluate", "forward", "export", "load", "statistics")
 """The purposes that use a trained model."""
 
 BY_MPIRUN = (
@@ -147,13 +150,13 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         checkpoints,
         feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
+        averages=Averages(parse_averages(settings.saving.average_checkpoints), settings.measure),
         background=_background(settings, stack),
         best=best,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
-        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
-        _note_keys(progress, settings)
+        progress = _resume(settings, comm, saver, checkpoints, learner)
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -164,7 +167,20 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+    epochs = open_epochs(settings, comm, learner, watchdog, stack)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
+
+
+def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
+    """Collective. Load what a training starts from. Raises: CheckpointError."""
+    state, every = learner.state, settings.saving.running_average
+    if every is not None and comm.rank == 0:
+        state.running = RunningAverage(every, state.trained_values, new_save_id())
+    progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.running is not None:
+        state.running.begin(progress.step)
+    _note_keys(progress, settings)
+    return progress
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
@@ -209,15 +225,18 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
     if purpose in WITH_TRAINED:
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
+        of_purpose["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
+        if purpose in ("forward", "export"):
+            settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
-        return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
-    copies = Copies()
+        copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
+        return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
-        copies = copy_data(settings, comm, watchdog, stack)
+    copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
@@ -238,6 +257,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
+        saves_frozen=settings.saving.save_parameters == "all",
     )
     return framework.build(settings.learner, gradient_exchange, options)
 
@@ -266,11 +286,10 @@ def checkpoint_folder(settings: Settings) -> CheckpointFolder:
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys by which a training writes files before or within an epoch, or copies its data."""
+    """The settings without the keys by which a training writes files before or within an epoch."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),

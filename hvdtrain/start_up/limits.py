@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
@@ -10,29 +12,45 @@ from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
 from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
+from hvdtrain.session import Epochs
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 
+ACCUMULATION = "accum_grad_multiple_step"
 
-def open_limits(settings: Settings) -> TrainingLimits:
+
+def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
     """When to save and when to end."""
+    of_config = rounds_per_update(settings.accumulation)
+
+    def rounds(epoch: int, epoch_continuous: float, step: int) -> int:
+        keys = epochs.keys(epoch)
+        if ACCUMULATION not in keys:
+            return of_config(epoch, epoch_continuous, step)
+        return rounds_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))(
+            epoch, epoch_continuous, step
+        )
+
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
         ends_early=lambda history: early_stop_reason(settings.ending, history, settings.measure),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
-        rounds_per_update=rounds_per_update(settings.accumulation),
+        rounds_per_update=rounds,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 
 
-def open_rates(settings: Settings, size: int) -> Rates:
-    """The learning rate of an epoch and of a step."""
+def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
+    """The learning rate of an epoch and of a step. A rate for one epoch only has the effect of an entry in `learning_rates`."""
     dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
     schedule = settings.step_schedule
 
     def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+        given = epochs.keys(epoch).get("learning_rate")
+        if given is not None:
+            return float(given)
         errors = negate_higher(history, settings.scoring.higher_is_better)
         if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
             log.warning(line)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.data.plan.bounds import rearrange
-from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
@@ -24,6 +22,7 @@ def in_overfit_folder(settings: Settings) -> Settings:
         run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
         start=replace(settings.start, start_epoch=1),
         schedule=replace(settings.schedule, learning_rate_file=None),
+        saving=replace(settings.saving, average_checkpoints=None),
     )
 
 
@@ -38,6 +37,6 @@ def repeat_batches(session: Session, number: int) -> Session:
     plan = plan_together(session.comm, feed, 1)
     size = session.comm.size if feed.distribution == "shard" else 1
     first = numpy.arange(min(number * size, plan.num_batches))
-    repeated = Plan(*rearrange(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    repeated = plan.with_batches(numpy.resize(first, plan.num_batches))
     log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
     return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])

@@ -37,7 +37,8 @@ def find_batch_size(settings: Settings) -> None:
     """Find the largest value of the key that limits batches with which every rank can train. Raises: HvdtrainError."""
     settings = writing_nothing(settings)
     with open_communicator(settings) as comm, open_session(settings, "dry_run", comm) as session:
-        feed, epoch = session.feeds[0], session.progress.epoch + 1
+        epoch = session.progress.epoch + 1
+        feed = session.epochs.feeds(session.feeds, epoch)[0]
         search = Search(session, feed, epoch)
         with silence(), _limited_memory(session):
             search.train_once(settings)

@@ -25,14 +25,13 @@ def summarize(settings: Settings) -> None:
     """Log the model layer by layer, with the shapes of outputs for a batch; train and write nothing. Raises: HvdtrainError."""
     settings = writing_nothing(replace(settings, learner=replace(settings.learner, torch_compile=False)))
     with open_session(settings, "dry_run") as session:
-        feed = session.feeds[:2][
-            -1
-        ]  # an evaluated dataset if there is one: evaluation may need data keys that train does not have
         epoch = session.progress.epoch + 1
+        # An evaluated dataset if there is one: evaluation may need data keys that train does not have.
+        feed = session.epochs.feeds(session.feeds, epoch)[:2][-1]
         share = feed.share(plan_together(session.comm, feed, epoch))[:1]
         shapes: OutputShapes = {}
         with feed.read(share, epoch, session.learner.staging) as batches:
-            for batch in batches:
+            for batch in filter(None, (batch.if_any for batch in batches)):
                 with naming(batch, feed.source):
                     shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):

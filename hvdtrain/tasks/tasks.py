@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
-from hvdtrain.data.plan.bounds import rearrange
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predict_speed, spread
@@ -71,7 +71,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
         lines = []
         scores: dict[str, float] = {}
         stop_vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
-        for feed in session.feeds:
+        for feed in session.epochs.feeds(session.feeds, max(1, epoch)):
             means = evaluate(
                 session.comm,
                 session.learner,
@@ -115,7 +115,8 @@ def clean_up_all(settings: Settings) -> None:
             if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
                 raise ConfigError(problems)
             before = checkpoints.finished_epochs()
-            clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
+            averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
+            clean_up(checkpoints, rule, history, averages)
             BestModel(checkpoints, settings.measure).update(history)
             if checkpoints.finished_epochs() == before:
                 log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")
@@ -183,16 +184,17 @@ def dry_run(settings: Settings) -> None:
 def _estimate(settings: Settings, comm: Communicator) -> bool:
     """Collective. Log the estimates; return False if there is nothing left to train."""
     with open_session(settings, "dry_run", comm) as session:
-        limits = open_limits(settings)
+        limits = open_limits(settings, session.epochs)
         announce(settings, session, limits, gather_hosts(session))
         together(comm, lambda: _check_targets(settings, session), name="check_targets")
         if limits.are_reached(session.progress):
             return False
         epoch = session.progress.epoch + 1
+        train, *evaluations = session.epochs.feeds(session.feeds, epoch)
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            phases = [_measure_phase(session, session.feeds[0], epoch, trainer(settings, session, limits, tried), closing=1)]
-            phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
+            phases = [_measure_phase(session, train, epoch, trainer(settings, session, limits, tried), closing=1)]
+            phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in evaluations]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(phases, comm.size, limits.num_epochs - epoch + 1), *_memory_lines(session)]:
             log.result(line)
@@ -237,7 +239,7 @@ def trainer(settings: Settings, session: Session, limits: TrainingLimits, record
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=NullSaver(), progress=fresh)
-        Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
+        Engine(tried, open_rates(settings, session.comm.size, session.epochs), one_epoch, Reporters(), StepLog(), note).run()
         record.scores.update(fresh.history[-1].scores)
         record.losses.update(fresh.history[-1].losses)
         return step_starts[-1] - step_starts[0] if step_starts else 0.0
@@ -393,7 +395,7 @@ class Rounds:
         """A plan of only these rounds, in this order."""
         batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
         existing = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
-        return Plan(*rearrange(self.plan.order, self.plan.bounds, existing))
+        return self.plan.with_batches(existing)
 
     def describe(self, number: int) -> str:
         """The largest batch of a round, in words."""

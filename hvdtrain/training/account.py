@@ -51,8 +51,7 @@ def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
     first, last = int(plan.bounds[start]), int(plan.bounds[max(start, stop)])
     total = Usage(batches=max(0, stop - start))
     for place in range(first, last, BLOCK):
-        elements = plan.order[place : min(place + BLOCK, last)]
-        total += usage_of_indices(0, elements if feed.chunks is None else feed.chunks.sequences[elements])
+        total += usage_of_indices(0, feed.sequences_of(plan.order[place : min(place + BLOCK, last)]))
     return total
 
 

@@ -73,7 +73,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
 def completed_share(
     comm: Communicator, feed: Feed, plan: Plan, tensor: Callable[[Sequence[float]], Tensor]
 ) -> Callable[[int], float]:
-    """Collective. A function that returns the share of an epoch's sequences (or chunks) before a position, from 0 to 1.
+    """Collective. A function that returns the share of an epoch's sequences (chunks, frames) before a position, from 0 to 1.
 
     A share of the batches would depend on the number of ranks if batches differ in size: in the last step of an epoch, in which
     some ranks may have none, and if batches are limited by their frames.
@@ -82,10 +82,10 @@ def completed_share(
         feed: if its ranks share a plan, a position is the number of batches that they did together, else that each did.
         tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
     """
-    done = plan.bounds
+    done = plan.done
     if feed.distribution != "shard" and comm.size > 1:
         rounds = max(comm.gather(plan.num_batches, name="rounds"))
-        done_by_rank = plan.bounds[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
+        done_by_rank = plan.done[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
         [sums] = all_reduce(comm, [tensor(done_by_rank.tolist())], "sum", name="completed")  # the same rate on all ranks
         done = numpy.asarray(sums)
 

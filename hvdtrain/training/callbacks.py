@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.checkpoint.progress import Progress
     from hvdtrain.comm.base import Communicator
     from hvdtrain.learner.base import Learner
+    from hvdtrain.schedule.measure import Measure
 
 EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
@@ -46,9 +48,10 @@ class Training:
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, progress: Progress) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, progress: Progress, measure: Measure) -> None:
         self._learner = learner
         self._progress = progress
+        self._measure = measure
         self.rank = comm.rank
         self.size = comm.size
         self.learning_rate: float | None = None
@@ -72,6 +75,22 @@ class Training:
         """The epoch that is being trained or evaluated, or else the last one, counted from 1."""
         current = self._progress.current
         return self._progress.epoch if current is None else current.epoch
+
+    @property
+    def finished_epoch(self) -> int:
+        """The last epoch that is trained and evaluated; 0: none."""
+        return self._progress.epoch
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The best finished epoch, as in best.json; None: no epoch has a score."""
+        best = self._measure.best(self._progress.history)
+        return None if best is None else best.epoch
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, the model has the weights that are evaluated and saved: the averages of `ema_decay`, or those
+        of an optimizer that has other ones for evaluations. All ranks have to enter it together."""
+        return self._learner.state.averaged_weights()
 
     @property
     def step(self) -> int:

@@ -160,6 +160,7 @@ def epoch_report(
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
         splits=current.splits,
+        broken=current.left_out or None,
     )
 
 

@@ -1,8 +1,9 @@
-"""The keys of the task forward, and the value of `predict_ranks`."""
+"""The keys of the task forward, keys that change with the epoch, and the value of `predict_ranks`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +36,18 @@ class ForwardKeys(Section):
         "the labels of the numbers in search_output_file: a list, the name of a data key that has labels, or a function "
         "{signature} that returns the text; None: those of the data key classes or targets, or the only one that has labels",
         signature="*, name, numbers, **_",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerEpochKeys(Section):
+    """Keys that change with the epoch."""
+
+    keys_of_epoch: Callable[..., Any] | str | None = key(
+        None,
+        "function {signature} that returns a dict of the keys that have another value in this epoch: those of batches, chunks "
+        "and accumulation, learning_rate, and train, dev, eval and eval_datasets (docs/training.md)",
+        signature="*, epoch, **_",
     )
 
 

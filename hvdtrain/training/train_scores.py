@@ -22,28 +22,30 @@ class TrainScores:
     """This rank's scores that have not been gathered yet, the sequences that they cover, and losses that are not finite.
 
     Args:
-        feed: the training data.
         needs_finite: whether a loss that is not finite ends the training.
 
     Attributes:
         buffer: the scores, which lines about steps also use.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, feed: Feed, needs_finite: bool) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, needs_finite: bool) -> None:
         self._comm = comm
         self._learner = learner
-        self._feed = feed
         self._needs_finite = needs_finite
         self._not_finite: list[NotFinite] = []
 
-    def begin(self, plan: Plan, position: int) -> None:
-        """Begin the steps of an epoch, or resume them at a position."""
+    def begin(self, feed: Feed, plan: Plan, position: int) -> None:
+        """Begin the steps of an epoch, or resume them at a position of its plan."""
+        self._feed = feed
         self.buffer = ScoreBuffer(self._learner.meter)
         self._account = Account(self._feed, plan, position)
+        self._left_out = 0  # broken sequences of the epoch since the last call of `gather`
 
     def add(self, batch: Batch) -> None:
-        """Count a batch that this rank trains on."""
-        self._account.add(batch.indices)
+        """Count a batch that this rank trains on, and its broken sequences. Raises: BrokenSequence, if there are too many."""
+        self._account.add(batch.planned)
+        self._feed.broken.add(batch.broken)
+        self._left_out += len(batch.broken)
 
     def is_broken(self) -> bool:
         """Whether a loss of this rank that has arrived ends the training."""
@@ -59,14 +61,19 @@ class TrainScores:
         """
         self._learner.flush()
         splits = self._learner.meter.take_splits()
-        own = self.buffer.take_all(), self.is_broken(), splits, self._account.take(current.position)
+        broken = self._left_out, self._feed.broken.take()
+        self._left_out = 0
+        own = self.buffer.take_all(), self.is_broken(), splits, broken, self._account.take(current.position)
         gathered = self._comm.gather(own, name="train_scores")
         if not current.scores.counts():
             current.initial = Scores.merge(scores for scores, *_ in gathered).first()
         current.scores = Scores.merge([current.scores, *(scores for scores, *_ in gathered)]).compact()
-        current.splits += sum(number for _, _, number, _ in gathered)
+        current.splits += sum(number for _, _, number, *_ in gathered)
         if any(is_broken for _, is_broken, *_ in gathered):
             raise self.not_finite_error(current)
+        current.left_out += sum(left_out for *_, (left_out, _), _ in gathered)
+        for line in self._feed.broken.merge([found for *_, (_, found), _ in gathered]):
+            log.warning(line)
         self._account.check(f"epoch {current.epoch}", [used for *_, used in gathered])
 
     def not_finite_error(self, current: EpochProgress) -> HvdtrainError:

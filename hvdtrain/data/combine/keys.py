@@ -10,6 +10,7 @@ from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.source import is_reference
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.data.speech.step_keys import STEPS, check_steps
 from hvdtrain.errors import Problem, problem
 
 
@@ -186,13 +187,16 @@ class MapDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
 
     opener: ClassVar[str] = "hvdtrain.data.combine.map:open_map"
+    scans: ClassVar[bool] = True
 
     dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys apply")
-    map_seq: Callable[..., Any] | str = key(
+    datasets: dict[str, Any] = key({}, "by name, other datasets that steps of map_seq read, such as noise")
+    map_seq: Callable[..., Any] | str | list[Any] = key(
         REQUIRED,
         "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
         "read-only; index is that of the sequence, rng a separate numpy.random.RandomState for every sequence and epoch; only "
-        "the arguments that the function accepts are passed",
+        "the arguments that the function accepts are passed. Or a list of such functions and of steps, dicts with a class of "
+        + ", ".join(STEPS),
     )
     map_outputs: dict[str, Any] | None = key(
         None, "by data key that map_seq returns: a dict with dim, sparse (default False), dtype; None: the same as before"
@@ -209,6 +213,12 @@ class MapDatasetKeys(DatasetKeys):
 
     def problems(self) -> list[Problem]:
         problems = []
+        if isinstance(self.map_seq, list):
+            problems += check_steps("map_seq", self.map_seq, self.datasets)[1]
+            for name in [name for name in ("map_outputs", "map_lengths") if getattr(self, name) is not None]:
+                problems += problem("conflict", f"{name}: expected none with a list of steps, which know it, got it")
+        elif self.datasets:
+            problems += problem("conflict", "datasets: expected none without a list of steps in map_seq, got some")
         for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
             if isinstance(function, str) and not is_reference(function):
                 problems += problem(

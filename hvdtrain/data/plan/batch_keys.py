@@ -107,6 +107,11 @@ class BatchKeys(Section):
         "batches without padding: the frames of one sequence after the other, so that raw_tensor is (frames, ...); True, or the "
         "data keys that are packed",
     )
+    frame_batches: bool = key(
+        False,
+        "for models that treat every frame by itself: join the sequences of an epoch and cut them after every batch_size frames, "
+        "without padding; a batch is (1, frames, ...)",
+    )
     shuffle_batches: bool = key(
         False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences"
     )
@@ -153,6 +158,16 @@ class BatchKeys(Section):
             found += problem(
                 "conflict",
                 f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both",
+            )
+        for name in ("packed", "batch_cost", "largest_batches_first"):
+            if self.frame_batches and getattr(self, name):
+                found += problem(
+                    "conflict", f"{name}: expected it without frame_batches, whose batches have equally many frames, got both"
+                )
+        if self.frame_batches and self.packed_batch_size is not None:
+            found += problem(
+                "conflict",
+                "packed_batch_size: expected batch_size with frame_batches, whose batches have no padding, got packed_batch_size",
             )
         for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
@@ -226,6 +241,10 @@ class BatchKeys(Section):
         """The keys that apply in evaluation, where batches stay in order."""
         keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev)
         return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None, largest_batches_first=False)
+
+    def of_whole_sequences(self) -> BatchKeys:
+        """The keys that apply where every sequence needs a row, as in `forward`."""
+        return replace(self, frame_batches=False)
 
     def limits(self, epoch: int) -> Limits:
         """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""

@@ -186,7 +186,7 @@ def rearrange(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array
     """
     counts = numpy.diff(bounds)[batches]
     edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64, copy=False)
-    new = numpy.empty(edges[-1], dtype=order.dtype)
+    new = numpy.empty((edges[-1], *order.shape[1:]), dtype=order.dtype)
     for some in blocks_of(edges):
         here = slice(edges[some.start], edges[some.stop])
         moved = numpy.repeat(bounds[:-1][batches[some]] - edges[some], counts[some])  # the distance that every sequence moves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.data.plan.batch_keys import Limit
+from hvdtrain.data.plan.batch_keys import BatchKeys, Limit
 from hvdtrain.errors import Problem, problem
 
 Tail = Literal["keep", "drop_short"]
@@ -90,6 +90,12 @@ class ChunkKeys(Section):
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = []
         how = parse(self.chunking)
+        batches = others.get(BatchKeys)
+        if how is not None and batches is not None and batches.frame_batches:
+            found += problem(
+                "conflict",
+                f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}",
+            )
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):
             found += problem(

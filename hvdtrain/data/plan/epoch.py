@@ -18,6 +18,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, blocks_of, bounds, group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
+from hvdtrain.data.plan.frames import cut_frames, frames_of
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.plan.order import order, order_in_windows, order_mixed
 from hvdtrain.data.plan.order_keys import OrderKeys, part_of, seed_of
@@ -31,7 +32,7 @@ class Plan:
 
     Attributes:
         order: indices of sequences, int64 (int32 in a plan that ranks share), shape (number of sequences in the epoch,); indices
-            of chunks, if sequences are cut.
+            of chunks, if sequences are cut. For batches of frames, pieces of shape (number of pieces, 3), see `frames.py`.
         bounds: int64, shape (number of batches + 1,).
     """
 
@@ -43,7 +44,7 @@ class Plan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Array:
-        """The indices of one batch's sequences: a new array of int64."""
+        """The indices of one batch's sequences, or its pieces: a new array of int64."""
         return self.order[self.bounds[index] : self.bounds[index + 1]].astype(numpy.int64)
 
     def share(self, rank: int, size: int, start: int = 0) -> Share:
@@ -58,8 +59,25 @@ class Plan:
             found = crc32(some.astype(numpy.int64, copy=False), found)
         return crc32(self.bounds, found)
 
+    @property
+    def cuts_frames(self) -> bool:
+        """Whether its batches are joined pieces of sequences."""
+        return self.order.ndim == 2
+
+    @property
+    def done(self) -> Array:
+        """How much of the epoch precedes every batch, and then the whole, int64 of shape (number of batches + 1,): the number of
+        sequences or chunks, or of frames if batches are cut anywhere."""
+        return numpy.append(0, numpy.cumsum(frames_of(self.order)))[self.bounds] if self.cuts_frames else self.bounds
+
+    def with_batches(self, batches: Array) -> Plan:
+        """A plan of these batches, in this order; they may repeat."""
+        return Plan(*rearrange(self.order, self.bounds, batches))
+
     def longest(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
-        """By data key, number of frames of the longest sequence of every batch, int64 of shape (number of batches,)."""
+        """By data key, number of frames of the longest row of every batch, int64 of shape (number of batches,)."""
+        if self.cuts_frames:
+            return dict.fromkeys(lengths, numpy.diff(self.done))
         longest = {name: numpy.zeros(self.num_batches, dtype=numpy.int64) for name in lengths}
         for some in blocks_of(self.bounds):
             edges = self.bounds[some.start : some.stop + 1]
@@ -70,20 +88,27 @@ class Plan:
 
     def padded(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
         """By data key, number of frames of every batch with its padding, int64 of shape (number of batches,)."""
-        counts = numpy.diff(self.bounds)
-        return {name: longest * counts for name, longest in self.longest(lengths).items()}
+        rows = 1 if self.cuts_frames else numpy.diff(self.bounds)
+        return {name: longest * rows for name, longest in self.longest(lengths).items()}
 
     def padding(self, lengths: Mapping[str, Array]) -> dict[str, float]:
         """By data key, the fraction of the epoch's padded frames that is padding."""
         result = {}
         for name, frames in self.padded(lengths).items():
             total = int(frames.sum())
-            result[name] = 1 - self._frames(lengths[name]) / total if total else 0.0
+            result[name] = 1 - self.num_frames(lengths[name], 0, self.num_batches) / total if total else 0.0
         return result
 
-    def _frames(self, lengths: Array) -> int:
-        """The number of frames of all sequences of the epoch."""
-        return sum(int(lengths[self.order[i : i + BLOCK]].sum(dtype=numpy.int64)) for i in range(0, len(self.order), BLOCK))
+    def num_frames(self, lengths: Array, start: int, stop: int) -> int:
+        """The number of frames in the batches from `start` up to `stop` (exclusive), without padding.
+
+        Args:
+            lengths: number of frames of every sequence, or chunk.
+        """
+        first, last = int(self.bounds[start]), int(self.bounds[stop])
+        parts = (self.order[i : min(i + BLOCK, last)] for i in range(first, last, BLOCK))
+        count = frames_of if self.cuts_frames else lengths.__getitem__
+        return sum(int(count(part).sum(dtype=numpy.int64)) for part in parts)
 
 
 class Share(Sequence[Array]):
@@ -156,7 +181,9 @@ def plan(
             "max_seq_length and min_chunk_size allow"
         )
     sizes, limits, times = count_in_cost(batch_keys, lengths, batch_keys.limits(epoch))
-    made = Plan(indices, bounds(sizes, indices, limits))
+    made = (
+        Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(sizes, indices, limits))
+    )
     if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
         made = _reordered(made, times, order_keys, batch_keys, epoch)
     return _with_largest_first(made, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else made
@@ -173,7 +200,7 @@ def _reordered(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, ba
         batches = group_by_cost(_costs(made, sizes), batch_keys.balance_ranks, generator)
     else:
         batches = random_order(made.num_batches, generator, batch_keys.shuffle_window)
-    return Plan(*rearrange(made.order, made.bounds, batches))
+    return made.with_batches(batches)
 
 
 FIRST = 16
@@ -196,12 +223,10 @@ def _with_largest_first(made: Plan, lengths: Mapping[str, Array], group: int) ->
         first |= dict.fromkeys(numpy.argsort(-column, kind="stable")[: -(-FIRST // group)].tolist())
     groups = [*first, *(number for number in range(whole) if number not in first)]
     order = numpy.concatenate([numbers[: whole * group].reshape(whole, group)[groups].reshape(-1), numbers[whole * group :]])
-    return Plan(*rearrange(made.order, made.bounds, order))
+    return made.with_batches(order)
 
 
 def _costs(made: Plan, sizes: Mapping[str, Array]) -> Array:
     """The cost of batches: padded frames (or `batch_cost`), then the longest sequence, over data keys; shape (batches, 2)."""
-    longest = made.longest(sizes)
-    counts = numpy.diff(made.bounds)
-    total = numpy.sum(list(longest.values()), axis=0)
-    return numpy.stack([total * counts, total], axis=1)
+    columns = made.padded(sizes), made.longest(sizes)
+    return numpy.stack([numpy.sum(list(column.values()), axis=0) for column in columns], axis=1)

@@ -8,6 +8,7 @@ of /dev/shm does not matter. A rank that cannot open the file makes the plan its
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
@@ -84,7 +85,10 @@ class PlanInputs:
             **{
                 name: getattr(batches, name) for name in ("packed_batch_size", "max_pad_size", "min_seq_length", "max_seq_length")
             },
-            **{name: getattr(batches, name) for name in ("shuffle_batches", "online_shuffle_batches", "balance_ranks")},
+            **{
+                name: getattr(batches, name)
+                for name in ("frame_batches", "shuffle_batches", "online_shuffle_batches", "balance_ranks")
+            },
             **({"largest_batches_first": True} if batches.largest_batches_first else {}),
             "window": self.window,
             "chunking": self.chunks and f"{len(self.chunks.sequences)} chunks in steps of {dict(self.chunks.steps)}",
@@ -108,7 +112,7 @@ class PlanInputs:
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
             *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
             *(batches.shuffle_batches, batches.balance_ranks, batches.shuffle_window, list(self.lengths)),
-            *(self.window, batches.largest_batches_first),
+            *(self.window, batches.frame_batches, batches.largest_batches_first),
             None if self.mix is None else self.mix.text(),
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
@@ -141,7 +145,7 @@ class Offer:
         descriptor: of the file in that process.
         token: the beginning of the file, by which it is recognized.
         num_bounds: one more than there are batches.
-        num_sequences: in the epoch.
+        shape: of the order.
         dtype: of the order: int32, unless there are too many sequences for it.
         inputs: the checksum of the inputs of the plan.
     """
@@ -151,13 +155,13 @@ class Offer:
     descriptor: int
     token: bytes
     num_bounds: int
-    num_sequences: int
+    shape: tuple[int, ...]
     dtype: str
     inputs: int
 
     @property
     def num_bytes(self) -> int:
-        return TOKEN_BYTES + 8 * self.num_bounds + numpy.dtype(self.dtype).itemsize * self.num_sequences
+        return TOKEN_BYTES + 8 * self.num_bounds + numpy.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 @contextmanager
@@ -173,7 +177,7 @@ def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
     blocks = (made.order[i : i + BLOCK].astype(dtype) for i in range(0, len(made.order), BLOCK))
     try:
         complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
-        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.bounds), len(made.order), dtype, inputs)
+        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs)
         yield offer if complete else None
     finally:
         os.close(descriptor)
@@ -181,7 +185,7 @@ def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
 
 def _write(descriptor: int, values: Array) -> bool:
     """Append an array to a file; False if there is no room. Writing to a map instead would then end the process."""
-    rest = values.view(numpy.uint8)
+    rest = values.reshape(-1).view(numpy.uint8)
     try:
         while len(rest):
             rest = rest[os.write(descriptor, rest.data) :]
@@ -208,7 +212,8 @@ def map_plan(offer: Offer) -> Plan | None:
         except OSError:
             return None
     bounds = numpy.frombuffer(memory, numpy.int64, offer.num_bounds, TOKEN_BYTES)
-    return Plan(numpy.frombuffer(memory, offer.dtype, offer.num_sequences, TOKEN_BYTES + bounds.nbytes), bounds)
+    order = numpy.frombuffer(memory, offer.dtype, math.prod(offer.shape), TOKEN_BYTES + bounds.nbytes)
+    return Plan(order.reshape(offer.shape), bounds)
 
 
 def this_host() -> str:

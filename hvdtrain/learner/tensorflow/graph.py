@@ -179,6 +179,11 @@ class StepGraphs:
         traced, arguments = self._graph(batch, self._evaluate, epoch, step)
         return traced.names, traced.function(*arguments)
 
+    def observe(self, batch: Batch, epoch: int, step: int, seeds: Any) -> None:
+        """Run train_step in training mode, for the statistics of BatchNorm layers. The layers' momentum is part of the graph."""
+        traced, arguments = self._graph(batch, self._observe, epoch, step, tf.constant(seeds, tf.uint32))
+        traced.function(*arguments)
+
     def forward(self, batch: Batch, epoch: int, step: int) -> dict[str, tuple[tf.Tensor, tf.Tensor | None]]:
         """The outputs by name: values of shape (batch, ...), and seq_lens of shape (batch,) if they were given."""
         traced, arguments = self._graph(batch, self._forward, epoch, step)
@@ -270,6 +275,11 @@ class StepGraphs:
     def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The graph of `evaluate`."""
         return numbers_of(self._losses(names, data, epoch, step, train=False))
+
+    def _observe(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+        """The graph of `observe`."""
+        set_generators(self._model_variables.generators, seeds)
+        return numbers_of(self._losses(names, data, epoch, step, train=True))
 
     def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """The graph of `forward`."""

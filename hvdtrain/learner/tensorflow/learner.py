@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence, split_packed
 from hvdtrain.learner.optimizer import change_gradients
@@ -134,6 +134,8 @@ class TensorFlowLearner:
             between ranks, and are the same after a resume.
     """
 
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
+
     def __init__(
         self,
         variables: ModelVariables,
@@ -205,6 +207,30 @@ class TensorFlowLearner:
         except (tf.errors.ResourceExhaustedError, MemoryError):
             return False
         return True
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        kind = keras.layers.BatchNormalization
+        norms = {name: layer for name, layer in self.modules() if isinstance(layer, kind) and layer.built}
+        variables = [variable for norm in norms.values() for variable in (norm.moving_mean, norm.moving_variance)]
+        sums, count = [numpy.zeros(variable.shape) for variable in variables], 0
+        momenta = [norm.momentum for norm in norms.values()]
+        try:
+            for norm in norms.values():
+                norm.momentum = 0.0  # the statistics become those of the last batch
+            for number, batch in enumerate(batches):
+                if batch is not None and norms:
+                    step = self._step + number
+                    self.graphs.observe(batch, self._epoch, step, mix_seeds(len(self.variables.generators), *self._seed, step))
+                    sums = [one + array_of(variable) for one, variable in zip(sums, variables, strict=True)]
+                    count += 1
+        finally:
+            for norm, momentum in zip(norms.values(), momenta, strict=True):
+                norm.momentum = momentum
+        if norms:
+            *totals, batch_count = total([tf.constant(one, tf.float64) for one in [*sums, [count]]])
+            for variable, values in zip(variables, totals, strict=True):
+                variable.assign(tf.cast(values / batch_count[0], variable.dtype))
+        return list(norms)
 
     def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)

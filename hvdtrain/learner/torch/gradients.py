@@ -282,8 +282,10 @@ class LossGradients:
             raise nothing_to_minimize()
         computed: dict[str | None, list[torch.Tensor | None]] = {}
         for remaining, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
-            found = torch.autograd.grad(total, self._parameters, retain_graph=remaining > 0, allow_unused=True)
-            computed[key] = [_sum(None, gradient) for gradient in found]
+            wanted = [parameter for parameter in self._parameters if parameter.requires_grad]  # others are frozen for some time
+            gradients = torch.autograd.grad(total, wanted, retain_graph=remaining > 0, allow_unused=True)
+            by_id = {id(parameter): _sum(None, gradient) for parameter, gradient in zip(wanted, gradients, strict=True)}
+            computed[key] = [by_id.get(id(parameter)) for parameter in self._parameters]
         return computed
 
     def combine(self, divisors: Mapping[str, torch.Tensor]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -32,7 +33,9 @@ from hvdtrain.learner.meter import (
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.seeds import OF_OPTIMIZER
 from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -49,11 +52,16 @@ from hvdtrain.learner.torch.device import (
     peak_memory,
     seed_all,
 )
+from hvdtrain.learner.torch.freezing import Freezing
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
 from hvdtrain.learner.torch.model_file import check_storable
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
-from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
+from hvdtrain.learner.torch.optimizer_state import is_of_torch
+from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import (
@@ -93,7 +101,7 @@ class ConfigFunctions:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -104,7 +112,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -130,8 +138,11 @@ class TorchLearner:
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
+        freezing: freezes parameters until a step; None: none are.
         splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
+
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
 
     def __init__(
         self,
@@ -142,6 +153,7 @@ class TorchLearner:
         meter: LearnerMeter,
         seed: tuple[int, int],
         batch_norm: Exchange | None = None,
+        freezing: Freezing | None = None,
         splitter: BatchSplitter | None = None,
     ) -> None:
         self._splitter = splitter
@@ -158,6 +170,8 @@ class TorchLearner:
         self._update = update
         self._seed = seed
         self._batch_norm = batch_norm
+        self._freezing = freezing
+        self._begins_update = True
         self._device = functions.device
         self._epoch = 0
         self._step = 0
@@ -170,9 +184,13 @@ class TorchLearner:
         self._checks_after_update = True  # a first call of the model can create layers
         self._epoch = epoch
         self._step = step
+        self._begins_update = True
         self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        if self._freezing is not None and self._begins_update:
+            self._freezing.apply(self._step)
+        self._begins_update = is_last_microbatch
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
@@ -209,6 +227,19 @@ class TorchLearner:
         await_copy(batch)
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        norms = dict(batch_norms_of(self.model))
+        with torch.no_grad(), fresh_batch_norms(norms.values()):
+            for number, batch in enumerate(batches):
+                await_copy(batch)
+                with self._functions.watch():
+                    seed_all(self._device, *self._seed, self._step + number)
+                    if batch is not None:
+                        self._functions.losses(batch, self._epoch, self._step + number, train=True)
+                    self._finish_batch_norms(batch, forward=True)
+            total_statistics(norms.values(), total)
+        return list(norms)
 
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
@@ -282,7 +313,7 @@ class TorchLearner:
                 "wrong-result",
                 "get_model: expected the parameters that are trained, got others since training began: "
                 f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
-                "some epochs in epoch_start, rather than in get_model)",
+                "some time by freeze_until_step or in epoch_start, rather than in get_model)",
             )
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
@@ -363,16 +394,25 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
+    base = None if options.saves_frozen else FrozenBase(model, constants)
+    if base is not None:
+        log.info(f"save_parameters: the model's file has {base.description}; the others are of {describe_base(base.entry)}")
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
     if has_modes(whole):
-        check_modes(whole, options.sharded is not None, keys.ema_decay, gradient_exchange.steps is None)
-        average = OptimizerModes(trained, whole)
+        check_modes(whole, keys.ema_decay, gradient_exchange.steps is None)
+        average = OptimizerModes(trained, whole, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
+
+    def seed_optimizer(step: int) -> None:
+        seed_all(device, options.seed, 0 if are_reduced() else 1 + options.rank, step, OF_OPTIMIZER)
+
+    may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
+    seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
-    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -385,10 +425,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         ),
         gradients,
         update,
-        TorchState(model, optimizer, device, average, scale, constants, options.model_format),
+        TorchState(model, optimizer, device, average, scale, constants, options.model_format, base),
         _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
         exchange,
+        Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None,
         splitter,
     )
 

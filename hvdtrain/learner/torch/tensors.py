@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -143,6 +143,8 @@ def _owners(name: str, loss: Loss, batch: Batch, numbers: torch.Tensor) -> torch
     shape = tuple(loss.value.shape)
     if loss.seq_lens is None or (loss.count is not None and getattr(loss.count, "shape", None) != numbers.shape):
         return None
+    if batch.joined is not None:
+        return numbers.repeat_interleave(torch.from_numpy(batch.joined)) if shape[:1] == (int(batch.joined.sum()),) else None
     if isinstance(loss.seq_lens, int):
         lengths = torch.full_like(numbers, loss.seq_lens)
     else:
@@ -233,6 +235,11 @@ class SentBatch(Batch):
     copied: torch.cuda.Event
 
 
+def _fields(batch: Batch) -> dict[str, Any]:
+    """All fields of `Batch`, so that none is lost when one is added there."""
+    return {field.name: getattr(batch, field.name) for field in fields(Batch)}
+
+
 class CudaStaging:
     """`Staging` of data/feed.py for a GPU."""
 
@@ -245,14 +252,14 @@ class CudaStaging:
         data = {  # not the arrays that were read, which would take the memory twice
             key: replace(batch.data[key], values=_values(one), seq_lens=one.seq_lens.numpy()) for key, one in tensors.items()
         }
-        return PinnedBatch(data, batch.indices, batch.seq_tags, batch.parts, tensors=tensors)
+        return PinnedBatch(**{**_fields(batch), "data": data}, tensors=tensors)
 
     def send(self, batch: Batch) -> SentBatch:
         pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         with torch.cuda.stream(self._stream):
             tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
             copied = self._stream.record_event()
-        return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, pinned.parts, tensors=tensors, copied=copied)
+        return SentBatch(**_fields(pinned), tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:

@@ -1,0 +1,175 @@
+"""Keys that change with the epoch: those that the config's `keys_of_epoch` returns, or that a framework's model asks for.
+
+The keys of an epoch are checked like a config with these keys, before its batches are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, together
+from hvdtrain.config.source import as_function
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.errors import ConfigError, DataError, Problem
+from hvdtrain.learner.base import Learner
+from hvdtrain.returnn_layer.translate import translate_names
+from hvdtrain.runtime import log
+from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.session import Epochs
+from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text
+from hvdtrain.start_up.data import check_limits, open_datasets, with_keys
+
+KEYS_OF_CONFIG = "the values of the config again"
+
+ORDER = frozenset(field.name for field in fields(OrderKeys))
+
+
+class EqualEpochs:
+    """`Epochs` of a training whose keys do not change."""
+
+    def keys(self, epoch: int) -> Mapping[str, Any]:
+        return {}
+
+    def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
+        return list(feeds)
+
+
+@dataclass(frozen=True)
+class OpenDataset:
+    """A dataset of one epoch or more that is not the config's.
+
+    Attributes:
+        value: what `keys_of_epoch` returned.
+    """
+
+    value: Any
+    feed: Feed
+
+
+class ChangingEpochs:
+    """`Epochs` of a training whose keys change.
+
+    Args:
+        settings: of the config.
+        given: returns the keys of an epoch and their values.
+    """
+
+    def __init__(
+        self, settings: Settings, comm: Communicator, watchdog: Watchdog, given: Callable[[int], Mapping[str, Any]]
+    ) -> None:
+        self._settings = settings
+        self._comm = comm
+        self._watchdog = watchdog
+        self._given = given
+        self._latest: tuple[int, Mapping[str, Any], Settings] = 0, {}, settings
+        self._noted: Mapping[str, str] = {}  # as text, the keys in the log
+        self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
+        self._opened: dict[str, OpenDataset] = {}
+
+    def keys(self, epoch: int) -> Mapping[str, Any]:
+        given, settings = self._of(epoch)
+        return {name: value_of(settings, name) for name in given}
+
+    def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
+        given, settings = self._of(epoch)
+        specs = {spec.name: spec for spec in settings.datasets}
+
+        def configure() -> list[Feed]:
+            changed = [self._feed(feed, given, settings, specs[feed.name]) if feed.only is None else feed for feed in feeds]
+            if self._noted != self._checked:
+                check_limits(settings, changed[0].dataset.streams)
+                self._checked = self._noted
+            return changed
+
+        return together(self._comm, configure, name="feeds_of_epoch")
+
+    def close(self) -> None:
+        """Close the datasets that are not the config's."""
+        for opened in self._opened.values():
+            opened.feed.dataset.close()
+
+    def _of(self, epoch: int) -> tuple[Mapping[str, Any], Settings]:
+        """The given keys of an epoch, and the settings with them. Collective where the epoch is not that of the last call."""
+        if self._latest[0] != epoch:
+            where = f"keys_of_epoch(epoch={epoch})"
+
+            def work() -> tuple[Mapping[str, Any], Settings]:
+                given = translate_names(self._given(epoch))
+                return given, settings_of_epoch(self._settings, given, where) if given else self._settings
+
+            given, settings = together(self._comm, work, name="keys_of_epoch")
+            texts = {name: value_text(value) for name, value in given.items()}
+            hint = "every rank calls keys_of_epoch: does it depend on hvdtrain.rank() or the host?"
+            check_alike(self._comm, texts, of=f"{where}: ", hint=hint, name="same_keys_of_epoch")
+            if texts != self._noted:
+                log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
+                self._noted = texts
+            self._latest = epoch, given, settings
+        _, given, settings = self._latest
+        return given, settings
+
+    def _feed(self, feed: Feed, given: Mapping[str, Any], settings: Settings, spec: DatasetSpec) -> Feed:
+        """One dataset with the keys of an epoch. Raises: DataError."""
+        value = (given.get("eval_datasets") or {}).get(feed.name, given.get(feed.name) if feed.name in DATASETS else None)
+        if value is not None and not same_data(value, getattr(self._settings.data, feed.name, None)):
+            feed = self._open(feed, value, settings, spec)
+        return with_keys(feed, settings, spec, self._comm.size)
+
+    def _open(self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec) -> Feed:
+        """The dataset in place of the config's. Raises: DataError."""
+        opened = self._opened.get(feed.name)
+        if opened is None or not same_data(opened.value, value):
+            if opened is not None:
+                del self._opened[feed.name]
+                opened.feed.dataset.close()
+            self._watchdog.beat(f"opening {feed.name}", "unhurried")
+            [made] = open_datasets(settings, self._comm, [spec], watchdog=self._watchdog)
+            self._opened[feed.name] = opened = OpenDataset(value, made)
+            missing = [key for key in feed.dataset.streams if key not in made.dataset.streams]
+            if missing:
+                raise DataError(
+                    f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
+                    f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from keys_of_epoch"
+                )
+        return opened.feed
+
+
+def same_data(one: Any, other: Any) -> bool:
+    """Whether two values of a dataset's key are the same data, perhaps in another order.
+
+    >>> same_data({"files": "a.hdf", "partition_epoch": 2}, {"files": "a.hdf"}), same_data({"files": "a.hdf"}, "a.hdf")
+    (True, False)
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        one, other = ({name: entry for name, entry in value.items() if name not in ORDER} for value in (one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # arrays, whose elements are compared
+        return False
+
+
+def open_epochs(settings: Settings, comm: Communicator, learner: Learner, watchdog: Watchdog, at_the_end: ExitStack) -> Epochs:
+    """What differs between the epochs: by the key `keys_of_epoch`, or by the learner's model."""
+    function = as_function(settings.per_epoch.keys_of_epoch, "keys_of_epoch")
+    of_learner = learner.keys_of_epoch
+    if function is None and of_learner is None:
+        return EqualEpochs()
+
+    def given(epoch: int) -> Mapping[str, Any]:
+        found = {} if function is None else function(epoch=epoch)
+        if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
+            raise ConfigError(
+                [Problem.of("wrong-result", f"keys_of_epoch: expected a dict of keys for epoch {epoch}, got {found!r}")]
+            )
+        return {**(found or {}), **({} if of_learner is None else of_learner(epoch))}
+
+    epochs = ChangingEpochs(settings, comm, watchdog, given)
+    if not settings.process.is_own:  # else the process ends
+        at_the_end.callback(epochs.close)
+    return epochs

@@ -1,0 +1,113 @@
+"""Keys that change with the epoch: as if the config were edited between two epochs, on any number of ranks, also after stops."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import TOY, hvdtrain, refused
+from trainings import ResultsOf, Run, Trained, assert_same, trains
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.settings import read_settings, settings_of_epoch
+
+CONFIGS = [TOY, TOY.with_name("epochs.py")]
+RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2)]
+
+EDITS: list[dict[str, object]] = [
+    {"max_seqs": 4},
+    {"max_seqs": 6, "learning_rates": {2: 0.005}, "part": "even.hdf"},
+    {"max_seqs": 4, "parts": 3, "chunking": {"data": 5, "classes": 5, "id": 1}},
+    {"max_seqs": 4, "accum_grad_multiple_step": 2, "shuffle_batches": True},
+]
+"""What the function of epochs.py changes, epoch by epoch, as overrides of config.py."""
+
+STOPS = {1: "10,75,110", 2: "10,35,60"}
+"""By number of ranks, the steps before which training is asked to stop, each in another epoch."""
+
+
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    shared = {"evaluated": True, "layers": "statistics", "record": True}
+    whole = {"configs": CONFIGS, "num_epochs": 4, "max_seqs": 4, **shared}
+    made = {"whole": whole, "stopped": whole | {"fault": f"SIGTERM,{run.size - 1},{STOPS[run.size]}", "save_interval_steps": 8}}
+    for number, edits in enumerate(EDITS, start=1):
+        made[f"edited-{number}"] = {"num_epochs": number, "saved_as": "edited", "accept_changed_data": True, **shared, **edits}
+    return made
+
+
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_an_epoch_is_that_of_a_config_with_its_keys(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    for rank in range(run.size):
+        assert_same(made.weights("whole", rank), made.weights("edited-4", rank))
+    whole, edited = made.reports("whole"), made.reports("edited-4")
+    for number, (one, other) in enumerate(zip(whole, edited, strict=True), start=1):
+        assert [one[key] for key in ("steps", "learning_rate", "padding")] == [
+            other[key] for key in ("steps", "learning_rate", "padding")
+        ]
+        same = {name: one["scores"][name] == other["scores"][name] for name in one["scores"]}
+        assert all(is_same or (number == 4 and name.startswith("dev")) for name, is_same in same.items()), (number, same)
+    assert whole[3]["scores"]["dev_loss_ce"] != edited[3]["scores"]["dev_loss_ce"]  # of another dev
+    assert [line["learning_rate"] for line in whole] == [0.01, 0.005, 0.005, 0.005]
+    assert "epoch 2: max_seqs = 6, learning_rate = 0.005, train = {" in made.out("whole")
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_stop_within_an_epoch_changes_no_bit(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    assert made.out("stopped").count("stopped by SIGTERM in epoch") >= 3
+    assert made.scores("whole") == made.scores("stopped")
+    for rank in range(run.size):
+        assert_same(made.weights("whole", rank), made.weights("stopped", rank))
+        assert made.needed(f"whole.ids.{rank}").read_text() == made.needed(f"stopped.ids.{rank}").read_text()
+
+
+def test_ranks_with_other_keys_are_refused_by_all(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True, "changing": "by_rank"}
+    ended = hvdtrain(TOY, keys, ranks=2, options=[str(CONFIGS[1])])
+    assert ended.status == 2
+    assert (
+        "keys_of_epoch(epoch=1): learning_rate: expected the same on all ranks, got 0.1 on rank 0 and 1.1 on rank 1" in ended.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("num_epochs", "keys_of_epoch(epoch=2): unsupported"),
+        ("lerning_rate", "keys_of_epoch(epoch=2): unknown-key"),
+        ("online_shuffle_batches", ""),
+        ("chunking_tail", "chunking_tail: unknown-value"),
+        ("dev", "keys_of_epoch(epoch=2): wrong-type"),
+    ],
+)
+def test_keys_are_refused_by_name_before_the_epoch_begins(corpus: Path, tmp_path: Path, key: str, problem: str) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "changing": key, "num_epochs": 2, "evaluated": True}
+    ended = hvdtrain(TOY, keys, options=[str(CONFIGS[1])])
+    assert (ended.status, list(ended.problems)) == ((2, [problem]) if problem else (0, []))
+    assert ("keys_of_epoch(epoch=2)" in ended.err) == bool(problem)
+    assert (tmp_path / "model.001.pt").exists()
+
+
+def settings(corpus: Path, **more: Any) -> Any:
+    return read_settings(CONFIGS, {name: str(value) for name, value in {"corpus": corpus, "model": corpus / "m", **more}.items()})
+
+
+def test_conflicts_and_other_datasets_are_problems(corpus: Path) -> None:
+    base = settings(corpus, evaluated=True)
+    with refused("here: conflict"):
+        settings_of_epoch(base, {"frame_batches": True, "chunking": 5}, "here")
+    with pytest.raises(ConfigError, match="here: expected the datasets train, dev in every epoch, got train, dev, more"):
+        settings_of_epoch(base, {"eval_datasets": {"more": {"files": str(corpus / "two.hdf")}}}, "here")
+    changed = settings_of_epoch(
+        base, {"batch_size": 7, "train": {"files": str(corpus / "two.hdf"), "partition_epoch": 2}}, "here"
+    )
+    assert (changed.batch.batch_size, changed.train.order.partition_epoch) == (7, 2)
+    assert changed.evaluations[0] is base.evaluations[0]
+    assert base.batch.batch_size is None

@@ -60,7 +60,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
+from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -167,6 +167,7 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     callbacks: CallbackKeys
+    evaluation: EvaluationKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -235,6 +236,8 @@ class Settings:
             "evaluated datasets": repr([spec.name for spec in self.evaluations]),
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
+            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
+            "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
         found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:

@@ -170,8 +170,30 @@ class CheckpointFolder:
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
 
-    def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
+    def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
+        """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
+        model = _unfinished(target.model_file)
+        try:
+            self.prepare(target)
+            with _checkpoint_error(target.model_file, [model]):
+                contents.write_model(model)
+                _flush_to_disk(model)
+                os.replace(model, target.model_file)
+                _flush_to_disk(self.prefix.parent)
+        except CheckpointError:
+            self._remove_unfinished()
+            raise
+
+    def tidy_models(self, newest: Checkpoint, keep: Collection[tuple[int, float]]) -> None:
+        """Remove the models within epochs whose ages are not to be kept, but for those that a training continues from."""
+        others = [found for found in self.within_epochs() if found.age not in keep and found.age != newest.age]
+        self.remove(found for found in others if not found.optimizer_file.exists())
+
+    def write(self, target: Checkpoint, contents: CheckpointContents, keep_models: Collection[tuple[int, float]] = ()) -> None:
         """Write the model and the optimizer, which completes the checkpoint.
+
+        Args:
+            keep_models: the ages of older checkpoints within epochs whose models stay.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
@@ -193,18 +215,23 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-                self.tidy(target)
+                self.tidy(target, keep_models=keep_models)
         except CheckpointError:
             self._remove_unfinished()
             raise
 
-    def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
+    def tidy(
+        self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS, keep_models: Collection[tuple[int, float]] = ()
+    ) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
-        self.remove(within_epochs - {newest})  # also incomplete ones without a model, which a kill left behind
+        kept = {found for found in within_epochs if found.age in keep_models and found.model_file.exists()} - {newest}
+        self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
+        for checkpoint in kept:
+            self._remove_all_but_model(checkpoint)
         with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             if not _is_from_returnn(checkpoint.optimizer_file):

@@ -342,7 +342,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
-        *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
         *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
         *_cache_lines(feed, local_size),
     ]

@@ -70,6 +70,10 @@ class CheckpointContents:
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_optimizer(optimizer_file, {**self.optimizer, **self.progress})
+        self.write_model(model_file)
+
+    def write_model(self, model_file: Path) -> None:
+        """Write only the model. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_model(model_file, self.model, self.progress)
 
 

@@ -279,9 +279,11 @@ def temporarily_average(state: ModelState, averages: Mapping[Kind, Average]) -> 
 
     for kind in averages:
         state.map_tensors(kind, lambda tensors, kind=kind: replace(kind, tensors))  # type: ignore[misc]
-    yield
-    for kind in averages:
-        state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for kind in averages:
+            state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -141,6 +141,10 @@ class StateBase(ABC):
         running = None if self.running is None else self.running.state
         return CheckpointContents(model, optimizer, progress, self._format, running)
 
+    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        """The present model without anything else; inside of `averaged_weights`, that is the average."""
+        return CheckpointContents(self._model_tensors(), {}, progress, self._format)
+
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
         """The same as a copy, which training does not change and which any thread may write."""
         contents = self.contents(progress)

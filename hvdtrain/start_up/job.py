@@ -142,7 +142,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
-    best = BestModel(checkpoints, settings.measure)
+    best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     saver = Saver(
         comm,
         learner.state,
@@ -292,5 +292,6 @@ def writing_nothing(settings: Settings) -> Settings:
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),
     )

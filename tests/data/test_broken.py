@@ -3,7 +3,15 @@
 import numpy
 import pytest
 
+import hvdtrain
 from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.data.sources import check_dataset, open_dataset
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BrokenSequence
 
@@ -42,3 +50,58 @@ def test_a_batch_knows_what_was_planned() -> None:
     assert batch.planned.tolist() == [4, 2, 9]
     assert batch.if_any is batch
     assert Batch({}, numpy.array([], numpy.int64), broken=[(9, "a.wav")]).if_any is None
+
+
+class Items:
+    """Items of a user's own, of which some cannot be read."""
+
+    lengths = [3, 4, 5, 6, 7, 8]
+
+    def __init__(self, broken: tuple[int, ...]) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> numpy.ndarray:
+        if index in self._broken:
+            raise hvdtrain.BrokenSequence(f"item {index} is gone")
+        return numpy.full((self.lengths[index], 2), index, numpy.float32)
+
+
+def batches_of(dataset: Dataset, limit: int, size: int = 1, rank: int = 0, chunking: int = 0) -> list[Batch]:
+    chunks = cut(dataset.lengths, ChunkKeys(chunking=chunking)) if chunking else None
+    broken = BrokenSequences("train", limit)
+    keys = OrderKeys(seq_ordering="default"), BatchKeys(max_seqs=2)
+    feed = Feed("train", dataset, *keys, rank, size, chunks=chunks, broken=broken)
+    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+        return list(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
+    inside = {"class": lambda: Items((2, 3, 5))}
+    options = {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays, "num_workers": workers}
+    spec, problems = check_dataset("train", options, {})
+    assert spec is not None, problems
+    dataset = open_dataset(spec)
+    found = batches_of(dataset, 3)
+    assert [batch.indices.tolist() for batch in found] == [[0, 1], [], [4]]
+    assert [sorted(batch.planned.tolist()) for batch in found] == [[0, 1], [2, 3], [4, 5]]
+    assert found[2].broken == [(5, "item 5 is gone")]
+    assert found[2].data["data"].values.shape == (1, 7, 2)
+    assert found[1].if_any is None
+    assert found[0].seq_tags is not None
+    with pytest.raises(BrokenSequence, match=r"train: item 2 is gone \(skip_broken = N lets a training go on"):
+        batches_of(dataset, 0)
+    dataset.close()
+
+
+def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
+    spec, _ = check_dataset("train", {"class": lambda: Items((1,))}, {})
+    assert spec is not None
+    found = batches_of(open_dataset(spec), 1, chunking=3)
+    planned = [index for batch in found for index in batch.planned.tolist()]
+    assert sorted(planned) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert [index for batch in found for index in batch.indices.tolist()] == [index for index in sorted(planned) if index != 1]
+    assert {index for batch in found for index, _ in batch.broken} == {1}

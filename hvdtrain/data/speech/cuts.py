@@ -116,7 +116,6 @@ class LhotseDataset(Dataset):
         tags: Array,
         lengths: Mapping[str, Array],
         used: Array,
-        notes: list[str],
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._reading = reading
@@ -124,7 +123,6 @@ class LhotseDataset(Dataset):
         self._describe = describe
         self._tags = tags
         self._used = used
-        self._notes = notes
         self._close = close
         self.streams: Mapping[str, Stream] = reading.streams
         self.lengths: Mapping[str, Array] = {
@@ -154,9 +152,6 @@ class LhotseDataset(Dataset):
 
     def close(self) -> None:
         self._close()
-
-    def warnings(self) -> list[str]:
-        return self._notes
 
 
 def text_of(cut: Any) -> str:
@@ -200,7 +195,7 @@ def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: Text
             broken.append((number, str(error)))
     tags = numpy.array([str(cut.id).encode("utf-8") for cut in cuts], dtype=bytes)
     used = _leave_out(len(cuts), broken, scanning)
-    return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used, scanning.broken.warnings())
+    return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used)
 
 
 def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
@@ -212,8 +207,7 @@ def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncod
     described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
     index: CutIndex = index_cuts(where, cuts, field, described, reading.lengths, list(reading.streams), scanning)
     used = _leave_out(index.size, index.broken, scanning)
-    notes = scanning.broken.warnings()
-    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used, notes, index.close)
+    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used, index.close)
 
 
 def _leave_out(size: int, broken: Sequence[tuple[int, str]], scanning: Scanning) -> Array:

@@ -35,7 +35,6 @@ class KaldiFolder(Dataset):
         columns: what to read of them, by data key.
         lengths: by data key, of all utterances.
         used: the numbers of the utterances that are sequences: all but broken ones.
-        notes: lines for the log.
         lengths_file: the file with lengths that were found by reading, for messages; '': there is none.
     """
 
@@ -45,13 +44,11 @@ class KaldiFolder(Dataset):
         columns: Mapping[str, Column],
         lengths: Mapping[str, Array],
         used: Array,
-        notes: list[str],
         lengths_file: str,
     ) -> None:
         self._ids = ids
         self._columns = columns
         self._used = used
-        self._notes = notes
         self._lengths_file = lengths_file
         self.streams: Mapping[str, Stream] = {name: column.stream for name, column in columns.items()}
         self.lengths: Mapping[str, Array] = {name: lengths[name][used].astype(numpy.int32, copy=False) for name in columns}
@@ -75,9 +72,6 @@ class KaldiFolder(Dataset):
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [self._ids[number] for number in self._used[list(indices)].tolist()]
-
-    def warnings(self) -> list[str]:
-        return self._notes
 
 
 def open_kaldi(where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
@@ -124,8 +118,7 @@ class _Opening:
         unreadable = numpy.any([column < 0 for column in lengths.values()], axis=0) & used
         self._scanning.broken.leave_out(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
         chosen = numpy.flatnonzero(used & numpy.all([column >= 0 for column in lengths.values()], axis=0))
-        notes = self._scanning.broken.warnings()
-        return KaldiFolder(self._ids, columns, lengths, chosen, notes, self._lengths_file)
+        return KaldiFolder(self._ids, columns, lengths, chosen, self._lengths_file)
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:

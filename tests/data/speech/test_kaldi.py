@@ -18,10 +18,16 @@ from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.errors import BrokenSequence, DataError
 
 
-def opened(options: dict[str, Any], limit: int = 0, folder: Path | None = None, processes: int = 1) -> Dataset:
+def opened(
+    options: dict[str, Any],
+    limit: int = 0,
+    folder: Path | None = None,
+    processes: int = 1,
+    broken: BrokenSequences | None = None,
+) -> Dataset:
     spec, problems = check_dataset("train", {"class": "KaldiFolder", **options}, {})
     assert spec is not None, problems
-    broken = BrokenSequences("train", limit)
+    broken = broken or BrokenSequences("train", limit)
     scanning = Scanning(folder, broken=broken, processes=processes, processes_alone=processes)
     return open_dataset(spec, OpeningContext(scanning=scanning))
 
@@ -179,11 +185,12 @@ def test_commands_only_if_allowed(folder: Path) -> None:
     options = {"folder": str(folder), "units": "text"}
     with pytest.raises(DataError, match=r"wav.scp, line 1, 'utt00': expected a file, got the command.*allow_commands"):
         opened(options)
-    dataset = opened({**options, "allow_commands": True}, limit=1)
+    broken = BrokenSequences("train", 1)
+    dataset = opened({**options, "allow_commands": True}, broken=broken)
     assert dataset.tags(range(dataset.num_sequences)) == ["utt00"]
     numpy.testing.assert_array_equal(dataset.sequence(0)["data"][:, 0], sound(0, 800))
-    assert "utt01" in dataset.warnings()[0]
-    assert "exit status 3" in dataset.warnings()[0]
+    assert "utt01" in broken.warnings()[0]
+    assert "exit status 3" in broken.warnings()[0]
 
 
 def test_lengths_are_found_once_in_processes_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +257,9 @@ def test_bad_input_is_named_or_left_out(tmp_path: Path, fault: str, known: bool)
     options = {"folder": str(folder), "vocabulary": list("abcdefghijklmnopqrstuvwxyz ")}
     with pytest.raises(BrokenSequence, match=named):
         everything(opened(options))
-    dataset = opened(options, limit=1)
-    good, messages = [], list(dataset.warnings())
+    broken = BrokenSequences("train", 1)
+    dataset = opened(options, broken=broken)
+    good, messages = [], broken.warnings()
     for index in range(dataset.num_sequences):
         try:
             dataset.sequence(index)

@@ -66,6 +66,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
         "forwarded": (TOY, {"load": folder / "trained.001", "task": "forward", "kept": made / "forwarded.kept"}),
         "words": (WORDS, {}),
         "begun": (WORDS, {}),
+        "packed": (WORDS, {"packing": True, "num_epochs": 1}),
         "double": (WORDS, {"default_float_dtype": "float64", "halved": True, "num_epochs": 1}),
         "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
     }
@@ -155,6 +156,26 @@ def test_a_model_of_returnns_frontend(folder: Path, by_returnn: Trainings, tmp_p
     assert last["dev_loss_ctc"] < first["dev_loss_ctc"]
     names = torch.load(f"{model}.002.pt", weights_only=True)["model"].keys()
     assert {"encoder.layers.0.conv_block.norm.running_mean", "lstm.ff_weight", "embedding.weight"} <= names
+
+
+def test_packed_tensors(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """Features without padding, in RETURNN's own packing: its scores and weights, which are those with padding, too."""
+    model = tmp_path / "model"
+    out = ours(WORDS, folder=folder, model=model, packing=True, num_epochs=1)
+    assert re.search(r"train epoch 1, padding: data 0.0%, classes [1-9]", out)
+    assert_same_training(model, by_returnn, "packed", (1,))
+    padded, packed = (by_returnn.scores(name)[0] for name in ("words", "packed"))
+    assert packed == pytest.approx(padded, rel=1e-5)
+
+
+def test_packed_outputs(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """A callback gets the same as with padding."""
+    options = {"load": by_returnn.folder / "begun" / "model.001", "task": "forward", "packed_tensors": True}
+    ours(WORDS, folder=folder, model=tmp_path / "model", kept=tmp_path / "kept", **options)
+    own, theirs = (eval(path.read_text()) for path in (tmp_path / "kept", by_returnn.folder / "best.kept"))
+    assert own.keys() == theirs.keys()
+    for tag, (output, *_) in own.items():
+        torch.testing.assert_close(torch.tensor(output), torch.tensor(theirs[tag][0]), rtol=1e-5, atol=1e-5)
 
 
 def test_keys_of_the_model(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Search:
         plan = self._with(self._smallest()).plan(self._epoch)
         rounds = Rounds(plan, feed.lengths_in(self._epoch), self._comm.size if feed.distribution == "shard" else 1)
         smallest = int(rounds.costs.argmin())
-        limits = open_limits(settings)
+        limits = open_limits(settings, self._session.epochs)
         trainer(settings, self._session, limits, EpochRecord(self._epoch, 0.0))(replace(feed, only=rounds.only([smallest])))
 
     def run(self) -> list[str]:

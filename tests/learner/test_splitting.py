@@ -27,7 +27,7 @@ def batch_of(make: Callable[..., Any], seed: int = 1) -> Batch:
     frames = [generator.normal(size=(length, 3)).astype(numpy.float32) for length in LENGTHS]
     classes = [generator.integers(0, 4, length) for length in LENGTHS]
     parts = BatchParts(("a", "b"), numpy.array([0, 1, 0, 0, 1, 1, 0]))
-    return Batch({"data": make(frames), "classes": make(classes)}, numpy.arange(7), lambda: list("abcdefg"), parts)
+    return Batch({"data": make(frames), "classes": make(classes)}, numpy.arange(7), lambda: list("abcdefg"), parts=parts)
 
 
 @pytest.mark.parametrize("make", [pad, pack])

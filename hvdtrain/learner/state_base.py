@@ -58,6 +58,9 @@ class StateBase(ABC):
         running: the sums of a running average, on rank 0; None: there are none.
     """
 
+    num_pretrain_epochs = 0
+    """The number of first epochs whose checkpoints have `pretrain` in their names."""
+
     def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
         self._format = file_format
         self._average = average

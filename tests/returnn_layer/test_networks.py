@@ -42,6 +42,15 @@ OURS: dict[str, dict[str, str]] = {
 """With hvdtrain alone: what RETURNN cannot do, and in another way."""
 
 
+FLAWS = {
+    "class": r"network: layer 'conv' of class 'convolution' \(network_config.py, line \d+\): .*'convolution'",
+    "from": r"network: layer '\w+'.* \(network_config.py, line \d+\): .*'lstn'",
+    "target": r"network: layer 'output' of class 'softmax' \(network_config.py, line \d+\): .*'phones'",
+    "key": r"network: expected the data key 'phones', which its layers use, got the keys data, classes",
+}
+"""A mistake in the network, and what the program says."""
+
+
 @dataclass(frozen=True)
 class Jobs:
     """What the trainings left. Attributes: folder: PROGRAM/NAME/model..."""
@@ -95,6 +104,9 @@ def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         start = {"import_model_train_epoch1": str(folder / other / "plain" / "model.002")}
         wanted.append(job(program, "imported", start))
     wanted.append(job("hvdtrain", "plain", {"num_epochs": "3"}))
+    files = {"base": {"filename": str(folder / "returnn" / "plain" / "model.002"), "init_for_train": True}}
+    wanted.append(job("hvdtrain", "preloaded", {"preload_from_files": repr(files), "learning_rate": "0.0", "num_epochs": "1"}))
+    wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw}) for flaw in FLAWS]
     (folder / "jobs.json").write_text(json.dumps(wanted))
     command = [sys.executable, str(ROOT / "tests" / "returnn_layer" / "network_jobs.py"), str(folder / "jobs.json")]
     subprocess.run(command, env=clean_environment() | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=900)
@@ -139,6 +151,20 @@ def test_training_goes_on_from_a_checkpoint_and_its_files_are_complete(jobs: Job
     folder = jobs.folder / "hvdtrain" / "plain"
     assert "training goes on after epoch 2, step 40." in (folder / "out").read_text()
     assert {path.name for path in folder.glob("model.003.*")} == {
-        "model.003.index", "model.003.data-00000-of-00001", "model.003.progress", "model.003.opt.returnn.npz",
+        "model.003.index", "model.003.meta", "model.003.data-00000-of-00001", "model.003.progress", "model.003.opt.returnn.npz",
     }  # fmt: skip
     assert not list(folder.glob("*unfinished*"))
+
+
+def test_preload_from_files_reads_a_checkpoint_of_tensorflow(jobs: Jobs) -> None:
+    ours, theirs = jobs.weights("hvdtrain", "preloaded", 1), jobs.weights("returnn", "plain")
+    assert [name for name in theirs if name != "global_step" and not numpy.array_equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_mistake_in_a_network_is_an_error_with_the_layer_and_its_line(jobs: Jobs, flaw: str) -> None:
+    folder = jobs.folder / "hvdtrain" / f"flaw.{flaw}"
+    out = (folder / "out").read_text()
+    assert (folder / "status").read_text() == "2", out[-3000:]
+    assert re.search(FLAWS[flaw], out), out[-3000:]
+    assert "Traceback" not in out

@@ -12,8 +12,9 @@ import tensorflow as tf
 from returnn.tf.network import ExternData, TFNetwork
 from returnn.tf.util.basic import get_global_train_flag_placeholder
 
+from hvdtrain.context import size_name
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.gradients import (
@@ -73,6 +74,8 @@ class NetworkGraph:
         self.random = RandomNumbers()
         self.noise = RandomNumbers()
         self._parts: _Parts | None = None
+        self._outputs: dict[str, Output] | None = None
+        self._meta: bytes | None = None
         self._assignments: dict[str, tuple[Any, Any]] = {}
         self._learning_rate: float | None = None
         self._step = 0
@@ -187,8 +190,12 @@ class NetworkGraph:
 
     # Steps
 
-    def feed(self, batch: Batch, train: bool, step: int, epoch_step: int) -> dict[Any, Any]:
-        """What a session is fed for a batch. Raises: DataError, if a key is missing that the network uses."""
+    def feed(self, batch: Batch, train: bool, step: int, epoch_step: int, needs_all: bool = True) -> dict[Any, Any]:
+        """What a session is fed for a batch. Raises: DataError, if a key is missing that the network uses.
+
+        Args:
+            needs_all: whether all keys are needed; otherwise those that are there are fed.
+        """
         feed: dict[Any, Any] = {self.train_flag: train}
         if isinstance(self.network.epoch_step, tf.Tensor):
             feed[self.network.epoch_step] = epoch_step
@@ -200,6 +207,8 @@ class NetworkGraph:
                 tags = batch.seq_tags() if batch.seq_tags is not None else [""] * len(batch.indices)
                 values = tags if key == "seq_tag" else batch.indices
                 feed[data.placeholder] = values if batch.joined is None else values[-1:]  # RETURNN names the last piece of a row
+                continue
+            if key not in batch.data and not needs_all:
                 continue
             if key not in batch.data:
                 raise DataError(
@@ -214,6 +223,25 @@ class NetworkGraph:
         if tf.is_tensor(size):
             feed[size] = len(batch.indices) if batch.joined is None else 1
         return feed
+
+    def outputs(self, layers: Mapping[str, str | None]) -> dict[str, Output]:
+        """Outputs of layers by name. Raises: ConfigError, if there is no such layer.
+
+        Args:
+            layers: by the name of the output, the layer's; None: the network's own output layer.
+        """
+        if self._outputs is None:
+            with self.graph.as_default():
+                found = {name: self._layer(name, layer) for name, layer in layers.items()}
+                self._outputs = {name: output_of(layer) for name, layer in found.items()}
+        return self._outputs
+
+    def _layer(self, name: str, wanted: str | None) -> Any:
+        layer = self.network.get_default_output_layer() if wanted is None else self.network.layers.get(wanted)
+        if layer is None:
+            known = ", ".join(sorted(self.network.layers))
+            raise ConfigError.of("unknown-value", f"{name}: expected a layer of the network ({known}), got {wanted!r}")
+        return layer
 
     def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:
         """The values of tensors of the graph."""
@@ -261,6 +289,15 @@ class NetworkGraph:
         with self.graph.as_default():
             self.network.load_params_from_file(prefix, session=self.session)
             self._step = int(self.network.get_global_train_step(session=self.session))
+
+    def meta(self) -> bytes:
+        """The graph in TensorFlow's format, which RETURNN's tools look for in a checkpoint."""
+        if self._meta is None:
+            with self.graph.as_default():
+                if self.network.saver is None:
+                    self.network._create_saver()
+                self._meta = self.network.saver.export_meta_graph().SerializeToString()
+        return self._meta
 
     def parts(self) -> _Parts:
         """The gradients for an update that takes several batches."""
@@ -399,3 +436,46 @@ def numbers_of(names: Mapping[str, Score], fetched: Mapping[str, Any]) -> Array:
     sums = [float(fetched[score.value]) for score in names.values()]
     counts = [1.0 / float(fetched[score.norm]) for score in names.values()]
     return numpy.array(sums + counts, numpy.float64)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of a layer, batch first.
+
+    Attributes:
+        values: shape (batch, time, ...), or (batch, ...) without a time axis; with a beam, (batch * beam, ...).
+        sizes: the lengths of the sequences; None: there is no time axis whose length varies.
+        beam: the number of hypotheses of a search; None: there is one output for each sequence.
+        scores: of the hypotheses, shape (batch, beam).
+    """
+
+    values: Any
+    sizes: Any
+    beam: int | None = None
+    scores: Any = None
+
+    @property
+    def fetches(self) -> list[Any]:
+        return [one for one in (self.values, self.sizes, self.scores) if one is not None]
+
+    def arrays(self, name: str, fetched: Sequence[Array]) -> dict[str, tuple[list[Array], list[int] | None]]:
+        """What was fetched, as the outputs of sequences."""
+        values, *others = fetched
+        sizes = others.pop(0) if self.sizes is not None else None
+        if self.beam is None:
+            return {name: (list(values), None if sizes is None else sizes.tolist())}
+        found = {name: (list(values.reshape(-1, self.beam, *values.shape[1:])), None)}
+        if sizes is not None:
+            found[size_name(name, 1)] = list(sizes.reshape(-1, self.beam)), None
+        return {**found, f"beam_scores_{name}": (list(others[0]), None)}
+
+
+def output_of(layer: Any) -> Output:
+    """The output of a layer of RETURNN."""
+    data = layer.output.copy_as_batch_major()
+    if data.have_time_axis() and data.time_dim_axis != 1:
+        data = data.copy_with_time_dim_axis(1)
+    sizes = data.get_sequence_lengths() if data.have_time_axis() and data.is_time_axis_dynamic() else None
+    if data.beam is None:
+        return Output(data.placeholder, sizes)
+    return Output(data.placeholder, sizes, int(data.beam.beam_size), layer.get_search_choices().beam_scores)

@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 from launching import ROOT, clean_environment
 
+from hvdtrain.data.hdf.dataset import open_hdf
+
 TOY = str(ROOT / "tests" / "toy" / "network_config.py")
 ATTENTION = str(ROOT / "tests" / "toy" / "network_attention.py")
 
@@ -106,6 +108,12 @@ def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     wanted.append(job("hvdtrain", "plain", {"num_epochs": "3"}))
     files = {"base": {"filename": str(folder / "returnn" / "plain" / "model.002"), "init_for_train": True}}
     wanted.append(job("hvdtrain", "preloaded", {"preload_from_files": repr(files), "learning_rate": "0.0", "num_epochs": "1"}))
+    search = {"task": "search", "search_output_file_format": "py", "load": str(folder / "returnn" / "attention" / "model.001")}
+    for program, data in (("returnn", "config:dev"), ("hvdtrain", "dev")):
+        given = {**search, "search_data": data, "search_output_file": str(folder / program / "hypotheses.py")}
+        wanted.append(job(program, "attention", given, "search"))
+    forward = {"task": "forward", "forward_data": "dev", "forward_output_layer": "encoder", "load": search["load"]}
+    wanted.append(job("hvdtrain", "attention", {**forward, "output_file": str(folder / "encoder.hdf")}, "forward"))
     wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw}) for flaw in FLAWS]
     (folder / "jobs.json").write_text(json.dumps(wanted))
     command = [sys.executable, str(ROOT / "tests" / "returnn_layer" / "network_jobs.py"), str(folder / "jobs.json")]
@@ -168,3 +176,22 @@ def test_a_mistake_in_a_network_is_an_error_with_the_layer_and_its_line(jobs: Jo
     assert (folder / "status").read_text() == "2", out[-3000:]
     assert re.search(FLAWS[flaw], out), out[-3000:]
     assert "Traceback" not in out
+
+
+def test_a_search_finds_the_hypotheses_that_returnn_finds(jobs: Jobs) -> None:
+    """The same texts with the same scores, for every sequence of dev, in its order."""
+    (theirs, ours) = (
+        eval((jobs.folder / program / "hypotheses.py").read_text(), {"np": numpy}) for program in ("returnn", "hvdtrain")
+    )
+    assert list(ours) == [f"seq-{number}" for number in range(101)]
+    assert ours.keys() == theirs.keys()
+    for tag, hypotheses in ours.items():
+        assert [text for _, text in hypotheses] == [text for _, text in theirs[tag]]
+        assert [score for score, _ in hypotheses] == pytest.approx([float(score) for score, _ in theirs[tag]], rel=1e-5)
+
+
+def test_the_outputs_of_a_layer_are_written_for_every_sequence(jobs: Jobs, corpus: Path) -> None:
+    written, dev = (open_hdf([str(path)]) for path in (jobs.folder / "encoder.hdf", corpus / "dev.hdf"))
+    assert written.num_sequences == dev.num_sequences == 101
+    assert numpy.array_equal(written.lengths["data"], dev.lengths["data"])
+    assert written.streams["data"].shape == (6,)

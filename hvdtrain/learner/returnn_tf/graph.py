@@ -42,6 +42,8 @@ class GraphOptions:
         session: options of a session, as a dict of RETURNN's key `tf_session_opts`.
         per_rank: whether every rank's objective is minimized as it is, as RETURNN does.
         scaled: whether gradients are multiplied by a scale while they are exchanged.
+        trains: whether losses and the updater are built; otherwise the network is that of RETURNN's tasks forward and search.
+        search: whether the network searches hypotheses.
     """
 
     config: Any
@@ -51,6 +53,7 @@ class GraphOptions:
     session: Mapping[str, Any]
     per_rank: bool = False
     scaled: bool = False
+    trains: bool = True
     search: bool = False
 
 
@@ -87,7 +90,8 @@ class NetworkGraph:
         config = self.options.config
         seed, network_seed = _seeds(config, epoch)
         v1.set_random_seed(seed)
-        self.train_flag = get_global_train_flag_placeholder()
+        trains = self.options.trains
+        self.train_flag: Any = get_global_train_flag_placeholder() if trains else False
         self.extern_data = ExternData()
         self.extern_data.init_from_config(config=config, auto_create_placeholders=True)
         with self.random.replace():
@@ -97,11 +101,11 @@ class NetworkGraph:
                 extern_data=self.extern_data,
                 rnd_seed=network_seed,
                 train_flag=self.train_flag,
-                eval_flag=True,
+                eval_flag=trains or self.options.search,
                 search_flag=self.options.search,
             )
             self.network.construct_from_dict(self.description)
-            if extra := config.list("search_train_network_layers"):
+            if trains and (extra := config.list("search_train_network_layers")):
                 self.network.construct_extra_net(
                     self.description,
                     layer_list=extra,
@@ -109,7 +113,8 @@ class NetworkGraph:
                     dep_layers_in_extra=True,
                     net_name="search train extra net",
                 )
-            self.objective: Objective = objective_of(self.network)
+            if trains:
+                self.objective: Objective = objective_of(self.network)
         self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
         names = {id(variable): name for name, variable in self.variables.items()}
         self.layers = [
@@ -117,51 +122,52 @@ class NetworkGraph:
             for layer in self.network.get_all_layers_deep()
         ]
         self._changed_by_graph = _assigned(self.graph, self.variables.values())
-        self.updater = FeedableUpdater(
-            self._make_points,
-            config=config,
-            network=self.network,
-            initial_learning_rate=config.float("learning_rate", 1.0),
-        )
-        self.train_fetches = self._fetches(train=True)
-        self.eval_fetches = self._fetches(train=False)
-        self.updater.set_trainable_vars(self.network.get_trainable_params())
         self.random.initialize(self.session)
         self.network.initialize_params(session=self.session)
-        with self.noise.replace():
-            self.update_op = self.updater.get_optim_op() if self.trainable else None
-        self.noise.initialize(self.session)
-        if self.trainable:
-            self.updater.init_optimizer_vars(session=self.session)
+        self._trainable: list[Any] = self.network.get_trainable_params()
+        self.train_fetches: dict[str, Any] = {}
+        self.updater: FeedableUpdater | None = None
+        self.update_op: Any = None
+        self.norm: Any = None
+        if trains:
+            self._build_updater()
+        self.eval_fetches = self._fetches(train=False) if trains or self.options.search else {}
         self._initialize_others()
-        if self.updater.optim_meta_losses_dict:
-            self.train_fetches |= self.updater.optim_meta_losses_dict
         for name, variable in {**self.variables, **self.optimizer_variables}.items():
             place = v1.placeholder(variable.dtype.base_dtype, variable.shape)
             self._assignments[name] = place, variable.assign(place).op
         self.training_names = _score_names(self.train_fetches, self.network)
         self.evaluation_names = _score_names(self.eval_fetches, self.network)
+
+    def _build_updater(self) -> None:
+        config = self.options.config
+        rate = config.float("learning_rate", 1.0)
+        self.updater = FeedableUpdater(self._make_points, config=config, network=self.network, initial_learning_rate=rate)
+        self.train_fetches = self._fetches(train=True)
+        if self._trainable:
+            self.updater.set_trainable_vars(self._trainable)
+            with self.noise.replace():
+                self.update_op = self.updater.get_optim_op()
+            self.noise.initialize(self.session)
+            self.updater.init_optimizer_vars(session=self.session)
+        self.train_fetches |= self.updater.optim_meta_losses_dict or {}
         self.norm = self.updater.log_grad_norm_tensor
 
     @property
     def points(self) -> GradientPoints:
-        points = self.updater.points
+        points = None if self.updater is None else self.updater.points
         return GradientPoints() if points is None else points
-
-    @property
-    def trainable(self) -> list[Any]:
-        """The variables that are trained."""
-        return list(self.updater.trainable_vars)
 
     @property
     def optimizer_variables(self) -> dict[str, Any]:
         """The optimizers' variables by name."""
-        return {variable.name.removesuffix(":0"): variable for variable in self.updater.optimizer_vars}
+        variables = [] if self.updater is None else self.updater.optimizer_vars
+        return {variable.name.removesuffix(":0"): variable for variable in variables}
 
     def kind(self, name: str) -> Kind:
         """The kind of one of the model's variables."""
         variable = self.variables[name]
-        if any(variable is trained for trained in self.updater.trainable_vars):
+        if any(variable is trained for trained in self._trainable):
             return "parameters"
         if not variable.dtype.is_floating:
             return "counters"
@@ -196,7 +202,7 @@ class NetworkGraph:
         Args:
             needs_all: whether all keys are needed; otherwise those that are there are fed.
         """
-        feed: dict[Any, Any] = {self.train_flag: train}
+        feed: dict[Any, Any] = {self.train_flag: train} if tf.is_tensor(self.train_flag) else {}
         if isinstance(self.network.epoch_step, tf.Tensor):
             feed[self.network.epoch_step] = epoch_step
         for key in self._used_keys:
@@ -249,7 +255,7 @@ class NetworkGraph:
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the rate of the next update."""
-        if rate != self._learning_rate:
+        if rate != self._learning_rate and self.updater is not None:
             with self.graph.as_default():
                 self.updater.set_learning_rate(rate, session=self.session)
             self._learning_rate = rate

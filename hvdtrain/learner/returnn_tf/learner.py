@@ -345,6 +345,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             bucket_bytes=options.bucket_bytes(tensorflow_learner.device_name() != "CPU"),
             per_rank=keys.objective_per_rank,
             scaled=scale is not None,
+            trains=keys.get_model.values.get("task") not in ("forward", "search"),
             search=searches(keys.get_model.values),
         ),
         threads=options.threads,

@@ -91,7 +91,8 @@ class NetworkState(StateBase):
         return {name: [tensor.numpy() for tensor in tensors] for name, tensors in lists.items()}
 
     def _optimizer_name(self) -> str:
-        return " ".join(type(one).__name__ for one in self._networks.graph.updater.optimizers.values())
+        updater = self._networks.graph.updater
+        return "" if updater is None else " ".join(type(one).__name__ for one in updater.optimizers.values())
 
     def _optimizer_entries(self) -> dict[str, Any]:
         graph = self._networks.graph

@@ -1,4 +1,5 @@
 # make train   train a model on two Horovod ranks (about five minutes on two cores)
+# make demo-speech   speech recognition on two ranks, with sentences that espeak-ng speaks
 # make check   formatting, lint, types, and the tests that start no other program: about a minute
 # make test    the tests: what is learned, read, written and printed, on one rank and on several
 # make test-launchers   the tests of launchers, stops, faults and restarts, on this host and, as root, on several with Slurm
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak soak-faults fuzz check format docs help-time benchmark benchmark-data clean
+.PHONY: setup setup-tests data train demo-speech test test-launchers test-gpu test-soak soak-faults fuzz check format docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -59,6 +60,13 @@ data/returnn/demo-torch%config data/returnn/demo-rf%config data/returnn/demo-rf-
 train: data
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 2 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
+
+# Debian's espeak-ng speaks the sentences, in about a minute; the config trains on them on two ranks.
+data/speech/test/text: demos/speech/speak.py | setup
+	@$(PYTHON_OF_VENV) demos/speech/speak.py data/speech
+
+demo-speech: data/speech/test/text
+	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/speech.py ++use_horovod 1 ++max_seqs 16
 
 test: setup data $(RETURNN_DEMOS)
 	$(PYTEST) --ignore tests/launchers
@@ -104,7 +112,7 @@ benchmark: data
 
 # Reading speed: all benchmarks in turn, some minutes in total on a quiet machine. Each has --help with options for its size.
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag planning \
-	balance computing_time checks
+	balance computing_time checks speech shards
 
 benchmark-data: data
 	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"

@@ -10,20 +10,20 @@ from hvdtrain.comm.base import reduce_values as all_reduce
 from hvdtrain.comm.base import run_on_main
 from hvdtrain.comm.launch import launch as _launch
 from hvdtrain.context import get_run_ctx
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.api import Best, Result, evaluate, forward, load_model, train
+    from hvdtrain.api import Best, Result, SavePretrained, evaluate, forward, load_model, train
 
 __all__ = [
-    "Best", "ConfigError", "HvdtrainError", "Result", "__version__", "all_reduce",
+    "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Result", "SavePretrained", "__version__", "all_reduce",
     "evaluate", "forward", "get_run_ctx", "load_model", "rank",
     "run_on_main", "size", "train",
 ]  # fmt: skip
 
-FOR_PROGRAMS = ("Best", "Result", "evaluate", "forward", "load_model", "train")
-"""The names for programs are imported on first access: configs do not need them, and they import nearly all of hvdtrain."""
+FOR_PROGRAMS = ("Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
+"""The names for programs are imported on first access: most configs do not need them, and they import nearly all of hvdtrain."""
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ from hvdtrain.runtime.process import Process
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import TASKS, Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
+from hvdtrain.training.pretrained import SavePretrained as SavePretrained
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 """A config: a file, several files, of which later ones win, or a dict of keys."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
+    "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
     "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
     "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
@@ -59,7 +60,11 @@ false, or text.
 options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
+  --find-batch-size
+                   try larger and smaller batches, write nothing; tell which batch_size fits into memory (task find_batch_size)
   --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
+  --find-learning-rate
+                   train for some updates with a rate that grows, draw the losses, and suggest a rate (task find_learning_rate)
   --overfit-batches N
                    train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
   --print-config   every key in effect and where its value comes from; nothing is trained
@@ -169,7 +174,12 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
-TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
+TASK_OPTIONS = {
+    "--dry-run": "dry_run",
+    "--find-batch-size": "find_batch_size",
+    "--summary": "summary",
+    "--find-learning-rate": "find_learning_rate",
+}
 """Options that stand for a task."""
 
 

@@ -167,6 +167,13 @@ class DataError(HvdtrainError):
     """A dataset's file is missing or malformed. The message names the file."""
 
 
+class BrokenSequence(DataError):
+    """A sequence cannot be read, while others of the dataset can. The message names its file and the sequence.
+
+    The key `skip_broken` lets a training go on without some of them.
+    """
+
+
 class CheckpointError(HvdtrainError):
     """A checkpoint is missing, damaged or belongs to another model. The message names the file."""
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.average.final import AverageScores, make_averages
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.engine import Engine
@@ -34,6 +35,7 @@ class Trained:
         best: the contents of best.json (`checkpoint/progress.py`); None: no epoch has a score.
         checkpoint: the file with the last epoch's model.
         num_epochs: the number of epochs that this start finished.
+        averages: those of `average_checkpoints`, with their scores.
     """
 
     learner: Learner
@@ -41,6 +43,7 @@ class Trained:
     best: Mapping[str, Any] | None
     checkpoint: Path
     num_epochs: int
+    averages: Sequence[AverageScores]
 
 
 def train(settings: Settings, comm: Communicator | None = None) -> Trained:
@@ -66,7 +69,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
-        on_rank_zero(session.comm, lambda: session.best.update(session.progress.history), name="best")
+        on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
@@ -79,7 +82,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
             ):
                 Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
+        averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
-        best = session.best.summary(progress.history)
-        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)
+        best = session.best.summary(session.best.records(progress))
+        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)

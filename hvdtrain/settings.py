@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
@@ -36,6 +37,8 @@ from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
+from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -57,13 +60,15 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
+from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
+    "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
     "summary": "hvdtrain.tasks.inspect:summarize",
+    "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -82,13 +87,18 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "what to do: train; dry_run, find_batch_size, summary and find_learning_rate, as the options --dry-run, "
+        "--find-batch-size, --summary and --find-learning-rate; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    model: str = key(
+        REQUIRED,
+        "where checkpoints go: the beginning of their names, such as exp/g2p/model",
+        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+    )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
@@ -130,7 +140,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), *STEPS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,7 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     callbacks: CallbackKeys
+    evaluation: EvaluationKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -229,6 +240,8 @@ class Settings:
             "evaluated datasets": repr([spec.name for spec in self.evaluations]),
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
+            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
+            "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
         found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
@@ -450,7 +463,7 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
     Such a task writes no checkpoint, so `model` may be missing; files then go to the working folder.
     """
     task = values.get("task")
-    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run"):
+    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run", "find_batch_size"):
         values = {**values, "model": os.path.join(os.curdir, task)}
     if task not in ("forward", "search"):
         return values
@@ -546,6 +559,12 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
+    batches = sections.get(BatchKeys)
+    if keys.skip_broken and batches is not None and batches.frame_batches:
+        problems += problem(
+            "conflict",
+            f"skip_broken: expected 0 with frame_batches, where a sequence may be in several batches, got {keys.skip_broken}",
+        )
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(
@@ -553,18 +572,39 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)",
         )
-    return specs, problems + _impossible_measures(sections, source, specs)
+    return specs, problems + _remote_problems(sections, specs) + _impossible_measures(sections, source, specs)
+
+
+def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
+    """Problems with what reading remote data files needs: packages, and a folder for local copies."""
+    urls: dict[str, list[str]] = {}
+    for part in [part for spec in specs for part in spec.all()]:
+        if remote := list(filter(is_remote, part.files)):
+            urls[part.name] = remote
+    problems = [problem for name, some in urls.items() for problem in package_problems(name, some)]
+    copies = sections.get(CopyKeys)
+    if urls and copies is not None and copies.cache_dir is None:
+        name, some = next(iter(urls.items()))
+        problems += problem(
+            "missing",
+            f"cache_dir: expected a folder on a local disk for copies of the remote files of {name}, such as "
+            f"{RemoteFile(some[0])}, got None",
+        )
+    return problems
 
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
-    if run is None or run.task not in ("train", "dry_run") or not specs:
+    saving = sections.get(SavingKeys)
+    if run is None or run.task not in ("train", "dry_run", "find_batch_size") or not specs:
         return []
-    measures = {
+    measures: dict[str, str | list[str] | None] = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
         "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
     }
+    if saving is not None and not saving.problems():
+        measures |= average_measures(saving.average_checkpoints)
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
         Problem.of(
@@ -584,7 +624,8 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
         return None, []
     from hvdtrain.data.sources import forward_dataset  # here, as in _datasets
 
-    return forward_dataset(keys, run.task)
+    spec, problems = forward_dataset(keys, run.task)
+    return spec, problems + ([] if spec is None else _remote_problems(sections, [spec]))
 
 
 def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:

@@ -14,10 +14,12 @@ TINY = {
     "two_readers": ["--sequences", "40", "--rounds", "1", "--seconds", "0.1"],
     "hdf_layouts": ["--sequences", "20", "--seconds", "0.01"],
     "hdf_alignment": ["--sequences", "200", "--rounds", "1"],
+    "shards": ["--sequences", "100", "--rounds", "1"],
     "join_by_tag": ["1000"],
     "checks": "--sequences 2 --frames 10 --width 4 --rounds 1".split(),
     "planning": ["--sequences", "1000", "--ranks", "1"],
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
+    "speech": "--recordings 2 --seconds 1 --rounds 1 --cuts 100".split(),
     "step_log": ["--steps", "10", "--rounds", "1"],
     "everything": ["--steps", "4", "--rounds", "1", "--services", "", "--settle", "0"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
@@ -31,18 +33,27 @@ PRINTED = {
     "two_readers": "reader 1: of the mapped file",
     "hdf_layouts": "| chunks (270, 10) |",
     "hdf_alignment": "| not aligned | ",
+    "shards": "| parquet in blocks | ",
     "checks": "| comparing | ",
     "join_by_tag": "a file with random order",
     "planning": "| 1,000 | 1 |",
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
     "everything": "| wall-clock time | ",
+    "speech": "| 100 cuts, later start |",
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
-NEEDS = {"returnn_training": "returnn", "long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
+NEEDS = {
+    "speech": "lhotse",
+    "returnn_training": "returnn",
+    "long_sequences": "returnn",
+    "short_sequences": "returnn",
+    "hdf_layouts": "hdf5plugin",
+    "shards": "pyarrow",
+}
 
 
 @pytest.mark.parametrize(

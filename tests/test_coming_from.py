@@ -20,7 +20,14 @@ CONFIGS = {name: codes[0] for name, codes in SECTIONS.items() if codes}
 
 
 def test_every_trainer_has_a_config() -> None:
-    assert list(CONFIGS) == ["Lightning", "Accelerate", "A hand-written loop", "ESPnet2", "SpeechBrain"]
+    assert list(CONFIGS) == [
+        "Lightning",
+        "Accelerate",
+        "Hugging Face's Trainer",
+        "A hand-written loop",
+        "ESPnet2",
+        "SpeechBrain",
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -240,6 +240,11 @@ def saved_model(model: Path, epoch: int) -> dict[str, numpy.ndarray]:
     [file] = [
         path for suffix in ("pt", "npz", "safetensors") if (path := model.with_name(f"model.{epoch:03d}.{suffix}")).exists()
     ]
+    return read_model(file)
+
+
+def read_model(file: Path) -> dict[str, numpy.ndarray]:
+    """The parameters and buffers in a model's file."""
     if file.suffix == ".pt":
         import torch
 

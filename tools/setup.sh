@@ -28,7 +28,7 @@ fi
 run() {
     local name=$1 what=$2 log started=$SECONDS
     shift 2
-    if [ -d "$LOGS" ]; then log=$LOGS/$name.log; else log=${TMPDIR:-/tmp}/hvdtrain-setup-$name.log; fi
+    if [ -d "$LOGS" ]; then log=$LOGS/$name.log; else log=${TMPDIR:-/tmp}/hvdtrain-setup-$(id -u)-$name.log; fi
     printf 'setup: %s ... ' "$what"
     if "$@" >"$log" 2>&1; then
         printf '%d s\n' $((SECONDS - started))
@@ -108,7 +108,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,dev}]"
+extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,dev}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

@@ -84,9 +84,9 @@ mkdir "$root/home/someone/hvdtrain"
 git archive HEAD | tar x -C "$root/home/someone/hvdtrain"
 inside chown -R someone /home/someone
 as_someone=(su someone -c)
-inside "${as_someone[@]}" "cd hvdtrain && make setup" >>"$log" 2>&1
-one=$(score inside "${as_someone[@]}" "cd hvdtrain && .venv/bin/python -m hvdtrain configs/smallest.py ++model exp/one/model")
-two=$(score inside "${as_someone[@]}" "cd hvdtrain && mpirun -np 2 --bind-to none --oversubscribe .venv/bin/python -m hvdtrain \
+inside "${as_someone[@]}" "cd ~/hvdtrain && make setup" >>"$log" 2>&1
+one=$(score inside "${as_someone[@]}" "cd ~/hvdtrain && .venv/bin/python -m hvdtrain configs/smallest.py ++model exp/one/model")
+two=$(score inside "${as_someone[@]}" "cd ~/hvdtrain && mpirun -np 2 --bind-to none --oversubscribe .venv/bin/python -m hvdtrain \
 configs/smallest.py ++use_horovod 1 ++model exp/two/model")
 if [ "$one" != "$readme" ] || [ "$two" != "$readme" ]; then
     say "expected a dev ce of $readme from README's example, got '$one' in one process and '$two' on two ranks"

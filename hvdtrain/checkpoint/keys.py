@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdtrain.checkpoint.average_rules import parse_averages
 from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, positive, signature_error
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive, signature_error
 from hvdtrain.config.source import is_reference
+from hvdtrain.data.remote import can_be_mirror, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
@@ -109,8 +111,21 @@ class SavingKeys(Section):
         None, "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
     )
 
+    save_parameters: Literal["all", "trained"] = key(
+        "all",
+        "which parameters the model's file has: all, or only the trained ones, such as adapters, with a hash of the frozen ones "
+        "from get_model, which is checked on loading",
+        needs="torch",
+        instead="Keras saves layers by name: save those of the adapter in a callback",
+    )
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
+    )
+    checkpoint_mirror: str | None = key(
+        None,
+        "URL of a folder on object storage, such as s3://bucket/exp/g2p: every checkpoint is copied there once it is written, "
+        "and a training that has no newer one on disk continues from there; needs the extra remote",
+        Rule("the URL of a folder on object storage, such as s3://bucket/exp/g2p", can_be_mirror),
     )
     checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
         None,
@@ -124,12 +139,37 @@ class SavingKeys(Section):
         "4th epoch of the first 10 and every 20th of the first 50)",
     )
 
+    average_checkpoints: dict[str, Any] | list[Any] | None = key(
+        None,
+        "averages of checkpoints to make and evaluate at the end of a training: {'best': 5}, {'last': 10}, {'epochs': '10-20'}, "
+        "{'steps': [...]} or {'running': 5}, with measure and recompute_statistics (docs/training.md), or a list of these",
+        needs=("torch", "tensorflow"),
+    )
+    running_average: int | None = key(
+        None,
+        "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
+        "any range of epochs follows from two checkpoints",
+        positive,
+        needs=("torch", "tensorflow"),
+    )
+
     def problems(self, others: Sections = ALONE) -> list[Problem]:
+        found = self._package_problems() + self._average_problems()
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
-            return [*error.problems, *self._format_problems()]
-        return self._format_problems()
+            return [*error.problems, *found]
+        return found
 
-    def _format_problems(self) -> list[Problem]:
-        return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
+    def _average_problems(self) -> list[Problem]:
+        try:
+            rules = parse_averages(self.average_checkpoints)
+        except ConfigError as error:
+            return error.problems
+        if self.running_average is None and any(rule.kind == "running" for rule in rules):
+            return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
+        return []
+
+    def _package_problems(self) -> list[Problem]:
+        problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
+        return problems + (package_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])

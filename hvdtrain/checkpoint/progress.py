@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.schedule.history import EpochRecord, UsedRates
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, UsedRates, in_order
 from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, implies_higher_is_better
 
 
@@ -40,6 +40,11 @@ class EpochProgress:
         order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
         made_from: by name, the inputs of the plan; empty in checkpoints of earlier releases.
         initial: the losses and errors of the epoch's first batch on the first rank that had one.
+        splits: the number of batches that did not fit into a rank's memory and were split.
+        left_out: the number of broken sequences in the batches done, as far as the ranks have gathered it.
+        learning_rate: the epoch's rate since an evaluation within it has changed it; None: none has.
+        is_evaluation_due: whether an evaluation within the epoch comes before the next step.
+        ended_by: why the epoch ends before all its steps are done; '': it does not.
     """
 
     epoch: int
@@ -56,6 +61,11 @@ class EpochProgress:
     order_version: int = ORDER_VERSION
     made_from: dict[str, str] = field(default_factory=dict)
     initial: dict[str, float] = field(default_factory=dict)
+    splits: int = 0
+    left_out: int = 0
+    learning_rate: float | None = None
+    is_evaluation_due: bool = False
+    ended_by: str = ""
 
 
 @dataclass
@@ -64,6 +74,7 @@ class Progress:
     step: the number of training steps done (a step is one batch on every rank).
     epoch: the last finished epoch.
     history: the records of the finished epochs, oldest first; without those before an imported model.
+    evaluations: the records of evaluations within epochs, oldest first.
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by dataset, the identity of its data.
@@ -79,6 +90,12 @@ class Progress:
     data: dict[str, list[Identity]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[EpochRecord]:
+        """The records of the finished epochs and of the evaluations within epochs, oldest first."""
+        return in_order(self.history, self.evaluations)
 
     def finish_epoch(self, record: EpochRecord, report: dict[str, Any]) -> None:
         """Record that the current epoch is trained and evaluated."""
@@ -90,10 +107,12 @@ class Progress:
         current = None
         if self.current is not None:
             current = {**vars(self.current), "scores": self.current.scores.state(), "rates": asdict(self.current.rates)}
+        evaluations = {"evaluations": [asdict(record) for record in self.evaluations]} if self.evaluations else {}
         return {
             "epoch": self.epoch if self.current is None else self.current.epoch,
             "step": self.step,
             "history": [asdict(record) for record in self.history],
+            **evaluations,
             "within": current,
             "report": self.report,
             "data": self.data,
@@ -116,6 +135,7 @@ class Progress:
             report=state.get("report"),
             data=state.get("data") or {},
             keys=state.get("keys") or {},
+            evaluations=[EvaluationRecord(**record) for record in state.get("evaluations") or []],
         )
 
     def describe(self) -> str:
@@ -139,14 +159,22 @@ BEST = "best.json"
 class BestModel:
     """Keeps best.json up to date, after every epoch (in the background, after its model), and when training resumes.
 
+    Args:
+        within_epochs: whether evaluations within epochs compete as well.
+
     Attributes:
         measure: compares epochs.
     """
 
-    def __init__(self, checkpoints: CheckpointFolder, measure: Measure) -> None:
+    def __init__(self, checkpoints: CheckpointFolder, measure: Measure, within_epochs: bool = False) -> None:
         self.measure = measure
+        self.within_epochs = within_epochs
         self._checkpoints = checkpoints
         self._lock = Lock()  # a background thread may write a checkpoint while an epoch ends
+
+    def records(self, progress: Progress) -> Sequence[EpochRecord]:
+        """What competes for the best model."""
+        return progress.records if self.within_epochs else progress.history
 
     def update(self, history: Sequence[EpochRecord]) -> None:
         """Write the file atomically, if it has changed. A failure is logged, and training continues."""
@@ -172,24 +200,28 @@ class BestModel:
 
         Returns:
             `measure`, `higher_is_better`; `epoch`, `score`, `file` and `scores` of the best epoch, where `file` is None if its
-            model was not saved or was removed; `saved`, the same for the best epoch whose model exists.
+            model was not saved or was removed, and `step` if it was evaluated within the epoch; `saved`, the same for the best
+            epoch whose model exists.
         """
         measure, best = self.measure.name(history), self.measure.best(history)
         if measure is None or best is None:
             return None
-        epochs_with_model = set(self._checkpoints.finished_epochs())
-        saved = best_of([record for record in history if record.epoch in epochs_with_model], measure, self.measure.higher)
+        models = {found.age: found for found in self._checkpoints.models()}
+        saved = best_of([record for record in history if record.age in models], measure, self.measure.higher)
         rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
             **rule,
-            **self._entry(best, measure, epochs_with_model),
-            "saved": None if saved is None else self._entry(saved, measure, epochs_with_model),
+            **_entry(best, measure, models),
+            "saved": None if saved is None else _entry(saved, measure, models),
         }
 
-    def _entry(self, record: EpochRecord, measure: str, epochs_with_model: Collection[int]) -> dict[str, Any]:
-        scores = {name: _number(score) for name, score in record.scores.items()}
-        file = self._checkpoints.at(record.epoch).model_file.name if record.epoch in epochs_with_model else None
-        return {"epoch": record.epoch, "score": scores[measure], "file": file, "scores": scores}
+
+def _entry(record: EpochRecord, measure: str, models: Mapping[tuple[int, float], Checkpoint]) -> dict[str, Any]:
+    scores = {name: _number(score) for name, score in record.scores.items()}
+    model = models.get(record.age)
+    step = {} if record.at_step is None else {"step": record.at_step}
+    file = None if model is None else model.model_file.name
+    return {"epoch": record.epoch, **step, "score": scores[measure], "file": file, "scores": scores}
 
 
 def _number(score: float) -> float | str:
@@ -197,12 +229,17 @@ def _number(score: float) -> float | str:
     return score if math.isfinite(score) else str(score)
 
 
-def best_epoch(folder: Path) -> int:
-    """The best epoch whose model exists, from best.json. Raises: CheckpointError."""
+def best_position(folder: Path) -> tuple[int, int | None]:
+    """The best epoch whose model exists, from best.json, and the step if its model is from within the epoch.
+
+    Raises:
+        CheckpointError: the file has none.
+    """
     path = folder / BEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])
+        step = int(found["saved"]["step"]) if "step" in found["saved"] else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
@@ -212,4 +249,4 @@ def best_epoch(folder: Path) -> int:
             f"{path}: expected a score whose lower values are better, got {measure!r}, whose name says that higher values are "
             f"better (set higher_is_better = {[base_of(measure)]}; the command of the training then writes the file anew)"
         )
-    return epoch
+    return epoch, step

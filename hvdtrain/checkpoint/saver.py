@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hvdtrain.checkpoint.average_rules import Averages
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
@@ -19,8 +20,12 @@ from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.reducer import EpochSync
+from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
+from hvdtrain.schedule.history import EpochRecord
+
+NO_AVERAGES = Averages()
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
@@ -33,6 +38,10 @@ class SaverProtocol(Protocol):
         """Collective. Write a checkpoint. Raises: CheckpointError."""
         ...
 
+    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
+        """Collective. After an evaluation within an epoch, write the model if it is to be kept. Raises: CheckpointError."""
+        ...
+
     def finish(self) -> None:
         """Collective. Wait until everything is written. Raises: CheckpointError."""
         ...
@@ -42,6 +51,9 @@ class NullSaver:
     """Saves nothing, for a dry run."""
 
     def save(self, progress: Progress) -> None:
+        pass
+
+    def save_evaluated(self, progress: Progress) -> None:
         pass
 
     def finish(self) -> None:
@@ -65,6 +77,7 @@ class Saver:
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
+        averages: Averages = NO_AVERAGES,
         background: ThreadPoolExecutor | None = None,
         best: BestModel | None = None,
     ) -> None:
@@ -74,6 +87,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._distribution = distribution
         self._cleanup = cleanup
+        self._averages = averages
         self._background = background
         self._best = best
         self._writing: Future[None] | None = None
@@ -122,13 +136,51 @@ class Saver:
 
     def _write(self, target: Checkpoint, contents: CheckpointContents, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
-        self._checkpoints.write(target, contents)
+        self._checkpoints.write(target, contents, self._kept_within(progress))
         if target.step is not None:
             return
         self._note_best(progress)  # before the model that best.json names may be removed
         if self._cleanup is not None:
-            clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+            clean_up(self._checkpoints, self._cleanup, progress.history, self._averages)
             self._note_best(progress)
+
+    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
+        """Collective. After an evaluation within an epoch, write the model, without its optimizer, if it is one of those to keep,
+        and remove those that no longer are.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        self.finish()
+        record = progress.evaluations[-1]
+        target = self._checkpoints.new(record.epoch, record.step)
+        age = target.age
+        if not on_rank_zero(self._comm, lambda: age in self._wanted_within(progress, age), name="wanted_model"):
+            return None
+        entries = {**progress.state(), SAVE_ID: new_save_id(), "size": self._comm.size, "distribution": self._distribution}
+        self._sync.flush(self._state)
+
+        def write() -> None:
+            if not self._checkpoints.at(record.epoch, record.step).model_file.exists():  # else it was saved with its optimizer
+                self._checkpoints.write_model(target, self._state.model_contents(entries))
+            self._checkpoints.tidy_models(target, self._kept_within(progress))
+            self._note_best(progress)
+
+        with self._sync.averaged_model(self._state), self._state.averaged_weights():
+            on_rank_zero(self._comm, write, name="save_model")
+        log.detail(f"Save model under {target.model_file}")
+        return target
+
+    def _kept_within(self, progress: Progress) -> set[tuple[int, float]]:
+        """The ages of the models within epochs that are kept: those that may be the best, or that averages need."""
+        return self._wanted_within(progress, None)
+
+    def _wanted_within(self, progress: Progress, new: tuple[int, float] | None) -> set[tuple[int, float]]:
+        """The same if there was a model of the age `new`, too."""
+        if not progress.evaluations or self._best is None or not self._best.within_epochs:
+            return set()
+        existing = {found.age for found in self._checkpoints.models()} | ({new} if new is not None else set())
+        return self._averages.kept_within(progress.records, existing)
 
     def finish(self) -> None:
         """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
@@ -178,7 +230,20 @@ class Saver:
                 f"{file}: expected the state {checkpoint.describe()}, as its name says, got that {progress.describe()} (was the "
                 "file renamed?)"
             )
+        if self._state.running is not None:
+            self._restore_running(checkpoint, state, self._state.running)
         return state, progress
+
+    def _restore_running(self, checkpoint: Checkpoint, state: Mapping[str, Any], running: RunningAverage) -> None:
+        """Continue the sums of a checkpoint, if it has them. Raises: CheckpointError."""
+        file = checkpoint.running_file
+        if not file.exists():
+            log.info(f"running_average: {checkpoint.model_file.name} has no sums; they begin here")
+            return
+        sums, marks = RunningSums.read(file)
+        if marks.get(SAVE_ID) != state.get(SAVE_ID):
+            raise DamagedCheckpoint(f"{file}: expected the sums saved with {checkpoint.model_file.name}, got others")
+        running.restore(sums)
 
     def is_intact(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
         """Whether training could continue from a checkpoint, or from its model. Finds out by loading it, on this rank only."""
@@ -245,7 +310,7 @@ class Saver:
 
     def _note_best(self, progress: Progress) -> None:
         if self._best is not None:
-            self._best.update(progress.history)
+            self._best.update(self._best.records(progress))
 
     def _rank_local_parts(self) -> tuple[StatePart, ...]:
         """The parts of the state that every rank has to save."""
@@ -255,10 +320,15 @@ class Saver:
         return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.has_tensors(part))
 
 
-def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
-    """Remove the models that a rule does not keep."""
+def clean_up(
+    checkpoints: CheckpointFolder, rule: CleanupRule, history: Sequence[EpochRecord], averages: Averages = NO_AVERAGES
+) -> None:
+    """Remove the models that neither a rule keeps nor an average needs."""
     epochs = checkpoints.finished_epochs()
-    kept = rule.epochs_to_keep(epochs, scores)
+    kept = rule.epochs_to_keep(epochs, {record.epoch: record.scores for record in history})
+    for epoch, reasons in averages.epochs_to_keep(epochs, history).items():
+        kept[epoch] = [*kept.get(epoch, []), *reasons]
+    kept = dict(sorted(kept.items()))
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
         log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(kept)}.")

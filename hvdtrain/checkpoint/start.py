@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, folder_of
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.checkpoint.progress import Progress, best_epoch
+from hvdtrain.checkpoint.progress import Progress, best_position
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
@@ -47,7 +47,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(_require_complete(folder.at(keys.start_epoch - 1), folder))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_require_complete(folder.at(_epoch(keys.load_epoch, folder.folder)), folder))
+            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.folder)), folder))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
@@ -88,23 +88,29 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     if keys.load is not None:
         if keys.load_epoch is None:
             return _file(keys.load, folder)
-        return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
-    epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished_epochs(), default=None)
-    if epoch is None and keys.import_model_train_epoch1 is not None:
+        epoch, step = _position(keys.load_epoch, Path(keys.load).parent)
+        return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder)
+    if keys.load_epoch is not None:
+        position = _position(keys.load_epoch, folder.folder)
+        if not folder.at(*position).model_file.exists():
+            raise CheckpointError(
+                f"load_epoch: expected an epoch that has a model, got {keys.load_epoch}: there is no "
+                f"{folder.at(*position).model_file}"
+            )
+        return folder.at(*position).model_file
+    last = max(folder.finished_epochs(), default=None)
+    if last is None and keys.import_model_train_epoch1 is not None:
         return _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
-    if epoch is None:
+    if last is None:
         raise CheckpointError(
             f"load: expected a trained model, got no file such as {folder.at(1).model_file} (set load to a model file)"
         )
-    if not folder.at(epoch).model_file.exists():
-        raise CheckpointError(
-            f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"
-        )
-    return folder.at(epoch).model_file
+    return folder.at(last).model_file
 
 
-def _epoch(wanted: int | Literal["best"], folder: Path) -> int:
-    return best_epoch(folder) if wanted == "best" else wanted
+def _position(wanted: int | Literal["best"], folder: Path) -> tuple[int, int | None]:
+    """An epoch, and the step if its model is from within it."""
+    return best_position(folder) if wanted == "best" else (wanted, None)
 
 
 def _require_complete(checkpoint: Checkpoint, folder: CheckpointFolder) -> Checkpoint:

@@ -13,12 +13,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.errors import DamagedCheckpoint
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
 
 ENTRIES: Mapping[str, Any] = {
     "epoch": int | None,
     "step": int | None,
     "history": list[EpochRecord] | None,
+    "evaluations": list[EvaluationRecord] | None,
     "within": EpochProgress | None,
     "report": dict[str, Any] | None,
     "data": dict[str, list[dict[str, Any]]] | None,

@@ -38,7 +38,10 @@ OUR_FILES = (str(Path(__file__).parent.parent),)
 """How the names of this package's own files begin."""
 
 
-OPTIONS = ("-h", "--help", "--dry-run", "--summary", "--overfit-batches", "--print-config", "--version")
+OPTIONS = (
+    "-h", "--help", "--dry-run", "--find-batch-size", "--summary", "--find-learning-rate", "--overfit-batches", "--print-config",
+    "--version",
+)  # fmt: skip
 """Options of the program itself, besides keys."""
 
 

@@ -1,4 +1,4 @@
-"""Copies of data files on a local disk, for files on a network: `cache_dir`.
+"""Copies of data files on a local disk, for files on a network or on object storage: `cache_dir`.
 
 All processes and jobs of a host may share a folder. They coordinate by locks (flock) on files in it, which the system releases
 when a process ends in any way:
@@ -8,7 +8,8 @@ when a process ends in any way:
     partial-DIGEST-NAME       a copy in progress, already of the final size; locked by the process that writes it
     process-NAME              lists the copies that a process uses; locked while the process lives
 
-The digest covers the path, size and modification time of the original, so a changed file is copied again.
+The digest covers the path, size and modification time of the original, or of a remote file the version that the server reports. A
+changed file is therefore copied again.
 A file that is neither a complete copy nor locked was left by a process that was killed, and is removed.
 """
 
@@ -27,7 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.keys import Rule, Section, key, parsed_by
-from hvdtrain.data.files import Progress, is_unlocked, open_to_lock, parse_size, size_and_time, size_text, transfer, try_lock
+from hvdtrain.data.files import LocalFile, Progress, is_unlocked, open_to_lock, parse_size, size_text, try_lock
+from hvdtrain.data.remote import RemoteFile, is_remote, look_up
+from hvdtrain.errors import DataError
 
 PAUSE = 0.05
 """Seconds between two attempts to get a lock that another process holds."""
@@ -106,15 +109,16 @@ class CopyFolder:
             os.close(self._lock)
         self._lock = self._process_file = None
 
-    def copy(self, original: Path, progress: Progress) -> Copy:
+    def copy(self, original: Path | RemoteFile, progress: Progress) -> Copy:
         """The copy of a file; makes it if necessary, and waits if another process is making it.
 
         Raises:
             DataError: the file cannot be read, or changed while it was copied.
             NotCopied: there is no room, or the folder cannot be used.
         """
-        size, changed = size_and_time(original)
-        name = copy_name(original, size, changed)
+        source = LocalFile(original) if isinstance(original, Path) else original
+        size, version = source.size_and_version()
+        name = copy_name(source, size, version)
         with self._folder_errors():
             os.write(
                 _require_open(self._process_file), os.fsencode(f"{name}\0")
@@ -123,7 +127,7 @@ class CopyFolder:
                 with self._hold_lock():
                     if (self._folder / name).exists():
                         with suppress(PermissionError):  # it may be another user's
-                            os.utime(self._folder / name, ns=(time.time_ns(), changed))
+                            os.utime(self._folder / name, ns=(time.time_ns(), version))
                         return Copy(self._folder / name, size, made=False)
                     partial = self._begin(name, size)
                 if partial is not None:
@@ -131,7 +135,7 @@ class CopyFolder:
                 progress(self._bytes_written(name))
                 time.sleep(PAUSE)
             try:
-                transfer(original, partial, size, changed, progress)
+                source.transfer(partial, size, version, progress)
                 with self._hold_lock():
                     (self._folder / f"{PARTIAL}{name}").rename(self._folder / name)
             except BaseException:
@@ -249,17 +253,30 @@ class Copies:
     not_copied: dict[str, str] = field(default_factory=dict)
 
 
-def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress) -> Copies:
-    """Copy files one after the other. Raises: DataError, if one cannot be read."""
+def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, local_rank: int = 0, local_size: int = 1) -> Copies:
+    """Copy files one after the other, first this process's share, then those that the other processes of the host did not copy.
+
+    Args:
+        paths: or URLs.
+        local_rank, local_size: of the processes that copy the same files on this host.
+
+    Raises:
+        DataError: a file cannot be read, or there is no room for a remote one.
+    """
     copies = Copies()
     started = time.monotonic()
     base = 0
+    paths = list(paths)
+    own = paths[local_rank::local_size]
     try:
         folder.open()
-        for path in paths:
+        remote = look_up(path for path in paths if is_remote(path))
+        for path in dict.fromkeys([*own, *paths]):
             try:
-                copy = folder.copy(Path(path), lambda number, base=base: progress(base + number))  # type: ignore[misc]
+                original = remote.get(path) or Path(path)
+                copy = folder.copy(original, lambda number, base=base: progress(base + number))  # type: ignore[misc]
             except NotCopied as problem:
+                _require_local([path], problem)
                 copies.not_copied[path] = str(problem)
                 continue
             base += copy.size
@@ -269,18 +286,25 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress) -> 
             copies.made += copy.made
             copies.made_size += copy.size * copy.made
     except NotCopied as problem:
+        _require_local(paths, problem)
         copies.not_copied["all files"] = str(problem)
     copies.seconds = time.monotonic() - started
     return copies
 
 
-def copy_name(original: Path, size: int, changed: int) -> str:
+def _require_local(paths: Iterable[str], problem: NotCopied) -> None:
+    """Raises: DataError, if one of the files is remote: it can only be read from a copy."""
+    for path in filter(is_remote, paths):
+        raise DataError(f"{RemoteFile(path)}: expected a copy on a local disk, got none: {problem}") from None
+
+
+def copy_name(original: LocalFile | RemoteFile, size: int, version: int) -> str:
     """The name of a file's copy. It ends with the name of the file, so that messages about the copy show it.
 
-    >>> copy_name(Path("/data/train.hdf"), 1000, 1)
+    >>> copy_name(LocalFile(Path("/data/train.hdf")), 1000, 1)
     'c2086792c8a752da-train.hdf'
     """
-    identity = f"{original.resolve()}\0{size}\0{changed}"
+    identity = f"{original.identity}\0{size}\0{version}"
     return f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:16]}-{original.name[-200:]}"
 
 

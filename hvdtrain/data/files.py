@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +22,72 @@ Progress = Callable[[int], None]
 """Called with the number of bytes copied so far, by this process or by the one that it waits for."""
 
 
-def size_and_time(original: Path) -> tuple[int, int]:
-    """Size in bytes, and modification time in nanoseconds. Raises: DataError."""
-    try:
-        about = original.stat()
-    except OSError as error:
-        raise DataError(f"{original}: expected a file, got: {error.strerror}") from None
-    if not original.is_file():
-        raise DataError(f"{original}: expected a file, got a directory or the like")
-    return about.st_size, about.st_mtime_ns
+@dataclass(frozen=True)
+class LocalFile:
+    """A file on a disk or a network file system, to be copied."""
 
+    path: Path
 
-def transfer(original: Path, copy: int, size: int, changed: int, progress: Progress) -> None:
-    """Copy all bytes and flush them to the disk.
+    def __str__(self) -> str:
+        return str(self.path)
 
-    Args:
-        copy: file descriptor of the copy.
-        size: of the original in bytes.
-        changed: modification time of the original in nanoseconds.
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
 
-    Raises:
-        DataError: the original cannot be read, or changed during the copy.
-        OSError: the copy cannot be written.
-    """
-    block = memoryview(bytearray(min(BLOCK, max(1, size))))
-    done = number = 0
-    try:
-        source = original.open("rb", buffering=0)
-    except OSError as error:
-        raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
-    with source:
-        while done <= size:
-            try:
-                got = source.readinto(block)
-            except OSError as error:
-                raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
-            if not got:
-                break
-            written = 0
-            while written < got:
-                written += os.write(copy, block[written:got])
-            done += got
-            number += 1
-            if number % SYNC == 0:
-                os.fdatasync(copy)
-            progress(done)
-    if done != size or size_and_time(original) != (size, changed):
-        raise DataError(f"{original}: expected a file that does not change while it is copied, got one that was changed")
-    os.fsync(copy)
-    os.utime(copy, ns=(time.time_ns(), changed))
+    @property
+    def identity(self) -> str:
+        """What distinguishes it from other files, for the name of its copy."""
+        return str(self.path.resolve())
+
+    def size_and_version(self) -> tuple[int, int]:
+        """Size in bytes, and modification time in nanoseconds. Raises: DataError."""
+        try:
+            about = self.path.stat()
+        except OSError as error:
+            raise DataError(f"{self}: expected a file, got: {error.strerror}") from None
+        if not self.path.is_file():
+            raise DataError(f"{self}: expected a file, got a directory or the like")
+        return about.st_size, about.st_mtime_ns
+
+    def transfer(self, copy: int, size: int, version: int, progress: Progress) -> None:
+        """Copy all bytes and flush them to the disk.
+
+        Args:
+            copy: file descriptor of the copy.
+            size, version: of the original, as found before.
+
+        Raises:
+            DataError: the original cannot be read, or changed during the copy.
+            OSError: the copy cannot be written.
+        """
+        block = memoryview(bytearray(min(BLOCK, max(1, size))))
+        done = number = 0
+        try:
+            source = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{self}: expected a file that can be read, got: {error.strerror}") from None
+        with source:
+            while done <= size:
+                try:
+                    got = source.readinto(block)
+                except OSError as error:
+                    raise DataError(f"{self}: expected a file that can be read, got: {error.strerror}") from None
+                if not got:
+                    break
+                written = 0
+                while written < got:
+                    written += os.write(copy, block[written:got])
+                done += got
+                number += 1
+                if number % SYNC == 0:
+                    os.fdatasync(copy)
+                progress(done)
+        if done != size or self.size_and_version() != (size, version):
+            raise DataError(f"{self}: expected a file that does not change while it is copied, got one that was changed")
+        os.fsync(copy)
+        os.utime(copy, ns=(time.time_ns(), version))
 
 
 def open_to_lock(path: Path, flags: int = 0) -> int:

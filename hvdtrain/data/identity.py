@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from hvdtrain.errors import BrokenSequence
+
 if TYPE_CHECKING:
     from hvdtrain.data.dataset import Dataset
     from hvdtrain.data.types import Array
@@ -200,7 +202,10 @@ def _tags_checksum(dataset: Dataset, start: int, end: int) -> int:
 def _values_checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
     """The checksum of both ends of a sequence, the same on machines of either byte order."""
     checksum = 0
-    arrays = dataset.sequence(index)
+    try:
+        arrays = dataset.sequence(index)
+    except BrokenSequence:  # reading it in a batch is an error, unless skip_broken allows it
+        return 0
     for key in sorted(keys):
         values = arrays[key]
         if values.dtype == object:

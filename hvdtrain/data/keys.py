@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from hvdtrain.config.keys import REQUIRED, Rule, Section, key, parsed_by
+from hvdtrain.config.keys import REQUIRED, Rule, Section, key, not_negative, parsed_by
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.plan.order_keys import OrderKeys, is_order
 from hvdtrain.errors import Problem, problem
@@ -40,6 +40,12 @@ class DataKeys(Section):
         "folder for lengths of sequences that are only known from reading the data (iterables, items that take long to read, "
         "datasets that RETURNN reads); jobs may share it; None: they are found in every run",
     )
+    skip_broken: int = key(
+        0,
+        "the number of sequences of each dataset that training and evaluation go on without if they cannot be read (a missing or "
+        "truncated file, numbers that are not finite); with more, training ends",
+        not_negative,
+    )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
     extern_data: Any = key(
         None,
@@ -59,6 +65,8 @@ class DatasetKeys:
     opener: ClassVar[str]
     """'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by name;
     imported when a dataset is opened."""
+    scans: ClassVar[bool] = False
+    """Whether the opener also gets the job's `Scanning`, as lengths may have to be found by reading."""
 
     @property
     def ordered_by(self) -> str | None:

@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
+from hvdtrain.data.combine.keys import (
+    CombinedDatasetKeys,
+    ConcatDatasetKeys,
+    FilesDatasetKeys,
+    MapDatasetKeys,
+    MetaDatasetKeys,
+    MixingDatasetKeys,
+)
+from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys, TarDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.data.remote import is_remote
+from hvdtrain.data.speech.keys import KaldiFolderKeys, LhotseDatasetKeys
 from hvdtrain.errors import Problem, problem
 
 OWN = {
@@ -49,6 +59,15 @@ class HDFDatasetKeys(FileDatasetKeys):
         # Paths to other files are relative to the file that contains them, so a copy would not find them.
         return () if self.allow_external else self.data_files()
 
+    def problems(self) -> list[Problem]:
+        remote = [path for path in self.data_files() if is_remote(path)] if self.allow_external else []
+        return super().problems() + [
+            Problem.of(
+                "conflict", f"allow_external: expected False for remote files, which are copied alone, got True with {path}"
+            )
+            for path in remote[:1]
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class NextGenHDFDatasetKeys(FileDatasetKeys):
@@ -66,13 +85,19 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "MetaDataset": MetaDatasetKeys,
     "CombinedDataset": CombinedDatasetKeys,
     "ConcatDataset": ConcatDatasetKeys,
+    "MixingDataset": MixingDatasetKeys,
     "MapDataset": MapDatasetKeys,
+    "TarDataset": TarDatasetKeys,
+    "ParquetDataset": ParquetDatasetKeys,
+    "ArrowDataset": ArrowDatasetKeys,
     "Task12AXDataset": Task12AXDatasetKeys,
     "DummyDataset": DummyDatasetKeys,
+    "KaldiFolder": KaldiFolderKeys,
+    "LhotseDataset": LhotseDatasetKeys,
 }
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
-ONE_BY_ONE = ("MapDataset", "FilesDataset")
+ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")
 """The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"

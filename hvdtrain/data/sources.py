@@ -24,6 +24,7 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
+from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
 
 
@@ -153,6 +154,8 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     Returns:
         The dataset, or None and the problems. The dataset of a function is only known after a call of the function.
     """
+    if is_cut_set(value):
+        value = {"class": "LhotseDataset", "cuts": value}
     if is_function(value):
         order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
         return (None if order is None else DatasetSpec(name, _open_too_early, order, is_known=False)), problems
@@ -253,6 +256,11 @@ def is_dataset(value: Any) -> bool:
     return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
 
+def is_cut_set(value: Any) -> bool:
+    """Whether a value of a config is a CutSet of Lhotse, which is not imported for that."""
+    return type(value).__name__ == "CutSet" and type(value).__module__.startswith("lhotse.")
+
+
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
@@ -262,6 +270,8 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     context = context or OpeningContext()
     opened = spec.open(context)
     dataset = as_dataset(opened)
+    if is_cut_set(opened):
+        raise DataError(f'{spec.name}: expected {{"class": "LhotseDataset", "cuts": ...}}, got a CutSet of another class')
     if dataset is None and isinstance(opened, SequenceSource):
         dataset = opened.to_train_on(spec.name, context.scanning)
     if dataset is None and is_map_style(opened):
@@ -408,6 +418,9 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
 def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
     """Open the datasets inside, then the dataset itself; closes open ones if something fails."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
+    for path in keys.data_files():
+        if is_remote(path) and path not in copies:
+            raise DataError(f"{name}: expected a copy of {RemoteFile(path)} on a local disk, got none (set cache_dir)")
     keys = keys.with_copies(copies) if copies else keys
     inner = replace(context, budget=context.budget.part(keys.num_readers()))
     with ExitStack() as on_failure:
@@ -421,13 +434,20 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
                     "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
+            if datasets[child].mix is not None and not isinstance(keys, KINDS["MapDataset"]):
+                raise DataError(
+                    f"{spec.name}: expected a MixingDataset around other datasets, or inside a MapDataset, got one inside {name} "
+                    "(mix all datasets in one dict, with weights that are products)"
+                )
         try:
-            dataset: Dataset = resolve(keys.opener)(name, keys, datasets)
+            scanning = (context.scanning,) if keys.scans else ()
+            dataset: Dataset = resolve(keys.opener)(name, keys, datasets, *scanning)
         except DataError as error:
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:
                 raise
-            raise DataError(f"{error} (a copy of {originals[0]})") from None
+            original = RemoteFile(originals[0]) if is_remote(originals[0]) else originals[0]
+            raise DataError(f"{error} (a copy of {original})") from None
         on_failure.pop_all()
     return dataset
 

@@ -22,6 +22,7 @@ import numpy
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
+from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
 from hvdtrain.data.formats.items import ItemForm, ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
@@ -32,13 +33,16 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.chunks import epoch_subset, find_listed
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
-from hvdtrain.data.sources import parse
+from hvdtrain.data.remote import is_remote
+from hvdtrain.data.sources import OpeningContext, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.runtime.log import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
+
+NO_COPIES: Mapping[str, str] = {}
 
 EPILOG = """\
 SOURCE is one of
@@ -77,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
     peers: Peers = Alone()
     try:
-        with sigterm_as_interrupt():
+        with sigterm_as_interrupt(), ExitStack() as stack:
             peers = open_peers()
 
             def find() -> DatasetSpec:
@@ -86,7 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
 
             spec = run_on_all(peers, find)
             selection = Selection(options.epoch, options.start_seq, options.end_seq)
-            written = dump(spec, options.out, selection, peers, overwrite=options.overwrite, compression=options.compression)
+            copies = copy_remote(spec, options.cache_dir, peers, stack)
+            written = dump(
+                spec, options.out, selection, peers, overwrite=options.overwrite, compression=options.compression, copies=copies
+            )
     except HvdtrainError as error:
         if peers.rank == 0:  # all ranks have the same error
             print(error, file=sys.stderr)
@@ -112,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     add("--start_seq", "--start-seq", type=int, default=0, help="the first sequence, counted from 0")
     add("--end_seq", "--end-seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
     add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
+    add("--cache-dir", type=Path, help="a folder on a local disk for copies of remote files (s3://..., https://...)")
     add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
     return made
 
@@ -170,6 +178,18 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
     return spec
 
 
+def copy_remote(spec: DatasetSpec, folder: Path | None, peers: Peers, at_the_end: ExitStack) -> Mapping[str, str]:
+    """Collective. By URL of a dataset's remote files, their copies. Raises: DataError."""
+    urls = [path for part in spec.all() for path in part.copied if is_remote(path)]
+    if not urls:
+        return NO_COPIES
+    if folder is None:
+        raise ConfigError.of("missing", "--cache-dir: expected a folder on a local disk for copies of remote files, got none")
+    copies = CopyFolder(folder, None)
+    at_the_end.callback(copies.close)
+    return run_on_all(peers, lambda: copy_files(copies, urls, lambda number: None).places)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Sequences of an epoch in its order, from `start` to `end`, both inclusive; None: to the last one."""
@@ -205,13 +225,13 @@ class Source:
     remark: str = ""
 
 
-def open_source(spec: DatasetSpec, epoch: int) -> Source:
+def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_COPIES) -> Source:
     """Open a dataset in the order of its keys, or a source in its own: anything that can be trained on, and texts.
 
     Raises:
         DataError: it cannot be read, or its keys would be ignored.
     """
-    opened = spec.open()
+    opened = spec.open(OpeningContext(copies=copies))
     dataset = as_dataset(opened)
     if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
         dataset = ItemsDataset(spec.name, opened)
@@ -259,6 +279,7 @@ def dump(
     *,
     overwrite: bool = False,
     compression: str | None = None,
+    copies: Mapping[str, str] = NO_COPIES,
 ) -> str:
     """Collective. Write a dataset's sequences into a file, each rank a part of them; return a line about what was written.
 
@@ -274,7 +295,7 @@ def dump(
 
             def prepare() -> tuple[Source, HDFWriter | None]:
                 selection.check()
-                source = open_source(spec, selection.epoch)
+                source = open_source(spec, selection.epoch, copies)
                 if source.total is None and peers.size > 1:
                     raise DataError(
                         f"{spec.name}: expected a source with a known number of sequences (__len__), to share them out "

@@ -15,8 +15,17 @@ TEMPLATES = {
     "hdf": "PyTorch, with data from HDF files",
     "returnn": "PyTorch, in RETURNN's style; needs the package returnn",
 }
+TASKS = {
+    "ctc": "speech recognition with CTC: a Transformer encoder",
+    "transducer": "speech recognition with a transducer",
+    "lm": "a language model: a Transformer decoder, with Muon",
+    "tagging": "a tag for every token: a bidirectional LSTM",
+    "seq2seq": "a target for a source, such as a translation: encoder, decoder and attention",
+    "finetune": "adapters in a pretrained encoder; needs the packages transformers and peft",
+}
 NEEDS = {
     "hdf": "   # once its files exist",
+    "finetune": "   # needs the packages: pip install transformers peft",
     "returnn": "   # needs the package: pip install returnn dm-tree rapidfuzz soundfile",
 }
 DESCRIPTION = "Write a commented config to start from. It trains as it is, except with --hdf, which needs your files."
@@ -26,7 +35,7 @@ EPILOG = "then: python -m hvdtrain CONFIG"
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    template = options.template or "torch"
+    template = options.task or options.template or "torch"
     try:
         write(options.config, template)
     except HvdtrainError as error:
@@ -44,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     kinds = result.add_mutually_exclusive_group()
     for name, help in TEMPLATES.items():
         kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
+    tasks = "; ".join(f"{name}: {help}" for name, help in TASKS.items())
+    kinds.add_argument("--task", choices=TASKS, help=f"PyTorch, with made-up data and a model for a task: {tasks}")
     return result
 
 

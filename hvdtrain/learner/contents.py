@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.learner.running_average import RunningSums
 
 OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
 """Entries next to the optimizer's state: its class (in TensorFlow's files part of the tensor names) and its options as text.
@@ -18,6 +21,9 @@ has followed."""
 SHAPES = "shapes"
 """An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
 none."""
+
+BASE = "base"
+"""An entry of a model's file without the frozen parameters: the hash of their values, their number, and the model's class."""
 
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
@@ -55,16 +61,22 @@ class CheckpointContents:
         model: the model's tensors by name.
         optimizer: entries of the optimizer's file: all other state.
         progress: plain numbers and texts, for both files.
+        running: the sums of a running average; None: there is none.
     """
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     progress: Mapping[str, Any]
     format: FileFormat
+    running: RunningSums | None = None
 
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_optimizer(optimizer_file, {**self.optimizer, **self.progress})
+        self.write_model(model_file)
+
+    def write_model(self, model_file: Path) -> None:
+        """Write only the model. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_model(model_file, self.model, self.progress)
 
 

@@ -2,8 +2,9 @@
 
 The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
 and `preserve_state`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before the first
-computation, `learner.py` also has `prepare(device, local_rank, threads)`. A folder is imported on first use, as importing a
-framework takes seconds.
+computation, `learner.py` also has `prepare(device, local_rank, threads)`. For averages of checkpoints, `model_file.py` has
+`read_model(path)`, `write_model(path, model, progress, model_format)`, `widen`, `narrow` and `place_of` (`averaging.py`). A
+folder is imported on first use, as importing a framework takes seconds.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class BuildOptions:
         bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
+        saves_frozen: whether the model's file has parameters that are not trained.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class BuildOptions:
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
+    saves_frozen: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class Framework:
         distributions: the packages whose versions are logged.
         features: its optional capabilities.
         has_prepare: whether `learner.py` has a `prepare`.
+        header: its name in the header of a safetensors file.
         horovod: the binding of Horovod that sends its tensors; '': the one of the framework's name.
         model_suffix: the suffix of the model's file, if it differs.
         model_parts: patterns of the suffixes of more files that belong to a model.
         model_marker: the suffix of one of them, which accompanies every model written here. A model without it is another
-            program's; training goes on from such a model with a new optimizer. None: not without an optimizer's file.
+             program's; training goes on from such a model with a new optimizer. None: not without an optimizer's file.
     """
 
     package: str
@@ -80,6 +84,7 @@ class Framework:
     distributions: tuple[str, ...] = ()
     features: frozenset[Feature] = frozenset()
     has_prepare: bool = False
+    header: str = ""
     horovod: str = ""
     model_suffix: str | None = None
     model_parts: tuple[str, ...] = ()
@@ -106,6 +111,11 @@ class Framework:
         return profiler(on_gpu)
 
     @property
+    def model_files(self) -> ModuleType:
+        """The module that reads and writes models, and converts their tensors to wide arrays and back."""
+        return self._module("model_file")
+
+    @property
     def tensors(self) -> ModuleType:
         """The module whose `zeros(count, local_rank)`, `size(tensor)` and `wait_for(tensor)` make and measure tensors."""
         return self._module("tensors")
@@ -120,8 +130,11 @@ FRAMEWORKS: dict[str, Framework] = {
         "pt",
         ("torch",),
         frozenset({"torch.distributed", "constant parameters", "powersgd", "elastic Horovod"}),
+        header="pt",
     ),
-    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True),
+    "tensorflow": Framework(
+        "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
+    ),
     "tensorflow-net-dict": Framework(
         "hvdtrain.learner.returnn_tf",
         "returnn.npz",

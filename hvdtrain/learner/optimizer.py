@@ -195,11 +195,12 @@ def class_names(module: Any) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str]) -> DecayRule:
+def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str], where: str = "optimizer.") -> DecayRule:
     """Remove the options about weight decay from an optimizer's options, and return their rule; `usual` if there are none.
 
     Args:
         known: the names of all classes. A name may include its module (`torch.nn.LayerNorm`).
+        where: the prefix of an option's name.
 
     Raises:
         ConfigError: there is no such class, or a value has the wrong type.
@@ -208,17 +209,17 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
     problems = []
     if include is not None and not callable(include):
         problems += problem(
-            "wrong-type", f"optimizer.{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}"
+            "wrong-type", f"{where}{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}"
         )
     if blacklist is not None and not isinstance(blacklist, (list, tuple)):
-        problems += problem("wrong-type", f"optimizer.{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
+        problems += problem("wrong-type", f"{where}{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
     names = set(known)
     wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
     for one in wanted:
         if not isinstance(one, type) and (not isinstance(one, str) or _last(one) not in names):
             hint = did_you_mean(_last(str(one)), names)
             problems += problem(
-                "unknown-value", f"optimizer.{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}"
+                "unknown-value", f"{where}{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}"
             )
     if problems:
         raise ConfigError(problems)

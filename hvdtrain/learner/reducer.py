@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
+from hvdtrain.errors import BrokenSequence
 from hvdtrain.learner.compression import GradientCompressor
 
 if TYPE_CHECKING:
@@ -127,7 +128,12 @@ class GradientExchange:
         values = (
             self._comm.gather(value, name="agree") if self.is_active else [value]
         )  # without an exchange, only a rank with a batch calls this
-        return next(known for known in values if known is not None)
+        found = next((known for known in values if known is not None), None)
+        if found is None:
+            raise BrokenSequence(
+                "train: expected sequences that can be read in the first step, got only broken ones on all ranks"
+            ).on_all_ranks()
+        return found
 
     def count_graph(self, seconds: float, float32: int, others: int) -> None:
         """Count the waiting seconds and sent bytes that a graph reports, as they cannot be measured from outside."""
@@ -283,9 +289,11 @@ def temporarily_average(state: ModelState, averages: Mapping[Kind, Average]) -> 
 
     for kind in averages:
         state.map_tensors(kind, lambda tensors, kind=kind: replace(kind, tensors))  # type: ignore[misc]
-    yield
-    for kind in averages:
-        state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for kind in averages:
+            state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

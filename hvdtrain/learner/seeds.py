@@ -20,6 +20,9 @@ def mix_seeds(count: int, *parts: int) -> Array:
 STREAM = 0x6E6F697365
 """Makes the noise independent of dropout, which is seeded with the same seed, rank and step."""
 
+OF_OPTIMIZER = 0x73746570
+"""The same for the random numbers that an optimizer draws."""
+
 
 def noise_seeds(seed: int, rank: int | None, step: int) -> Array:
     """The seeds of one update's noise, the same after a resume; uint32 of shape (2,).

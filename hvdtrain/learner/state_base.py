@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_s
 from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest
+from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
 
@@ -51,12 +53,18 @@ class StateBase(ABC):
         average: the weights for evaluations; in a file these are the model, and the trained weights are in the optimizer's file.
             None: the trained ones.
         scale: of the loss; it is stored with the optimizer's state.
+
+    Attributes:
+        running: the sums of a running average, on rank 0; None: there are none.
+        other_checksums: those of models that are neither trained nor saved, by name; they have to be the same on all ranks.
     """
 
     def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
         self._format = file_format
         self._average = average
         self._scale = scale
+        self.running: RunningAverage | None = None
+        self.other_checksums: Mapping[str, str] = {}
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 
@@ -69,8 +77,20 @@ class StateBase(ABC):
         """Whether the model has tensors of a kind."""
 
     @abstractmethod
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        """The names of the trained parameters, with copies of their values as float64 arrays."""
+
+    @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
+
+    @property
+    def base_hash(self) -> str | None:
+        """The hash of the frozen parameters, if checkpoints leave them out."""
+        return None
+
+    def check_base(self) -> None:  # noqa: B027 most checkpoints leave nothing out
+        """Check that frozen parameters which checkpoints leave out are as the model was made with. Raises: ConfigError."""
 
     # The moving average
 
@@ -83,13 +103,33 @@ class StateBase(ABC):
         """Let the moving average of the weights, if there is one, follow N updates, when all ranks have the same weights."""
         if self._average is not None:
             self._average.follow(updates)
+        if self.running is not None:
+            self.running.follow(updates)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
         inside the block is the same as outside of it."""
         return self._average.use() if self._average is not None and self._average.has_started else nullcontext()
 
+    @contextmanager
+    def other_model(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the `with` block, the model has the tensors of another one, such as an average of checkpoints.
+
+        Raises:
+            CheckpointError: they do not fit.
+        """
+        own = {name: tensor * 1 if hasattr(tensor, "shape") else tensor for name, tensor in self._model_tensors().items()}
+        try:
+            self._set_model(tensors)
+            yield
+        finally:
+            self._set_model(own)
+
     # Checkpoints
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The model's present tensors by name, as its file holds them."""
+        return self._model_tensors()
 
     def gather_state(self) -> None:  # noqa: B027 few optimizers hold their state in parts
         """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 asks for the contents."""
@@ -108,11 +148,17 @@ class StateBase(ABC):
             model |= averages
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
         optimizer[SHAPES] = _shapes(optimizer)
-        return CheckpointContents(model, optimizer, progress, self._format)
+        running = None if self.running is None else self.running.state
+        return CheckpointContents(model, optimizer, progress, self._format, running)
+
+    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        """The present model without anything else; inside of `averaged_weights`, that is the average."""
+        return CheckpointContents(self._model_tensors(), {}, progress, self._format)
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
         """The same as a copy, which training does not change and which any thread may write."""
-        return self.contents(progress)
+        contents = self.contents(progress)
+        return contents if contents.running is None else replace(contents, running=contents.running.copy())
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.
@@ -123,8 +169,10 @@ class StateBase(ABC):
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
         """
         stored = self._format.read_model(model_file)
+        tensors = stored.pop("model")
+        missing = self._left_out(stored, tensors, model_file)
         try:
-            self._set_model(stored.pop("model"))
+            self._set_model({**tensors, **missing})
         except UNSUITABLE as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
@@ -218,6 +266,18 @@ class StateBase(ABC):
     @abstractmethod
     def _model_tensors(self) -> dict[str, Tensor]:
         """The model's tensors that a checkpoint holds, by name."""
+
+    def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
+        """Remove what a model's file says about parameters that it leaves out, and return our values of them.
+
+        Args:
+            stored: the other entries of the file.
+            tensors: those of the model in the file.
+
+        Raises:
+            CheckpointError: ours have other values than those that the file was trained with.
+        """
+        return {}
 
     @abstractmethod
     def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -33,6 +33,8 @@ class EpochReport:
         seconds_before: seconds of training before the epoch was resumed; included in `elapsed`, but not in `seconds`.
         learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
         losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
+        splits: how many training batches did not fit into a rank's memory and were split.
+        broken: the number of broken sequences that the epoch's batches went without; None: none.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
     """
 
@@ -53,6 +55,8 @@ class EpochReport:
     learning_rates: Mapping[str, float] | None = None
     epoch_learning_rate: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
+    splits: int = 0
+    broken: int | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.
@@ -64,10 +68,16 @@ class EpochReport:
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
         lines += [] if self.learning_rates is None else [(4, f"{start}, learning rate: {self._rates(self.learning_rates)}")]
+        if self.broken:
+            lines.append(
+                (2, f"{start}: {self.broken} of {self.num_sequences} sequences are broken and were left out (skip_broken)")
+            )
         if self.sent:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
         lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
+        if self.splits:
+            lines.append((2, f"{start}: {self.splits} batches did not fit into memory and were split (split_on_oom)"))
         late = straggler_line(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
         return lines + [(1, line) for line in self._score_lines(datasets)]
@@ -96,6 +106,46 @@ class EpochReport:
         lines = [f"epoch {self.epoch} score: {of('train')}, elapsed: {clock_text(total)}"]
         evaluations = "; ".join(f"{dataset}: {of(dataset)}" for dataset in datasets)
         return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The results of an evaluation within an epoch.
+
+    Attributes:
+        step: completed steps of the epoch.
+        global_step: completed steps of the whole training.
+        progress: the share of the epoch that is done, from 0 to 1.
+        learning_rate: the epoch's rate before a per-step rule is applied.
+        scores: by name, such as 'dev_loss_ce'.
+        elapsed: seconds that the evaluation took.
+        losses: as in `EpochReport`.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    progress: float
+    learning_rate: float
+    scores: Mapping[str, float]
+    elapsed: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    def line(self, datasets: Sequence[str]) -> str:
+        """The log line. `datasets`: the names of the evaluated datasets."""
+        found = []
+        for dataset in datasets:
+            start = f"{dataset}_loss_"
+            scores = {name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)}
+            found.append(f"{dataset}: {text(scores)}")
+        return (
+            f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(found)}, "
+            f"elapsed: {clock_text(self.elapsed)}"
+        )
+
+
+EvaluationReceiver = Callable[[EvaluationReport], None]
+"""Receives the report of an evaluation within an epoch on rank 0, between two steps, so it has to be fast."""
 
 
 class Reporter(Protocol):

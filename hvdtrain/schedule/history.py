@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 META = ":meta:"
 """The prefix of entries in learning rate files that are metadata, not scores."""
@@ -57,3 +59,33 @@ class EpochRecord:
     learning_rate: float
     scores: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def at_step(self) -> int | None:
+        """The number of steps of the training at an evaluation within the epoch; None: the epoch was finished."""
+        return None
+
+    @property
+    def age(self) -> tuple[int, float]:
+        """A sort key: later records compare larger."""
+        return self.epoch, inf if self.at_step is None else self.at_step
+
+
+@dataclass(frozen=True)
+class EvaluationRecord(EpochRecord):
+    """The record of an evaluation within an epoch.
+
+    Attributes:
+        step: the number of steps of the whole training before it.
+    """
+
+    step: int = 0
+
+    @property
+    def at_step(self) -> int | None:
+        return self.step
+
+
+def in_order(history: Iterable[EpochRecord], evaluations: Iterable[EpochRecord]) -> list[EpochRecord]:
+    """The records of epochs and of the evaluations within them, oldest first."""
+    return sorted([*history, *evaluations], key=lambda record: record.age)

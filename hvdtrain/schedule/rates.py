@@ -19,6 +19,13 @@ from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
 Control = Literal["constant", "newbob", "newbob_rel", "newbob_relative", "newbob_abs", "newbob_multi_epoch"]
 
 
+def _is_ramp(value: list[float]) -> bool:
+    if len(value) != 3:
+        return False
+    lowest, highest, updates = value
+    return 0 < lowest < highest and updates >= 20 and updates == int(updates)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKeys(Section):
     """The learning rate. An epoch uses its entry of learning_rates, or the rate that learning_rate_control computes."""
@@ -46,6 +53,11 @@ class ScheduleKeys(Section):
         "function {signature} that returns the rate of a step; epoch_continuous runs from 0 to num_epochs, learning_rate is the "
         "epoch's rate",
         signature="*, global_train_step, epoch, epoch_continuous, learning_rate, **_",
+    )
+    learning_rate_ramp: list[float] = key(
+        [1e-6, 1.0, 100],
+        "the lowest and the highest rate that --find-learning-rate tries, and the number of updates between them",
+        Rule("three numbers: a positive rate, a higher one, and at least 20 updates", _is_ramp),
     )
     learning_rate_file: str | None = key(
         None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"
@@ -129,7 +141,7 @@ def next_rate(control: str, keys: NewbobKeys, first: float, epoch: int, history:
     Args:
         control: 'newbob', 'newbob_abs' or 'newbob_multi_epoch'.
         first: the learning rate of the first epoch.
-        epoch: the epoch, counted from 1.
+        epoch: the epoch, counted from 1; with evaluations within epochs, the number of the next evaluation.
         history: at least one epoch, oldest first.
     """
     last = history[-1].learning_rate
@@ -214,7 +226,8 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
 
     Args:
         epoch: counted from 1.
-        history: the finished epochs before it, oldest first.
+        history: the finished epochs before it, oldest first. If evaluations within epochs are among them, newbob takes each
+            record for an epoch.
     """
     listed = listed_rates(keys)
     if epoch in listed:
@@ -224,7 +237,8 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
         return listed[max(earlier)] if earlier else float(keys.learning_rate or 0.0)
     if keys.learning_rate_control == "constant":
         return history[-1].learning_rate
-    return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, epoch, history)
+    number = epoch if all(record.at_step is None for record in history) else len(history) + 1
+    return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, number, history)
 
 
 def nan_line(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequence[EpochRecord]) -> str | None:

@@ -10,16 +10,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.batch_keys import COST, BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
+from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError, HvdtrainError
@@ -35,15 +37,33 @@ MEMORY_SHARE = 0.8
 NO_COPIES: Mapping[str, str] = {}
 
 
-def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
-    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+def copy_data(
+    settings: Settings,
+    specs: Iterable[DatasetSpec],
+    comm: Communicator,
+    watchdog: Watchdog,
+    at_the_end: ExitStack,
+    *,
+    remote_only: bool,
+) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it.
+
+    Args:
+        remote_only: leave out files that can be read where they are.
+
+    Raises:
+        DataError: a file cannot be read, or there is no room for a remote one.
+    """
     keys = settings.copies
+    parts = [part for spec in specs for part in spec.all()]
+    files = [path for path in dict.fromkeys(path for part in parts for path in part.copied) if is_remote(path) or not remote_only]
+    if remote_only and not files:
+        return Copies()
     folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
-    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
-    files = dict.fromkeys(path for spec in specs for path in spec.copied)
 
     def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
-        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+        copies = Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
+        return socket.gethostname(), copies
 
     last_line = time.monotonic()
 
@@ -90,7 +110,7 @@ def open_feeds(
     settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
 ) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog, skips_broken=True)
     streams = feeds[0].dataset.streams
     for other in feeds[1:]:
         missing = [key for key in streams if key not in other.dataset.streams]
@@ -105,7 +125,7 @@ def open_feeds(
 def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
     """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        absent = [key for key in keys if key not in streams]
+        absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
             raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
         if absent:
@@ -131,8 +151,16 @@ def open_datasets(
     specs: Iterable[DatasetSpec],
     copies: Mapping[str, str] = NO_COPIES,
     watchdog: Watchdog | None = None,
+    skips_broken: bool = False,
 ) -> list[Feed]:
-    """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    """Open datasets. A file that has a copy is read from the copy.
+
+    Args:
+        skips_broken: whether `skip_broken` holds: outputs of broken sequences would be missing without a word.
+
+    Raises:
+        DataError: a file is bad.
+    """
     scanning = open_scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
@@ -144,6 +172,7 @@ def open_datasets(
     feeds = []
     for spec in specs:
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        scanning = replace(scanning, broken=BrokenSequences(spec.name, settings.data.skip_broken if skips_broken else 0))
         feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
     return feeds
 
@@ -169,6 +198,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         budget=context.budget,
         parts=context.parts,
         expected=settings.expected,
+        broken=context.scanning.broken,
     )
     try:
         return with_keys(feed, settings, spec, comm.size)

@@ -11,9 +11,11 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
+from hvdtrain.checkpoint.mirror import Mirror, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
@@ -23,13 +25,14 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
-from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.runtime import log
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
@@ -43,11 +46,11 @@ from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
 """The purpose of a job: train; train a few batches and write nothing; evaluate, forward or export a trained model; load it
-without data; measure steps of a new model."""
+without data; load it with the training data, for statistics; measure steps of a new model."""
 
-WITH_TRAINED = ("evaluate", "forward", "export", "load")
+WITH_TRAINED = ("evaluate", "forward", "export", "load", "statistics")
 """The purposes that use a trained model."""
 
 BY_MPIRUN = (
@@ -140,7 +143,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
-    best = BestModel(checkpoints, settings.measure)
+    best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     saver = Saver(
         comm,
         learner.state,
@@ -148,13 +151,14 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         checkpoints,
         feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
+        averages=Averages(parse_averages(settings.saving.average_checkpoints), settings.measure),
         background=_background(settings, stack),
         best=best,
     )
     progress = Progress()
+    _fetch_checkpoint(settings, purpose, comm, checkpoints)
     if purpose in ("train", "dry_run"):
-        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
-        _note_keys(progress, settings)
+        progress = _resume(settings, comm, saver, checkpoints, learner)
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -167,6 +171,20 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             saver.share()
     epochs = open_epochs(settings, comm, learner, watchdog, stack)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
+
+
+def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
+    """Collective. Load what a training starts from. Raises: CheckpointError."""
+    state, every = learner.state, settings.saving.running_average
+    if every is not None and comm.rank == 0:
+        state.running = RunningAverage(every, state.trained_values, new_save_id())
+    progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.base_hash is not None:
+        together(comm, state.check_base, name="frozen_parameters")
+    if state.running is not None:
+        state.running.begin(progress.step)
+    _note_keys(progress, settings)
+    return progress
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
@@ -211,17 +229,18 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
     if purpose in WITH_TRAINED:
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
+        of_purpose["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
         if purpose in ("forward", "export"):
             settings = replace(settings, batch=settings.batch.of_whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
-        return together(comm, lambda: open_datasets(settings, comm, specs, watchdog=watchdog), name="open_feeds")
-    copies = Copies()
+        copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
+        return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
-        copies = copy_data(settings, comm, watchdog, stack)
+    copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
@@ -242,6 +261,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
+        saves_frozen=settings.saving.save_parameters == "all",
     )
     return framework.build(settings.learner, gradient_exchange, options)
 
@@ -253,7 +273,12 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:
         learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
+        shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+    if settings.learner.extra_models:
+        hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
+        check_alike(comm, learner.state.other_checksums, of="extra_models: ", hint=hint, name="extra_models")
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
@@ -266,16 +291,28 @@ def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> l
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     """The folder of the training's checkpoints."""
     framework = FRAMEWORKS[settings.run.backend]
-    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format)
+    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
+
+
+def _fetch_checkpoint(settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder) -> None:
+    """Collective. Fetch the newest checkpoint from `checkpoint_mirror`, unless the job starts with another model."""
+    mirror = mirror_of(settings)
+    if mirror is not None and settings.start.start_epoch == "auto" and settings.start.load is None and purpose != "measure":
+        fetch_newest(comm, checkpoints, mirror)
+
+
+def mirror_of(settings: Settings) -> Mirror | None:
+    """Where the training's checkpoints are copied to."""
+    return None if settings.saving.checkpoint_mirror is None else Mirror(settings.saving.checkpoint_mirror)
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys by which a training writes files before or within an epoch, or copies its data."""
+    """The settings without the keys by which a training writes files before or within an epoch."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
-        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None, checkpoint_mirror=None),
+        evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),
     )

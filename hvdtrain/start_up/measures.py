@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.schedule.history import EpochRecord
@@ -46,4 +47,5 @@ def measures_of(settings: Settings) -> dict[str, str | list[str] | None]:
     return {
         "early_stopping_measure": settings.ending.early_stopping_measure,
         "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
+        **average_measures(settings.saving.average_checkpoints),
     }

@@ -31,7 +31,7 @@ def summarize(settings: Settings) -> None:
         share = feed.share(plan_together(session.comm, feed, epoch))[:1]
         shapes: OutputShapes = {}
         with feed.read(share, epoch, session.learner.staging) as batches:
-            for batch in batches:
+            for batch in filter(None, (batch.if_any for batch in batches)):
                 with naming(batch, feed.source):
                     shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
     from hvdtrain.checkpoint.progress import Progress
     from hvdtrain.comm.base import Communicator
     from hvdtrain.learner.base import Learner
+    from hvdtrain.schedule.measure import Measure
 
 EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
     "on_epoch_begin": "before the steps of an epoch, or before its remaining steps after a resume",
     "on_step_end": "after every step, which is one batch on every rank",
-    "on_evaluation_begin": "before a dataset is evaluated",
-    "on_evaluation_end": "after a dataset was evaluated",
+    "on_evaluation_begin": "before a dataset is evaluated, also within an epoch",
+    "on_evaluation_end": "after a dataset was evaluated, also within an epoch",
     "on_epoch_end": "after all evaluations of an epoch, before it is saved",
     "on_save": "after a checkpoint was written, also within an epoch",
     "on_stop": "at the end of the training, whether finished or stopped, but not after an error",
@@ -44,11 +46,14 @@ class Training:
         checkpoint: the file of the last saved model, such as exp/model.003.pt; None: none so far. With save_in_background, it may
             not be complete yet.
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
+        is_within_epoch: whether this is an evaluation within an epoch (`eval_interval_steps`), in on_evaluation_begin and
+            on_evaluation_end.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, progress: Progress) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, progress: Progress, measure: Measure) -> None:
         self._learner = learner
         self._progress = progress
+        self._measure = measure
         self.rank = comm.rank
         self.size = comm.size
         self.learning_rate: float | None = None
@@ -56,6 +61,7 @@ class Training:
         self.scores: Mapping[str, float] = progress.history[-1].scores if progress.history else {}
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
+        self.is_within_epoch = False
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
 
@@ -72,6 +78,22 @@ class Training:
         """The epoch that is being trained or evaluated, or else the last one, counted from 1."""
         current = self._progress.current
         return self._progress.epoch if current is None else current.epoch
+
+    @property
+    def finished_epoch(self) -> int:
+        """The last epoch that is trained and evaluated; 0: none."""
+        return self._progress.epoch
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The best finished epoch, as in best.json; None: no epoch has a score."""
+        best = self._measure.best(self._progress.history)
+        return None if best is None else best.epoch
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, the model has the weights that are evaluated and saved: the averages of `ema_decay`, or those
+        of an optimizer that has other ones for evaluations. All ranks have to enter it together."""
+        return self._learner.state.averaged_weights()
 
     @property
     def step(self) -> int:
@@ -123,7 +145,7 @@ NO_CALLBACKS = Callbacks()
 class EpochFunctions:
     """The functions `epoch_start` and `epoch_end` as a callback.
 
-    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation.
+    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation at its end.
     """
 
     def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
@@ -146,12 +168,14 @@ class EpochFunctions:
         self._end_training(training)
 
     def _end_training(self, training: Training) -> None:
+        if training.is_within_epoch:
+            return
         if self._is_training:
             self._call(self._end, training, "train")
         self._is_training = False
 
     def _call(self, function: Callable[..., Any] | None, training: Training, dataset: str | None) -> None:
-        if function is not None:
+        if function is not None and not training.is_within_epoch:
             function(epoch=training.epoch, step=training.step, model=training.model, dataset_name=dataset)
 
 

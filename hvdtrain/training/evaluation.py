@@ -20,6 +20,18 @@ from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport
 
 
+class StopWithinEvaluation(Exception):
+    """A stop was requested in an evaluation within an epoch.
+
+    Attributes:
+        status: the exit status of the stop.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def evaluate(
     comm: Communicator,
     learner: Learner,
@@ -49,15 +61,21 @@ def evaluate(
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)
             if batch is not None:
+                account.add(batch.planned)
+                feed.broken.add(batch.broken)
+                batch = batch.if_any
+            if batch is not None:
                 with naming(batch, feed.source):
                     learner.evaluate(batch)
-                account.add(batch.indices)
             step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()
     step_log.end()
-    gathered = comm.gather((buffer.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
-    account.check(f"evaluation of epoch {epoch}", [entry for _, entry in gathered])
-    scores = Scores.merge(rank_scores for rank_scores, _ in gathered)
+    own = buffer.take_all(), account.take(plan.num_batches), feed.broken.take()
+    gathered = comm.gather(own, name=f"scores.{feed.name}")
+    account.check(f"evaluation of epoch {epoch}", [entry for _, entry, _ in gathered])
+    for line in feed.broken.merge([broken for *_, broken in gathered]):
+        log.warning(line)
+    scores = Scores.merge(rank_scores for rank_scores, *_ in gathered)
     for name, count in scores.counts().items():
         if count == 0:
             log.warning(

@@ -15,7 +15,8 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
-from hvdtrain.learner.torch.optimizer import make_optimizer, take_multipliers
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.parameter_groups import take_multipliers
 from hvdtrain.runtime.timer import Timer
 
 

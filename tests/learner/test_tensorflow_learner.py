@@ -502,3 +502,27 @@ def test_a_model_with_masks_is_exported_with_all_inputs_of_any_size(called: str,
         frames, mask = tf.random.normal([len(lengths), max(lengths), 2]), tf.sequence_mask(lengths)
         frames *= tf.cast(tf.random.uniform(mask.shape + [1]) < 0.7, tf.float32)  # some frames of zeros for Masking
         numpy.testing.assert_allclose(model.serve(frames, mask), call(made.model, frames, mask), rtol=1e-5, atol=1e-6)
+
+
+def test_fresh_statistics_are_the_mean_of_those_of_the_batches() -> None:
+    def get_model(**_: Any) -> keras.Model:
+        model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.build((None, None, 2))
+        return model
+
+    def train_step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        outputs = model(extern_data["data"].raw_tensor, training=get_run_ctx().train_flag)
+        get_run_ctx().mark_as_loss(tf.square(outputs), "square")
+
+    made = learner(train_step, get_model)
+    arrays = [numpy.random.default_rng(number).normal(number, 2, (3, 4, 2)).astype("float32") for number in range(3)]
+    batches = [Batch({"data": Padded(values, numpy.full(3, 4, numpy.int32))}, numpy.arange(3)) for values in arrays]
+    before = made.state.model_tensors()
+    [name] = made.fresh_statistics([batches[0], None, *batches[1:]], list)
+    norm = dict(made.modules())[name]
+    assert norm.momentum == 0.99
+    axes = [values.reshape(-1, 2) for values in arrays]
+    numpy.testing.assert_allclose(norm.moving_mean, numpy.mean([rows.mean(0) for rows in axes], 0), rtol=1e-5)
+    numpy.testing.assert_allclose(norm.moving_variance, numpy.mean([rows.var(0) for rows in axes], 0), rtol=1e-5)
+    changed = [name for name, values in made.state.model_tensors().items() if not numpy.array_equal(values, before[name])]
+    assert len(changed) == 2, changed

@@ -57,6 +57,8 @@ def would_write(folder: Path) -> dict[str, object]:
         "trace_sequences": folder / "trace" / "t",
         "horovod_timeline": folder / "timeline.json",
         "cache_dir": folder / "copies",
+        "running_average": 2,
+        "average_checkpoints": "{'last': 1}",
     }
 
 

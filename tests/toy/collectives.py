@@ -14,7 +14,7 @@ import torch
 import hvdtrain
 from hvdtrain.comm.base import all_reduce
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.sync_batch_norm import synchronize
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.ranks import open_communicator

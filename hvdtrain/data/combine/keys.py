@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.source import is_reference
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.data.speech.step_keys import STEPS, check_steps
 from hvdtrain.errors import Problem, problem
 
 
@@ -71,6 +72,47 @@ class ConcatDatasetKeys(DatasetKeys):
 
     def problems(self) -> list[Problem]:
         return [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "MixingDataset"`: corpora with the same data keys, mixed in given proportions."""
+
+    opener: ClassVar[str] = "hvdtrain.data.combine.union:open_mixing"
+
+    datasets: dict[str, Any] = key(
+        REQUIRED, "the datasets by name, each a dataset dict or HDF files, with the data keys of the first one"
+    )
+    weights: dict[str, float] | None = key(
+        None, "by name, the share of a dataset in an epoch; only ratios matter; None: in proportion to the sizes of the datasets"
+    )
+    temperature: float = key(
+        1.0, "raise the weights to the power of 1 / temperature: larger numbers make the shares more equal", positive
+    )
+    by: Literal["sequences", "frames"] = key(
+        "sequences", "what the weights are shares of; frames are those of the data key by which sequences are sorted"
+    )
+    stop: Literal["first", "all"] | int = key(
+        "all",
+        "the end of an epoch: 'first', when a dataset was used once; 'all', when each was used at least once, so that smaller "
+        "ones are repeated; or after this many sequences (or frames)",
+        positive,
+    )
+
+    def problems(self) -> list[Problem]:
+        problems = [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
+        for name in self.datasets:
+            if not name.isidentifier():
+                problems += problem(
+                    "wrong-format", f"datasets: expected names of letters, digits and _, as scores get them, got {name!r}"
+                )
+        if self.weights is not None:
+            if self.weights.keys() != self.datasets.keys():
+                names = ", ".join(map(str, self.datasets))
+                problems += problem("wrong-type", f"weights: expected a number for each of {names}, got {self.weights}")
+            elif not all(0 < weight < float("inf") for weight in self.weights.values()):
+                problems += problem("out-of-range", f"weights: expected a positive number for each, got {self.weights}")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +187,16 @@ class MapDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
 
     opener: ClassVar[str] = "hvdtrain.data.combine.map:open_map"
+    scans: ClassVar[bool] = True
 
     dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys apply")
-    map_seq: Callable[..., Any] | str = key(
+    datasets: dict[str, Any] = key({}, "by name, other datasets that steps of map_seq read, such as noise")
+    map_seq: Callable[..., Any] | str | list[Any] = key(
         REQUIRED,
         "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
         "read-only; index is that of the sequence, rng a separate numpy.random.RandomState for every sequence and epoch; only "
-        "the arguments that the function accepts are passed",
+        "the arguments that the function accepts are passed. Or a list of such functions and of steps, dicts with a class of "
+        + ", ".join(STEPS),
     )
     map_outputs: dict[str, Any] | None = key(
         None, "by data key that map_seq returns: a dict with dim, sparse (default False), dtype; None: the same as before"
@@ -168,6 +213,12 @@ class MapDatasetKeys(DatasetKeys):
 
     def problems(self) -> list[Problem]:
         problems = []
+        if isinstance(self.map_seq, list):
+            problems += check_steps("map_seq", self.map_seq, self.datasets)[1]
+            for name in [name for name in ("map_outputs", "map_lengths") if getattr(self, name) is not None]:
+                problems += problem("conflict", f"{name}: expected none with a list of steps, which know it, got it")
+        elif self.datasets:
+            problems += problem("conflict", "datasets: expected none without a list of steps in map_seq, got some")
         for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
             if isinstance(function, str) and not is_reference(function):
                 problems += problem(

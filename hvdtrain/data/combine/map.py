@@ -17,7 +17,9 @@ import numpy
 from hvdtrain.config.source import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, ended_iterator_error
+from hvdtrain.data.dataset import Dataset, Scanning, ended_iterator_error
+from hvdtrain.data.speech.step_keys import check_steps
+from hvdtrain.data.speech.steps import Draw, Pipeline
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -32,6 +34,7 @@ class MapDataset(Dataset):
         lengths_vary: whether they depend on the epoch.
         num_workers: the number of processes that `start` starts.
         seed: of the function's random numbers, together with the epoch and the index of the sequence.
+        others: datasets that the function reads, to be closed with this one.
     """
 
     is_stochastic = True
@@ -46,11 +49,14 @@ class MapDataset(Dataset):
         lengths_vary: bool,
         num_workers: int,
         seed: int,
+        others: Sequence[Dataset] = (),
     ) -> None:
         self._where = where
         self._dataset = dataset
+        self._others = others
         self.has_fixed_order = dataset.has_fixed_order
         self.window = dataset.window
+        self.mix = dataset.mix
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
@@ -122,7 +128,8 @@ class MapDataset(Dataset):
 
     def close(self) -> None:
         self._workers.close()
-        self._dataset.close()
+        for dataset in (self._dataset, *self._others):
+            dataset.close()
 
     def how_read(self) -> str:
         how = self._dataset.how_read()
@@ -169,13 +176,16 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
     return tuple(name for name in names if name in accepted)
 
 
-def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
     """Open a MapDataset and start its worker processes.
 
     Raises:
         DataError: a function cannot be imported, or map_lengths returns something other than lengths.
     """
     dataset = datasets["dataset"]
+    if isinstance(keys.map_seq, list):
+        steps, _ = check_steps("map_seq", keys.map_seq, keys.datasets)
+        return _open_steps(where, keys, steps, datasets, scanning)
     streams = dict(dataset.streams)
     if keys.map_outputs is not None:
         streams = {name: _stream(OutputKeys(**entry)) for name, entry in keys.map_outputs.items()}
@@ -190,6 +200,31 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) 
         return _check_lengths(where, lengths, inside.num_sequences, streams)
 
     mapped = MapDataset(where, dataset, map_seq, streams, lengths_of, takes_epoch, keys.num_workers, keys.map_seed)
+    mapped.start()
+    return mapped
+
+
+def _open_steps(
+    where: str, keys: MapDatasetKeys, steps: list[Any], datasets: Mapping[str, Dataset], scanning: Scanning
+) -> Dataset:
+    """Open a MapDataset with a list of steps. Raises: DataError."""
+    dataset = datasets["dataset"]
+
+    def call(function: Callable[..., Any], arrays: Mapping[str, Array], draw: Draw) -> Any:
+        given = {"epoch": draw.epoch, "index": draw.index, "rng": draw.rng}
+        made = function(arrays, **{name: given[name] for name in accepted_arguments(function, tuple(given))})
+        if not isinstance(made, dict):
+            raise DataError(f"{where}.map_seq: expected a dict of arrays from each function, got {type(made).__name__}")
+        return made
+
+    pipeline = Pipeline(f"{where}.map_seq", steps, dataset, datasets, keys.map_seed, call, scanning)
+
+    def lengths_of(inside: Dataset, epoch: int) -> Mapping[str, Array]:
+        return _check_lengths(where, pipeline.lengths(inside, epoch), inside.num_sequences, pipeline.streams)
+
+    is_random, workers = pipeline.has_random_lengths, keys.num_workers
+    others = [inner for name, inner in datasets.items() if name != "dataset"]
+    mapped = MapDataset(where, dataset, pipeline, pipeline.streams, lengths_of, is_random, workers, keys.map_seed, others)
     mapped.start()
     return mapped
 

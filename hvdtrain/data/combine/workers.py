@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -123,6 +123,8 @@ class Workers(Generic[Question]):
                     asked += 1
                 received = number + 1
                 kind, answer = self._receive(number % self._count)
+                if kind == "broken sequence":
+                    raise BrokenSequence(answer)
                 if kind == "data error":
                     raise DataError(answer)
                 if kind == "error":
@@ -262,6 +264,8 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
             return
         try:
             answer = ("value", work(question))
+        except BrokenSequence as error:
+            answer = ("broken sequence", str(error))
         except HvdtrainError as error:
             answer = ("data error", str(error))
         except BaseException:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.folder import Item, ItemSequence, Units, Vocabulary, read_vocabulary, split
-from hvdtrain.data.types import Array
+from hvdtrain.data.formats.conversions import Convert, classes, numbers, sound
+from hvdtrain.data.formats.folder import Item, ItemSequence, Units, Vocabulary, read_vocabulary
 from hvdtrain.errors import ConfigError, DataError
 
 BLOCK = 64
@@ -30,7 +29,7 @@ class Column:
     """
 
     name: str
-    convert: Callable[[Any, str], Array]
+    convert: Convert
     labels: tuple[str, ...] = ()
     decodes: bool = False
 
@@ -154,65 +153,16 @@ def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None,
     if vocabulary is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
     if isinstance(inner, datasets.Audio) and axes == 0:
-        return Column(name, _sound_of(inner.sampling_rate), decodes=True)
+        return Column(name, sound(inner.sampling_rate), decodes=True)
     if isinstance(inner, datasets.ClassLabel) and axes < 2:
-        return Column(name, _numbers(max(axes, 1), "int32"), tuple(inner.names))
+        return Column(name, numbers(max(axes, 1), "int32"), tuple(inner.names))
     if is_text and axes < 2:
         if vocabulary is None:
             return Column(name, lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object))
-        return Column(name, _classes(vocabulary, units), tuple(vocabulary.entries))
+        return Column(name, classes(vocabulary, units), tuple(vocabulary.entries))
     if isinstance(inner, datasets.Value) and inner.dtype.startswith(("int", "uint", "float", "bool")):
-        return Column(name, _numbers(max(axes, 1), inner.dtype))
+        return Column(name, numbers(max(axes, 1), inner.dtype))
     raise DataError(
         f"columns: expected columns of numbers, lists and lists of lists of numbers, ClassLabel, strings, lists of strings or "
         f"Audio, got {feature} in column {name!r} of {folder} ('columns' names those to take)"
     )
-
-
-def _numbers(axes: int, dtype: str) -> Callable[[Any, str], Array]:
-    def convert(value: Any, where: str) -> Array:
-        try:
-            ragged = isinstance(value, numpy.ndarray) and value.dtype == object
-            array = numpy.asarray(list(value) if ragged else value, dtype=dtype)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: expected numbers in rows of the same length, got: {error}") from None
-        array = array.reshape(1) if array.ndim == 0 else array
-        if array.ndim != axes:
-            raise DataError(f"{where}: expected numbers with {axes} axes, got {array.ndim} of shape {array.shape}")
-        return array
-
-    return convert
-
-
-def _classes(vocabulary: Vocabulary, units: Units) -> Callable[[Any, str], Array]:
-    def convert(value: Any, where: str) -> Array:
-        entries = split(str(value), units) if isinstance(value, str) else [str(entry) for entry in value]
-        vocabulary.check(entries, where, str(value))
-        return vocabulary.classes(entries)
-
-    return convert
-
-
-def _sound_of(rate: int | None) -> Callable[[Any, str], Array]:
-    """Decode sound of a sampling rate in Hz; None: that of the first file that is read."""
-    try:
-        import soundfile
-    except ImportError:
-        raise DataError("Audio: expected the package soundfile, got none (pip install soundfile)") from None
-    rates = [rate] * (rate is not None)
-
-    def convert(value: Any, where: str) -> Array:
-        encoded = value["bytes"]
-        try:
-            samples, found = soundfile.read(
-                value["path"] if encoded is None else io.BytesIO(encoded), dtype="float32", always_2d=True
-            )
-        except (OSError, RuntimeError) as error:
-            raise DataError(f"{where}: expected a sound file, got: {error}") from None
-        rates.append(found)
-        if found != rates[0]:
-            raise DataError(f"{where}: expected {rates[0]} samples per second, got {found}")
-        del rates[1:]
-        return samples  # type: ignore[no-any-return]  # soundfile has no types
-
-    return convert

@@ -43,6 +43,10 @@ class NetworkState(StateBase):
         for name, array in self._networks.graph.arrays([*self._names("parameters"), *self._names("frozen")]).items():
             yield name, array.astype(numpy.float32)
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, array in self._networks.graph.arrays(self._names("parameters")).items():
+            yield name, array.astype(numpy.float64)
+
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         graph = self._networks.graph
         ours = {name: tuple(variable.shape.as_list()) for name, variable in graph.variables.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence
+from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence, split_packed
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -200,12 +200,47 @@ class TensorFlowLearner:
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
 
+    def try_batch(self, batch: Batch) -> bool:
+        seeds = mix_seeds(len(self.variables.generators), *self._seed, self._step)
+        try:
+            self.graphs.collect(batch, self._epoch, self._step, seeds, None)
+        except (tf.errors.ResourceExhaustedError, MemoryError):
+            return False
+        return True
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        kind = keras.layers.BatchNormalization
+        norms = {name: layer for name, layer in self.modules() if isinstance(layer, kind) and layer.built}
+        variables = [variable for norm in norms.values() for variable in (norm.moving_mean, norm.moving_variance)]
+        sums, count = [numpy.zeros(variable.shape) for variable in variables], 0
+        momenta = [norm.momentum for norm in norms.values()]
+        try:
+            for norm in norms.values():
+                norm.momentum = 0.0  # the statistics become those of the last batch
+            for number, batch in enumerate(batches):
+                if batch is not None and norms:
+                    step = self._step + number
+                    self.graphs.observe(batch, self._epoch, step, mix_seeds(len(self.variables.generators), *self._seed, step))
+                    sums = [one + array_of(variable) for one, variable in zip(sums, variables, strict=True)]
+                    count += 1
+        finally:
+            for norm, momentum in zip(norms.values(), momenta, strict=True):
+                norm.momentum = momentum
+        if norms:
+            *totals, batch_count = total([tf.constant(one, tf.float64) for one in [*sums, [count]]])
+            for variable, values in zip(variables, totals, strict=True):
+                variable.assign(tf.cast(values / batch_count[0], variable.dtype))
+        return list(norms)
+
     def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
-        rows = {
-            name: (list(values.numpy()), None if seq_lens is None else seq_lens.numpy().tolist())
-            for name, (values, seq_lens) in outputs.items()
-        }
+        rows: dict[str, tuple[Sequence[Array], Sequence[int] | None]] = {}
+        for name, (values, seq_lens) in outputs.items():
+            lengths = None if seq_lens is None else seq_lens.numpy().tolist()
+            if lengths is not None and batch.is_packed:
+                rows[name] = split_packed(name, values.numpy(), lengths), None
+            else:
+                rows[name] = list(values.numpy()), lengths
         vectors = (
             name
             for name, (values, seq_lens) in outputs.items()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
-import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
@@ -40,8 +40,29 @@ def file_format(model_format: str) -> FileFormat:
     Args:
         model_format: the format of the model's file: "npz" or "safetensors".
     """
-    write_model = _write_safetensors if model_format == SAFETENSORS else _write_arrays
-    return FileFormat(write_model, _write_optimizer, _write_rank, read_model, _read)
+    return FileFormat(partial(write_model, model_format=model_format), _write_optimizer, _write_rank, read_model, _read)
+
+
+def write_model(path: Path, model: Mapping[str, Array], progress: Mapping[str, Any], model_format: str) -> None:
+    """Write a model's arrays by name, and the progress. Raises: OSError, if the disk is full."""
+    (_write_safetensors if model_format == SAFETENSORS else _write_arrays)(path, model, progress)
+
+
+def widen(array: Array) -> Array | None:
+    """The values as float64 or complex128; None if they are integers, booleans or text."""
+    if array.dtype.kind not in "fc":
+        return None
+    return array.astype(numpy.float64 if array.dtype.kind == "f" else numpy.complex128)
+
+
+def narrow(values: Array, like: Array) -> Array:
+    """Values of `widen` in the type of another array."""
+    return numpy.asarray(values).astype(like.dtype)
+
+
+def place_of(array: Array) -> int:
+    """Different for every array: files of TensorFlow store none under two names."""
+    return id(array)
 
 
 def _write_optimizer(file: Path, entries: Mapping[str, Any]) -> None:
@@ -61,6 +82,8 @@ def read_model(file: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     """The inverse of writing entries."""
+    import tensorflow as tf  # here, as importing it takes seconds, which reading a model does not need
+
     arrays, entries = _read_arrays(file)
     for path, array in sorted(arrays.items()):
         entry, _, name = path.partition("/")

@@ -155,6 +155,12 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
         ConfigError: there is no such optimizer, or it has no such options.
     """
     trained = variables.of_kind("parameters")
+    if isinstance(spec, (list, tuple)):
+        raise ConfigError.of(
+            "unsupported",
+            "optimizer: expected one optimizer for all variables with backend = 'tensorflow', got a list (keras.optimizers.Muon "
+            "itself uses AdamW for what is not a matrix; a function can return any optimizer of Keras)",
+        )
     if callable(spec) and not isinstance(spec, type):
         made = spec(trained)
         if not isinstance(made, keras.optimizers.Optimizer):

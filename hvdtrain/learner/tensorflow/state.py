@@ -53,6 +53,10 @@ class TensorFlowState(StateBase):
         for name, variable in (*self._variables.named("parameters"), *self._variables.named("frozen")):
             yield name, array_of(variable).astype(numpy.float32)
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, variable in self._variables.named("parameters"):
+            yield name, array_of(variable).astype(numpy.float64)
+
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         theirs, prefix = read_model(request.file)["model"], f"{request.entry}/"
         inside = {name.removeprefix(prefix): array for name, array in theirs.items() if name.startswith(prefix)}

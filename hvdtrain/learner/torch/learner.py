@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +14,10 @@ import torch
 
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.feed import Staging
+from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -25,12 +25,17 @@ from hvdtrain.learner.meter import (
     Transfer,
     check_marked_losses,
     check_marked_outputs,
+    minimized_losses,
     scales_of,
     split_by_sequence,
+    split_packed,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.seeds import OF_OPTIMIZER
+from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -42,18 +47,35 @@ from hvdtrain.learner.torch.device import (
     device_name,
     device_of,
     enable_determinism,
+    free_memory,
+    is_out_of_memory,
     peak_memory,
     seed_all,
 )
+from hvdtrain.learner.torch.extra_models import checksum, make_extra_models
+from hvdtrain.learner.torch.freezing import Freezing
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
 from hvdtrain.learner.torch.model_file import check_storable
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
-from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
+from hvdtrain.learner.torch.optimizer_state import is_of_torch
+from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
+from hvdtrain.learner.torch.tensors import (
+    CudaStaging,
+    array_of,
+    await_copy,
+    extern_data_of,
+    named_trained,
+    numbers_of,
+    with_parts,
+)
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
 
@@ -66,6 +88,7 @@ class ConfigFunctions:
         autocast: creates the context in which the functions compute in half precision.
         watch: creates the context around calls that may compile the model.
         staging: copies batches to the device ahead of time; None: the device is the CPU.
+        extra_models: by name, models that are neither trained nor saved.
     """
 
     model: torch.nn.Module
@@ -75,12 +98,13 @@ class ConfigFunctions:
     autocast: Autocast
     watch: Watch
     staging: Staging | None = None
+    extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -91,7 +115,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -101,6 +125,8 @@ class ConfigFunctions:
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
                 vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            if lengths is not None and batch.is_packed:
+                value, lengths = split_packed(name, value, lengths), None
             outputs[name] = [array_of(row) for row in value], lengths
         return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
@@ -115,6 +141,8 @@ class TorchLearner:
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
+        freezing: freezes parameters until a step; None: none are.
+        splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
 
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
@@ -128,7 +156,10 @@ class TorchLearner:
         meter: LearnerMeter,
         seed: tuple[int, int],
         batch_norm: Exchange | None = None,
+        freezing: Freezing | None = None,
+        splitter: BatchSplitter | None = None,
     ) -> None:
+        self._splitter = splitter
         self.model = functions.model
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -142,6 +173,8 @@ class TorchLearner:
         self._update = update
         self._seed = seed
         self._batch_norm = batch_norm
+        self._freezing = freezing
+        self._begins_update = True
         self._device = functions.device
         self._epoch = 0
         self._step = 0
@@ -154,16 +187,22 @@ class TorchLearner:
         self._checks_after_update = True  # a first call of the model can create layers
         self._epoch = epoch
         self._step = step
+        self._begins_update = True
         self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        if self._freezing is not None and self._begins_update:
+            self._freezing.apply(self._step)
+        self._begins_update = is_last_microbatch
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = None
-                if batch is not None:
+                if batch is not None and self._splitter is not None:
+                    self._splitter.run(batch, self._add_piece)
+                elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
@@ -192,6 +231,19 @@ class TorchLearner:
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
 
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        norms = dict(batch_norms_of(self.model))
+        with torch.no_grad(), fresh_batch_norms(norms.values()):
+            for number, batch in enumerate(batches):
+                await_copy(batch)
+                with self._functions.watch():
+                    seed_all(self._device, *self._seed, self._step + number)
+                    if batch is not None:
+                        self._functions.losses(batch, self._epoch, self._step + number, train=True)
+                    self._finish_batch_norms(batch, forward=True)
+            total_statistics(norms.values(), total)
+        return list(norms)
+
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
         return self._functions.outputs(batch, self._epoch, self._step)
@@ -214,6 +266,43 @@ class TorchLearner:
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
+    def try_batch(self, batch: Batch) -> bool:
+        await_copy(batch)
+        buffers = self._copy_buffers()
+        fits = True
+        try:
+            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+            self._gradients.compute(losses, self._update.loss_factor)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        self._restore_buffers(buffers)
+        free_memory(self._device)
+        return fits
+
+    def _add_piece(self, piece: Batch) -> None:
+        """Compute the gradients of a batch, or of a piece of one that did not fit, and its scores."""
+        buffers = self._copy_buffers()
+        try:
+            losses = self._functions.losses(piece, self._epoch, self._step, train=True)
+            for name, loss in minimized_losses(losses).items():
+                if self._splitter is not None and loss.count is None:
+                    self._splitter.check_loss(name, loss.value.ndim == 0, len(piece.indices))
+            self._gradients.add_piece(losses, self._update.loss_factor)
+        except BaseException:
+            self._restore_buffers(buffers)  # a piece is computed again
+            raise
+        self._record({name: replace(loss, value=loss.value.detach()) for name, loss in losses.items()}, piece, train=True)
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, copies: list[torch.Tensor]) -> None:
+        for buffer, copy in zip(self.model.buffers(), copies, strict=True):
+            buffer.copy_(copy)
+
     def _check_trained(self) -> None:
         """Check that the optimizer has all trained parameters: others would silently keep their values.
 
@@ -227,11 +316,12 @@ class TorchLearner:
                 "wrong-result",
                 "get_model: expected the parameters that are trained, got others since training began: "
                 f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
-                "some epochs in epoch_start, rather than in get_model)",
+                "some time by freeze_until_step or in epoch_start, rather than in get_model)",
             )
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
+        losses = with_parts(losses, batch)
         self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
@@ -307,15 +397,28 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
+    base = None if options.saves_frozen else FrozenBase(model, constants)
+    if base is not None:
+        log.info(f"save_parameters: the model's file has {base.description}; the others are of {describe_base(base.entry)}")
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
     if has_modes(whole):
-        check_modes(whole, options.sharded is not None, keys.ema_decay, gradient_exchange.steps is None)
-        average = OptimizerModes(trained, whole)
+        check_modes(whole, keys.ema_decay, gradient_exchange.steps is None)
+        average = OptimizerModes(trained, whole, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
-    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
+
+    def seed_optimizer(step: int) -> None:
+        seed_all(device, options.seed, 0 if are_reduced() else 1 + options.rank, step, OF_OPTIMIZER)
+
+    may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
+    seed = seed_optimizer if may_draw else None
+    splitter = _splitter(keys, model, device)
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
+    extra_models = make_extra_models(keys.extra_models, model, device)
+    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format, base)
+    state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -325,14 +428,38 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             autocast=autocast_of(options.precision.dtype, device),
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
+            extra_models=extra_models,
         ),
         gradients,
         update,
-        TorchState(model, optimizer, device, average, scale, constants, options.model_format),
-        _meter(keys, model, device, scale, update),
+        state,
+        _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
         exchange,
+        Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None,
+        splitter,
     )
+
+
+def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:
+    """What splits batches, if the config asks for it."""
+    if not keys.split_on_oom:
+        return None
+    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        log.warning(
+            f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
+        )
+    noted: list[Batch] = []
+
+    def note(batch: Batch) -> None:
+        if not noted:
+            noted.append(batch)
+            log.warning(
+                f"split_on_oom: a batch does not fit into memory and is split, {batch_text(batch)} (later ones are counted)"
+            )
+
+    return BatchSplitter(is_out_of_memory, partial(free_memory, device), note)
 
 
 def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
@@ -363,7 +490,12 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
 
 
 def _meter(
-    keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None, update: Update
+    keys: LearnerKeys,
+    model: torch.nn.Module,
+    device: torch.device,
+    scale: LossScale | None,
+    update: Update,
+    splitter: BatchSplitter | None,
 ) -> LearnerMeter:
     on_cpu = device.type == "cpu"
 
@@ -381,4 +513,5 @@ def _meter(
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm)
+    take_splits = (lambda: 0) if splitter is None else splitter.take
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm, take_splits)

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DamagedCheckpoint
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.integrity import write_checksum
@@ -59,6 +61,27 @@ def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping
         write_file(path, {"model": model, **progress})
 
 
+def read_model(path: Path) -> dict[str, Any]:
+    """A model's file: the progress, and the tensors by name under "model", on the CPU. Raises: CheckpointError."""
+    contents = read_file(path, torch.device("cpu"))
+    if not isinstance(contents.get("model"), dict):
+        raise DamagedCheckpoint(f"{path}: expected a model's file, got one without the entry 'model'")
+    return contents
+
+
+def widen(tensor: torch.Tensor) -> Array | None:
+    """The values as float64 or complex128; None if they are integers or booleans, or not a tensor at all."""
+    if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    wide: Array = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).numpy()
+    return wide
+
+
+def narrow(values: Array, like: torch.Tensor) -> torch.Tensor:
+    """Values of `widen` in the type of another tensor."""
+    return torch.from_numpy(numpy.asarray(values, order="C")).to(like.dtype)
+
+
 def write_file(path: Path, contents: Mapping[str, Any]) -> None:
     """Write a PyTorch file with a checksum. Raises: OSError, RuntimeError, if the disk is full."""
     torch.save(dict(contents), path)
@@ -88,6 +111,8 @@ def _write_safetensors(path: Path, model: Mapping[str, torch.Tensor], progress: 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The place of a tensor's numbers in memory, equal for two tensors that are views of the same numbers."""
+    if not isinstance(tensor, torch.Tensor):  # the extra state of a module
+        return (id(tensor),)
     where = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (*where, tensor.dtype, tuple(tensor.shape), tensor.stride())
 

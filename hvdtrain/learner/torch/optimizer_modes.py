@@ -7,28 +7,20 @@ not depend on when and how often a training is evaluated and saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, name_of
 
 
-def has_modes(optimizer: object) -> bool:
-    """Whether an optimizer has `train()` and `eval()`."""
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
-
-
-def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is_synced_every_update: bool) -> None:
+def check_modes(optimizer: AnyOptimizer, ema_decay: float | None, is_synced_every_update: bool) -> None:
     """Raises: ConfigError, if another feature would give an optimizer with modes the wrong weights."""
-    name = type(optimizer).__name__
+    name = name_of(optimizer)
     problems = []
-    if is_sharded:
-        problems += problem(
-            "conflict", f"torch_distributed.sharded: expected an optimizer without train() and eval(), got {name}"
-        )
     if ema_decay is not None:
         problems.append(
             Problem.of(
@@ -51,11 +43,17 @@ class OptimizerModes:
 
     Args:
         named: the trained parameters by name.
+        optimizer: with `train()` and `eval()`, which may have a share of the parameters only.
+        exchange: collective; sends this rank's share of the parameters to the others; None: every rank has all.
     """
 
-    def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.nn.Parameter], optimizer: Any, exchange: Callable[[], None] | None = None
+    ) -> None:
         self._parameters = dict(named)
         self._optimizer = optimizer
+        self._exchange = exchange
+        self._gathered: dict[str, torch.Tensor] | None = None  # the weights for evaluations, for the next checkpoint
         self._trained: dict[str, torch.Tensor] | None = None  # within `use`
         self.has_started = False
         self.updates = 0  # nothing is averaged here
@@ -70,8 +68,11 @@ class OptimizerModes:
 
     @contextmanager
     def use(self) -> Iterator[None]:
+        """Collective, if the optimizer is sharded."""
         self._trained = self._copies()
         self._optimizer.eval()
+        if self._exchange is not None:
+            self._exchange()
         try:
             yield
         finally:
@@ -95,8 +96,21 @@ class OptimizerModes:
         if self._trained is not None:
             return self._copies(), self._trained
         trained = self._copies()
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            return gathered, trained
         with self.use():
             return self._copies(), trained
+
+    def gather(self, keep: bool) -> None:
+        """Collective. Compute the weights for evaluations, which takes all ranks, before rank 0 alone saves them.
+
+        Args:
+            keep: whether this rank will save them.
+        """
+        if self._trained is None and self.has_started:
+            with self.use():
+                self._gathered = self._copies() if keep else None
 
     def adopt(self, changed: Collection[str]) -> None:
         """Does nothing: values that were set from outside are the trained weights."""

@@ -6,13 +6,17 @@ So a parameter that has moved to another group would get the state of another on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import changed_options, option_texts
-from hvdtrain.learner.torch.optimizer import IMPLEMENTATIONS, ShardedOptimizer
+from hvdtrain.learner.torch.optimizer import IMPLEMENTATIONS
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers, members_of
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 
 NOT_OPTIONS = ("params", "param_names", "lr", "initial_lr")
 """Entries of groups that are no options: the learning rate is set at every update."""
@@ -20,6 +24,9 @@ NOT_OPTIONS = ("params", "param_names", "lr", "initial_lr")
 
 ADDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """Options of torch's classes that need an entry in the state of each parameter, which begins with zeros."""
+
+CLASS = "class"
+"""An entry among the options of a group, if the optimizer is one of several."""
 
 
 class OptimizerOptions:
@@ -29,15 +36,21 @@ class OptimizerOptions:
         optimizer: before its first step, and before a state is loaded: some classes keep in the groups what changes in training.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | ShardedOptimizer) -> None:
+    def __init__(self, optimizer: AnyOptimizer | ShardedOptimizer) -> None:
         self._optimizer = optimizer
+        self._made = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        is_one_of_several = isinstance(self._made, SeveralOptimizers)
+        members = [member for member in members_of(self._made) for _ in member.param_groups]
+        self._classes = [type(member).__name__ if is_one_of_several else None for member in members]  # by group
         self._of_groups = [
             {name: value for name, value in group.items() if name not in NOT_OPTIONS} for group in optimizer.param_groups
         ]
 
     def texts(self) -> list[dict[str, str]]:
         """For a checkpoint: by group and name, each option as text."""
-        return [option_texts(options) for options in self._of_groups]
+        texts = [option_texts(options) for options in self._of_groups]
+        named = zip(texts, self._classes, strict=True)
+        return [text if kind is None else text | {CLASS: kind} for text, kind in named]
 
     def load(
         self,
@@ -63,6 +76,12 @@ class OptimizerOptions:
         Raises:
             KeyError, ValueError: it is the state of another optimizer.
         """
+        for kind, of_each, names in zip(self._classes, before, own, strict=True):
+            moved = {name: was[CLASS] for name, was in zip(names, of_each, strict=True) if was.get(CLASS, kind) != kind}
+            if kind is not None and moved:
+                raise ValueError(
+                    f"it has that of {', '.join(dict.fromkeys(moved.values()))} instead of {kind} for {_few(list(moved))}"
+                )
         groups = []
         for group, options in zip(stored["param_groups"], self._of_groups, strict=True):
             implementation = {name: value for name, value in options.items() if name in IMPLEMENTATIONS or is_of_class}
@@ -89,13 +108,14 @@ class OptimizerOptions:
 
     def _add_state(self, group: Mapping[str, Any], entries: Sequence[str]) -> None:
         """Add what an option of torch's classes that is new needs of each parameter, as it begins; SGD adds it by itself."""
-        made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
-        if not type(made).__module__.startswith("torch.") or isinstance(made, torch.optim.SGD):
-            return
-        for parameter in group["params"]:
-            of_one = made.state.get(parameter, {})
-            for entry in entries if of_one else ():
-                of_one.setdefault(entry, torch.zeros_like(parameter))
+        for member in members_of(self._made):
+            is_its_group = any(group is one for one in member.param_groups)
+            if not is_its_group or not type(member).__module__.startswith("torch.") or isinstance(member, torch.optim.SGD):
+                continue
+            for parameter in group["params"]:
+                of_one = member.state.get(parameter, {})
+                for entry in entries if of_one else ():
+                    of_one.setdefault(entry, torch.zeros_like(parameter))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -128,7 +148,11 @@ def regroup(
         {**stored["param_groups"][source[0] if source else min(place, last)], "params": [numbers[name] for name in names]}
         for place, (source, names) in enumerate(zip(sources, own, strict=True))
     ]
-    state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
+    state: dict[int | str, Any] = {
+        place: one for place, one in stored["state"].items() if isinstance(place, str)
+    }  # of the optimizer as a whole
+    of_each = [(stored_names[place], one) for place, one in stored["state"].items() if not isinstance(place, str)]
+    state |= {numbers[name]: one for name, one in of_each if name in numbers}
     return {**stored, "state": state, "param_groups": groups}, sources
 
 
@@ -140,7 +164,8 @@ def missing_states(stored: Mapping[str, Any], names: Sequence[str]) -> str | Non
     Args:
         names: those of the parameters, by their numbers.
     """
-    having = {number for number, of_one in stored["state"].items() if any(value is not None for value in of_one.values())}
+    of_each = [(number, one) for number, one in stored["state"].items() if isinstance(one, dict)]
+    having = {number for number, of_one in of_each if any(value is not None for value in of_one.values())}
     without = [name for number, name in enumerate(names) if number not in having]
     if not having or not without:
         return None
@@ -171,10 +196,44 @@ def _steps_on_cpu(stored: dict[str, Any], optimizer: object) -> dict[str, Any]:
     """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
     fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
     parameter."""
-    if not isinstance(optimizer, (torch.optim.Optimizer, ShardedOptimizer)):
+    if not isinstance(optimizer, (torch.optim.Optimizer, SeveralOptimizers, ShardedOptimizer)):
         return stored
-    state = {number: dict(of_one) for number, of_one in stored["state"].items()}
+    state = {number: dict(one) if isinstance(one, dict) else one for number, one in stored["state"].items()}
     for of_one in state.values():
-        if isinstance(of_one.get("step"), torch.Tensor):
+        if isinstance(of_one, dict) and isinstance(of_one.get("step"), torch.Tensor):
             of_one["step"] = of_one["step"].cpu()
     return {**stored, "state": state}
+
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+CONTAINERS = (dict, OrderedDict, list, tuple, set)
+"""The types of values, besides tensors, that PyTorch reads from a file without running code in it."""
+
+
+def check_plain(optimizer: AnyOptimizer) -> None:
+    """Check after the first update that a checkpoint with an optimizer's state can be read again. Raises: ConfigError."""
+    for member in members_of(optimizer):
+        if is_of_torch(member) or not hasattr(member, "state_dict"):
+            continue
+        for path, value in _others(member.state_dict(), ""):
+            raise ConfigError.of(
+                "unsupported",
+                "optimizer: expected one whose state consists of tensors and plain values, as a checkpoint with others cannot be "
+                f"loaded, got {type(member).__name__}, whose {path} has a {type(value).__module__}.{type(value).__qualname__}",
+            )
+
+
+def is_of_torch(optimizer: object) -> bool:
+    """Whether an optimizer is one of PyTorch's own."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _others(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and type(value) in CONTAINERS:
+        for name, member in value.items():
+            yield from _others(member, f"{path}.{name}" if path else str(name))
+    elif type(value) in CONTAINERS:
+        for number, member in enumerate(value):
+            yield from _others(member, f"{path}.{number}")
+    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
+        yield path, value

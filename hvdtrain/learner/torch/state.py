@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,21 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
+from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
+from hvdtrain.learner.torch.parameter_groups import names_by_group
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of, name_of
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.torch.update import Optimizer
 from hvdtrain.learner.weight_average import WeightAverageBase
@@ -38,6 +43,7 @@ class TorchState(StateBase):
         average: a moving average, or the optimizer's own weights for evaluations.
         constants: the names of parameters that are neither saved nor loaded, as they always come from another model's file.
         model_format: of the model's file: "pt" or "safetensors".
+        base: frozen parameters that are not saved; None: all are.
     """
 
     def __init__(
@@ -49,18 +55,29 @@ class TorchState(StateBase):
         scale: LossScale | None,
         constants: frozenset[str],
         model_format: str = "pt",
+        base: FrozenBase | None = None,
     ) -> None:
         super().__init__(file_format(device, model_format), average, scale)
         self._model = model
         self._optimizer = optimizer
         self._device = device
         self._constants = constants
+        self._base = base
+        self._unsaved = constants if base is None else constants | base.names
         self._trained = named_trained(model)
         first_names = {id(parameter): name for name, parameter in self._trained.items()}
         every_name = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
+
+    @property
+    def base_hash(self) -> str | None:
+        return None if self._base is None else str(self._base.entry["sha256"])
+
+    def check_base(self) -> None:
+        if self._base is not None:
+            self._base.check()
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = self._kind_tensors(kind)
@@ -76,47 +93,89 @@ class TorchState(StateBase):
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self._trained.items():
+            yield name, parameter.detach().to("cpu").to(torch.float64, copy=True).numpy()
+
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.gather()
+            with self._average.training_mode() if self._average is not None else nullcontext():
+                self._optimizer.gather()
+            if isinstance(self._average, OptimizerModes):
+                self._average.gather(keep=self._optimizer.is_gathered)
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        contents = self.contents(progress)
+        contents = super().snapshot(progress)
         model, optimizer = _copy((contents.model, contents.optimizer), {})
         return replace(contents, model=model, optimizer=optimizer)
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        self.check_base()
         contents = super().contents(progress)
         has_averages = TRAINED in contents.optimizer  # each under all names of its parameter
         aliases = {name: contents.model[first] for name, first in self._first_names.items() if has_averages}
         # The order of the optimizer's parameters, by which RETURNN finds their state; then those that are not trained.
         trained_names = [name for group in self._names_by_group() for name in group]
         names = dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())])
-        stored_names = [name for name in names if name not in self._constants]
+        stored_names = [name for name in names if name not in self._unsaved]
+        contents = self._with_base(contents)
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
+
+    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        return self._with_base(super().model_contents(progress))
+
+    def _with_base(self, contents: CheckpointContents) -> CheckpointContents:
+        """The contents, with the entry about the base model whose parameters are left out, if there is one."""
+        of_base = {} if self._base is None else {BASE: self._base.entry}
+        return replace(contents, progress={**contents.progress, **of_base})
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
-        return super().load(model_file, optimizer_file)
+        stored = super().load(model_file, optimizer_file)
+        self.check_base()
+        return stored
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
-        ours, taken = preload(self._model_tensors(), self._device, request)
+        of_model = self._model.state_dict().items()  # with a base that is not saved, so that check_base notices
+        ours, taken = preload({name: one for name, one in of_model if name not in self._constants}, self._device, request)
         if self._average is not None:
             self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
         return ours, taken
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._unsaved}
+
+    def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
+        entry = stored.pop(BASE, None)
+        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
+        if entry is None:
+            if missing and self._base is not None:
+                raise CheckpointError(
+                    f"{file}: expected all parameters, or the hash of a base model, got neither "
+                    f"{', '.join(sorted(missing)[:5])} nor that"
+                )
+            return {}
+        own = self._model.state_dict()
+        named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
+        if not isinstance(entry, dict) or fingerprint(named) != entry.get("sha256"):
+            raise CheckpointError(
+                f"{file}: expected the base model that its parameters were trained with ({describe_base(entry)}), got "
+                f"{describe_base(entry_of(self._model, named))} from get_model (the file has trained parameters only, by "
+                "save_parameters = 'trained': get_model has to return the same pretrained model in every start)"
+            )
+        return {name: own[name] for name in missing}
 
     def _set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._model.state_dict()
-        self._model.load_state_dict({**tensors, **{name: own[name] for name in self._constants}})
+        unsaved = {name: own[name] for name in self._unsaved}
+        self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
     def _kind_tensors(self, kind: Kind) -> list[torch.Tensor]:
         if kind == "parameters":
             tensors: list[torch.Tensor] = list(self._trained.values())
         elif kind == "frozen":
-            tensors = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+            trained = {id(parameter) for parameter in self._trained.values()}  # even if they are frozen for some time
+            tensors = [parameter for parameter in self._model.parameters() if id(parameter) not in trained]
         else:
             tensors = [buffer for buffer in self._model.buffers() if buffer.is_floating_point() == (kind == "statistics")]
         return [tensor.detach() for tensor in tensors]
@@ -133,7 +192,7 @@ class TorchState(StateBase):
                 parameter.copy_(trained[name])
 
     def _optimizer_name(self) -> str:
-        return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
+        return name_of(self._made)
 
     def _optimizer_entries(self) -> dict[str, Any]:
         return {
@@ -164,13 +223,16 @@ class TorchState(StateBase):
     def _check_state(self, stored: Mapping[str, Any], own: Sequence[Sequence[str]]) -> list[str]:
         """What can be seen of the state in a file without shapes. Returns lines for the log. Raises: ValueError."""
         names = [name for group in own for name in group]
-        made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
-        if (
-            type(made).__module__.startswith("torch.optim.") and type(made).__name__ != "Adafactor"
-        ):  # which keeps rows and columns
+        made = [type(member) for member in members_of(self._made)]
+        if all(kind.__module__.startswith("torch.optim.") and kind.__name__ != "Adafactor" for kind in made):  # which keeps rows
             check_state_shapes(stored, names, self._trained)
         line = missing_states(stored, names)
         return [] if line is None else [line]
+
+    @property
+    def _made(self) -> AnyOptimizer:
+        """The config's optimizer; of a sharded one, this rank's share."""
+        return self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
 
     def _names_by_group(self) -> list[list[str]]:
         optimizer = self._optimizer

@@ -18,7 +18,10 @@ from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import AsyncCopy
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, take_multipliers
+from hvdtrain.learner.torch.optimizer_state import check_plain
+from hvdtrain.learner.torch.parameter_groups import take_multipliers
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
 
 
@@ -104,7 +107,7 @@ class DeviceSkips:
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
 
-Optimizer = torch.optim.Optimizer | ShardedOptimizer
+Optimizer = AnyOptimizer | ShardedOptimizer
 
 
 class Update:
@@ -116,6 +119,7 @@ class Update:
         noise: the noise that `change` may add.
         scale: the loss scale; None: the loss is not scaled.
         on_device: decides on the device whether to skip an update, if the optimizer supports it; None: the host always decides.
+        seed: seeds the random numbers that the optimizer may draw in a step; None: it draws none.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Update:
         noise: GradientNoise,
         scale: LossScale | None = None,
         on_device: DeviceSkips | None = None,
+        seed: Callable[[int], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
         named = named_trained(model)
@@ -137,11 +142,12 @@ class Update:
         self._scale = scale
         self._noise = noise
         self._on_device = on_device
+        self._seed = seed
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | ShardedOptimizer:
+    def optimizer(self) -> Optimizer:
         return self._optimizer
 
     @property
@@ -187,7 +193,11 @@ class Update:
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
+            if self._seed is not None:
+                self._seed(step)
             self._optimizer.step()
+            if not self._has_applied:
+                check_plain(self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer)
             self._has_applied = True
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -79,6 +79,10 @@ class ArrayState(StateBase):
         for name, array in self._arrays.items():
             yield name, array.copy()
 
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, array in self._arrays.items():
+            yield name, array.astype(numpy.float64)
+
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         theirs = {name: numpy.array(values) for name, values in FORMAT.read_model(request.file)["model"].items()}
         values = preload_values(request, shapes_of(self._arrays), theirs)

@@ -1,0 +1,1 @@
+"""The averages of checkpoints that a training makes at its end."""

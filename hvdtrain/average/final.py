@@ -1,0 +1,242 @@
+"""The averages that a training makes at its end (key `average_checkpoints`): evaluated like an epoch, and compared with its
+models."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
+from hvdtrain.checkpoint.averages import make_average, source_names, write_model_file
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.comm.base import on_rank_zero, together
+from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
+from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
+from hvdtrain.runtime import log
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.scores import name_scores, text
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote
+from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.statistics import recompute_statistics
+from hvdtrain.training.step_log import StepLog
+
+FILE = "averages.json"
+"""The file with the averages and their scores, next to the model."""
+
+TRAINED = "trained weights"
+"""The model of the last epoch without the moving average of `ema_decay`."""
+
+
+@dataclass(frozen=True)
+class AverageScores:
+    """A model that was evaluated after the last epoch.
+
+    Attributes:
+        name: such as 'best-5', or `TRAINED`.
+        file: the name of its file next to the model; None: it has none.
+        of: the names of the files that it is the average of.
+        epoch: the last epoch of the training.
+        scores: by name, such as 'dev_loss_ce'.
+    """
+
+    name: str
+    file: str | None
+    of: list[str]
+    epoch: int
+    scores: Mapping[str, float]
+
+
+def make_averages(settings: Settings, session: Session, checkpoints: CheckpointFolder, step_log: StepLog) -> list[AverageScores]:
+    """Collective. Make and evaluate the averages of a training that has ended; return those of the config.
+
+    What an earlier start of the program has made of the same checkpoints is kept.
+
+    Raises:
+        CheckpointError: models are missing, or the disk is full.
+        Stopped: a signal came; the same command makes the averages.
+    """
+    rules = parse_averages(settings.saving.average_checkpoints)
+    if not rules or not session.progress.history:
+        return []
+    folder, epoch = Path(settings.run.model).parent, session.progress.epoch
+    known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
+    made: list[AverageScores] = []
+    with stop_vote(session) as after_step:
+        evaluator = Evaluator(session, step_log, after_step)
+        for rule in rules:
+            chosen = on_rank_zero(session.comm, partial(_choose, rule, session, checkpoints), name="averages.choose")
+            made.append(_average(settings, rule, chosen, known, evaluator, session, checkpoints))
+        if settings.learner.ema_decay is not None:
+            name = TRAINED
+            found = known.get(name)
+            made.append(found or AverageScores(name, None, [], epoch, evaluator.scores(epoch)))
+    on_rank_zero(session.comm, lambda: _write(folder / FILE, made), name="averages.write")
+    for line in comparison(
+        session.best.records(session.progress), made, session.best.measure, settings.learner.ema_decay is not None
+    ):
+        log.result(line)
+    return made
+
+
+def _choose(rule: AverageRule, session: Session, checkpoints: CheckpointFolder) -> list[Checkpoint]:
+    chosen = select(rule, checkpoints, session.best.records(session.progress), session.best.measure)
+    if (missing := shortfall(rule, chosen)) is not None:
+        log.warning(f"average_checkpoints: {rule.name}: {missing}: the average is of these")
+    return chosen
+
+
+def _average(
+    settings: Settings,
+    rule: AverageRule,
+    chosen: Sequence[Checkpoint],
+    known: Mapping[str, AverageScores],
+    evaluator: Evaluator,
+    session: Session,
+    checkpoints: CheckpointFolder,
+) -> AverageScores:
+    """Collective. Make and evaluate one average, unless that was done."""
+    epoch, framework = session.progress.epoch, FRAMEWORKS[settings.run.backend]
+    suffix = settings.saving.checkpoint_format or framework.suffix
+    file = checkpoints.prefix.with_name(f"{checkpoints.prefix.name}.{rule.name}.{suffix}")
+    sources = source_names(rule, chosen)
+    found = known.get(rule.name)
+    exists = on_rank_zero(session.comm, file.exists, name="averages.exists")
+    if found is not None and found.of == sources and exists:
+        return found
+    session.watchdog.beat(f"averaging {rule.name}", "saving")
+    on_rank_zero(
+        session.comm, lambda: write_model_file(file, make_average(rule, chosen, framework), framework), name="averages.make"
+    )
+    state = session.learner.state
+    contents = together(session.comm, lambda: framework.model_files.read_model(file), name="averages.load")
+    with state.other_model(contents["model"]):
+        if rule.recompute_statistics:
+            layers = recompute_statistics(session.comm, session.learner, session.watchdog, session.feeds[0], epoch)
+            if not layers:
+                log.warning("average_checkpoints.recompute_statistics: the model has no BatchNorm layers")
+            average = {**contents["average"], "recomputed_statistics": True}
+            rewritten = {**contents, "average": average}
+            on_rank_zero(session.comm, lambda: _rewrite(file, rewritten, framework, session), name="averages.rewrite")
+        scores = evaluator.scores(epoch)
+    return AverageScores(rule.name, file.name, sources, epoch, scores)
+
+
+def _rewrite(file: Path, contents: Mapping[str, Any], framework: Framework, session: Session) -> None:
+    write_model_file(file, {**contents, "model": session.learner.state.model_tensors()}, framework)
+
+
+@contextmanager
+def stop_vote(session: Session) -> Iterator[Callable[[], None]]:
+    """Collective. Yields a function for all ranks to call after every step: it raises Stopped if a signal came to any of them."""
+    vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
+
+    def requests() -> StopRequests:
+        reason = session.interrupt.reason
+        return StopRequests(stop=int(reason is not None and reason != "SIGINT"), stop_by_hand=int(reason == "SIGINT"))
+
+    def after_step() -> None:
+        wanted = vote.step(requests)
+        if wanted.stop or wanted.stop_by_hand:
+            vote.finish()
+            raise Stopped(
+                "stopped while averages of checkpoints are evaluated; all epochs are trained, and the same command makes them",
+                BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED,
+            )
+
+    yield after_step
+    vote.finish()
+
+
+class Evaluator:
+    """Evaluates the present model on all datasets of the training but train.
+
+    Args:
+        after_step: called by all ranks after each step.
+    """
+
+    def __init__(self, session: Session, step_log: StepLog, after_step: Callable[[], object]) -> None:
+        self._session = session
+        self._step_log = step_log
+        self._after_step = after_step
+
+    def scores(self, epoch: int) -> dict[str, float]:
+        """Collective. The scores by name, such as 'dev_loss_ce'."""
+        session = self._session
+        scores: dict[str, float] = {}
+        for feed in session.feeds[1:]:
+            means = evaluate(
+                session.comm, session.learner, session.watchdog, feed, epoch, after_step=self._after_step, step_log=self._step_log
+            )
+            scores |= name_scores(feed.name, means)
+        return with_totals(scores, minimized_in(session.progress.history))
+
+
+def comparison(
+    records: Sequence[EpochRecord], made: Sequence[AverageScores], measure: Measure, has_moving_average: bool
+) -> Iterator[str]:
+    """The lines of the log about the averages, and about which model is the best.
+
+    Args:
+        records: of the epochs, and of evaluations within them.
+        has_moving_average: whether the models of the epochs are moving averages (`ema_decay`).
+    """
+    for one in made:
+        shown = {name: value for name, value in one.scores.items() if not name.startswith("train_")}
+        what = f"the average of {', '.join(one.of)}" if one.of else "without the moving average"
+        yield f"{one.name}: {text({name.replace('_loss_', ' '): value for name, value in shown.items()})} ({what})"
+    best, name = measure.best(records), measure.name(records)
+    if best is None or name is None or not all(name in one.scores for one in made):
+        return
+    of = " with the moving average" if has_moving_average else ""
+    place = f"epoch {best.epoch}" if best.at_step is None else f"epoch {best.epoch}, step {best.at_step}"
+    candidates = {f"the last epoch, {records[-1].epoch},{of}": records[-1].scores.get(name, math.nan)}
+    if best is not records[-1]:
+        candidates[f"the best one, {place},{of}"] = best.scores[name]
+    candidates |= {one.name if one.of else "the last epoch without it": one.scores[name] for one in made}
+    sign = -1 if measure.is_higher_better(name) else 1
+    known = {label: value for label, value in candidates.items() if not math.isnan(value)}
+    if not known:
+        return
+    winner = min(known, key=lambda label: sign * known[label])
+    others = "; ".join(f"{label.rstrip(',')} {value:.6g}" for label, value in candidates.items() if label != winner)
+    yield f"best of all, by {name}, {measure.direction(name)}: {winner.rstrip(',')} {known[winner]:.6g} ({others})"
+
+
+def _read(path: Path, epoch: int) -> dict[str, AverageScores]:
+    """By name, the averages that the file has, if they are of the same last epoch."""
+    try:
+        found = [AverageScores(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return {one.name: _with_numbers(one) for one in found if one.epoch == epoch}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _with_numbers(one: AverageScores) -> AverageScores:
+    return AverageScores(one.name, one.file, one.of, one.epoch, {name: float(value) for name, value in one.scores.items()})
+
+
+def _write(path: Path, made: Sequence[AverageScores]) -> None:
+    """Write the file atomically, if it has changed. Raises: CheckpointError."""
+    entries = [asdict(one) for one in made]
+    for entry in entries:
+        entry["scores"] = {name: value if math.isfinite(value) else str(value) for name, value in entry["scores"].items()}
+    text = json.dumps(entries, indent=1) + "\n"
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            return
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected to write the scores of the averages, got: {error}") from None

@@ -1,0 +1,257 @@
+"""Rules of averages of checkpoints: which checkpoints they need, and which are chosen. `averages.py` makes the averages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import isnan, nan
+from typing import Any
+
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure, errors_of, wanted_of
+
+KINDS = ("best", "last", "epochs", "steps", "running")
+"""Ways to choose what is averaged: the entries of `average_checkpoints`, and the options of the command."""
+
+MORE = ("measure", "recompute_statistics")
+"""Further entries."""
+
+
+def parse_numbers(value: Any) -> tuple[int, ...]:
+    """Numbers of epochs or steps: 3, [3, 5], range(3, 6), '3,5,10-20'. Raises: ValueError.
+
+    >>> parse_numbers("3,5,10-12"), parse_numbers([2, 1])
+    ((3, 5, 10, 11, 12), (1, 2))
+    """
+    if isinstance(value, str):
+        numbers: list[int] = []
+        for part in value.split(","):
+            found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+            if found is None:
+                raise ValueError(value)
+            numbers += range(int(found[1]), int(found[2] or found[1]) + 1)
+    elif isinstance(value, (list, tuple, range)):
+        numbers = list(value)
+    else:
+        numbers = [value]
+    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in numbers):
+        raise ValueError(value)
+    return tuple(sorted(set(numbers)))
+
+
+@dataclass(frozen=True)
+class AverageRule:
+    """What is averaged.
+
+    Attributes:
+        kind: 'best' or 'last': so many checkpoints; 'epochs' or 'steps': those with these numbers; 'running': the running average
+            over the last `count` epochs, or from the first to the last of `numbers`.
+        count: with 'best', 'last' and 'running'; 0: numbers are given instead.
+        measure: the score by which 'best' chooses; None: that of early stopping and best.json.
+        recompute_statistics: whether BatchNorm's statistics are computed anew on training data.
+    """
+
+    kind: str
+    count: int = 0
+    numbers: tuple[int, ...] = ()
+    measure: str | None = None
+    recompute_statistics: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in file names and messages, such as 'best-5' and 'epochs-10-20'."""
+        if self.count:
+            name = f"{self.kind}-{self.count}"
+        elif self.numbers == tuple(range(self.numbers[0], self.numbers[-1] + 1)) and len(self.numbers) > 1:
+            name = f"{self.kind}-{self.numbers[0]}-{self.numbers[-1]}"
+        else:
+            name = f"{self.kind}-{'-'.join(map(str, self.numbers))}"
+        return name if self.measure is None else f"{name}-{self.measure}"
+
+    def with_default(self, measure: Measure) -> Measure:
+        """The measure by which it chooses, given that of the training."""
+        return measure if self.measure is None else replace(measure, wanted=wanted_of(self.measure))
+
+    def epochs_to_keep(self, existing: Iterable[int], history: Sequence[EpochRecord], measure: Measure) -> list[int]:
+        """The epochs with a model that it may need once training ends."""
+        epochs = sorted(existing)
+        if self.kind == "best":
+            records = [record for record in history if record.epoch in epochs]
+            return [record.epoch for record in _best(records, self.with_default(measure), self.count)]
+        if self.kind == "last":
+            return epochs[-self.count :]
+        if self.kind == "running" and self.count:
+            return epochs[-self.count - 1 :]
+        wanted = (self.numbers[0] - 1, self.numbers[-1]) if self.kind == "running" else self.numbers
+        return [epoch for epoch in epochs if epoch in wanted and self.kind != "steps"]
+
+
+def parse_averages(value: Any, key: str = "average_checkpoints") -> list[AverageRule]:
+    """Parse the key `average_checkpoints`: a dict with one of `KINDS`, or a list of them. Raises: ConfigError."""
+    rules: list[AverageRule] = []
+    problems: list[Problem] = []
+    several = isinstance(value, (list, tuple))
+    for number, entry in enumerate(value if several else () if value is None else (value,)):
+        where = f"{key}[{number}]" if several else key
+        if not isinstance(entry, dict) or len(chosen := [name for name in KINDS if name in entry]) != 1:
+            problems += problem("wrong-type", f"{where}: expected a dict with one of {', '.join(KINDS)}, got {entry!r}")
+            continue
+        if unknown := [name for name in entry if name not in (*KINDS, *MORE)]:
+            problems += problem(
+                "unknown-key", f"{where}.{unknown[0]}: expected one of {', '.join((*KINDS, *MORE))}, got {unknown[0]!r}"
+            )
+        [kind] = chosen
+        try:
+            rule = make_rule(kind, entry[kind], entry.get("measure"), entry.get("recompute_statistics", False))
+        except ValueError:
+            wanted = "a number of checkpoints" if kind in ("best", "last") else "numbers such as 5 or '10-20'"
+            problems += problem("out-of-range", f"{where}.{kind}: expected {wanted}, got {entry[kind]!r}")
+            continue
+        if rule.measure is not None and (kind != "best" or not isinstance(rule.measure, str)):
+            problems += problem("conflict", f"{where}.measure: expected the name of a score, with best, got {rule.measure!r}")
+        if not isinstance(rule.recompute_statistics, bool):
+            problems += problem(
+                "wrong-type", f"{where}.recompute_statistics: expected True or False, got {rule.recompute_statistics!r}"
+            )
+        rules.append(rule)
+    names = [rule.name for rule in rules]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        problems += problem("duplicate", f"{key}: expected different averages, got {doubled[0]} twice")
+    if problems:
+        raise ConfigError(problems)
+    return rules
+
+
+def average_measures(value: Any) -> dict[str, str | list[str] | None]:
+    """The scores that the key `average_checkpoints` names, by the key in messages."""
+    rules = parse_averages(value)
+    names = {f"average_checkpoints[{number}].measure": rule.measure for number, rule in enumerate(rules) if rule.measure}
+    return {(name if len(rules) > 1 else "average_checkpoints.measure"): measure for name, measure in names.items()}
+
+
+@dataclass(frozen=True)
+class Averages:
+    """The averages that a training makes at its end.
+
+    Attributes:
+        measure: compares epochs, unless a rule has its own.
+    """
+
+    rules: Sequence[AverageRule] = ()
+    measure: Measure = Measure()  # noqa: RUF009 it is frozen
+
+    def kept_within(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
+        """The ages of models within epochs to keep: of the best one, and of those that averages may need.
+
+        Args:
+            records: of the epochs and of the evaluations within them.
+            existing: the ages of the models, as of `Checkpoint.age`.
+        """
+        with_model = [record for record in records if record.age in existing]
+        kept = _best(with_model, self.measure, 1)
+        for rule in self.rules:
+            if rule.kind == "best":
+                kept += _best(with_model, rule.with_default(self.measure), rule.count)
+            elif rule.kind == "steps":
+                kept += [record for record in with_model if record.at_step in rule.numbers]
+        return {record.age for record in kept if record.at_step is not None}
+
+    def epochs_to_keep(self, existing: Sequence[int], history: Sequence[EpochRecord]) -> dict[int, list[str]]:
+        """The epochs whose models they may need, each with the reasons."""
+        reasons: dict[int, list[str]] = {}
+        for rule in self.rules:
+            for epoch in rule.epochs_to_keep(existing, history, self.measure):
+                reasons.setdefault(epoch, []).append(f"average {rule.name}")
+        return reasons
+
+
+def make_rule(kind: str, value: Any, measure: Any = None, recompute_statistics: Any = False) -> AverageRule:
+    """A rule from one entry. Raises: ValueError."""
+    if kind in ("best", "last"):
+        [count] = parse_numbers(value)
+        return AverageRule(kind, count, measure=measure, recompute_statistics=recompute_statistics)
+    numbers = parse_numbers(value)
+    if kind == "running" and len(numbers) == 1 and not (isinstance(value, str) and "-" in value):
+        return AverageRule(kind, numbers[0], recompute_statistics=recompute_statistics)
+    if kind == "running" and numbers != tuple(range(numbers[0], numbers[-1] + 1)):
+        raise ValueError(value)
+    return AverageRule(kind, 0, numbers, measure, recompute_statistics)
+
+
+def select(
+    rule: AverageRule, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], measure: Measure
+) -> list[Checkpoint]:
+    """The checkpoints whose models a rule averages, oldest first; for 'running' those at the beginning (if there is one) and the
+    end. There may be fewer than a rule with a count wants (`shortfall`).
+
+    Raises:
+        CheckpointError: some of those with given numbers do not exist, or none at all.
+    """
+    existing = checkpoints.finished_epochs()
+    if rule.kind == "best":
+        chosen = sorted(_best_checkpoints(rule, checkpoints, history, measure), key=lambda one: one.age)
+    elif rule.kind == "last":
+        chosen = [checkpoints.at(epoch) for epoch in existing[-rule.count :]]
+    elif rule.kind == "steps":
+        by_step = {found.step: found for found in checkpoints.within_epochs()}
+        if missing := [step for step in rule.numbers if step not in by_step]:
+            raise _missing(checkpoints, f"a model after each of steps {_text(rule.numbers)}", f"none after {_text(missing)}")
+        chosen = [by_step[step] for step in rule.numbers]
+    elif rule.kind == "epochs":
+        if missing := [epoch for epoch in rule.numbers if epoch not in existing]:
+            raise _missing(checkpoints, f"a model of each of epochs {_text(rule.numbers)}", f"none of {_text(missing)}")
+        chosen = [checkpoints.at(epoch) for epoch in rule.numbers]
+    else:
+        return _ends(rule, checkpoints, existing)
+    if not chosen:
+        of = f" with the score {rule.with_default(measure).name(history)}" if rule.kind == "best" else ""
+        raise _missing(checkpoints, f"{rule.count} models{of}", "none")
+    return chosen
+
+
+def shortfall(rule: AverageRule, chosen: Sequence[Checkpoint]) -> str | None:
+    """What is missing to what a rule wants, in words; None: nothing."""
+    found, what = (chosen[-1].epoch, "epochs") if rule.kind == "running" else (len(chosen), "models")
+    return f"expected {rule.count} {what}, got {found}" if found < rule.count else None
+
+
+def _missing(checkpoints: CheckpointFolder, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoints.prefix}: expected {expected}, got {got}")
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _best_checkpoints(
+    rule: AverageRule, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], measure: Measure
+) -> list[Checkpoint]:
+    measure = rule.with_default(measure)
+    if measure.name(history) is None:
+        known = sorted({name for record in history for name in record.scores})
+        wanted = " or ".join(map(repr, measure.wanted)) or "the minimized loss"
+        raise _missing(checkpoints, f"epochs with the score {wanted}", f"the scores {', '.join(known) or 'of none'}")
+    with_model = [record for record in history if checkpoints.at(record.epoch, record.at_step).model_file.exists()]
+    return [checkpoints.at(record.epoch, record.at_step) for record in _best(with_model, measure, rule.count)]
+
+
+def _best(records: Sequence[EpochRecord], measure: Measure, count: int) -> list[EpochRecord]:
+    """The best records, of equally good ones the earlier; without those whose score is NaN or missing."""
+    name = measure.name(records)
+    if name is None:
+        return []
+    errors = [errors_of(record.scores, measure.higher).get(name, nan) for record in records]
+    places = [(error, place) for place, error in enumerate(errors) if not isnan(error)]  # records are in their order already
+    return [records[place] for _, place in sorted(places)[:count]]
+
+
+def _ends(rule: AverageRule, checkpoints: CheckpointFolder, existing: Sequence[int]) -> list[Checkpoint]:
+    """The checkpoints with the sums at the beginning, if it is not that of the training, and at the end of a running average."""
+    if not existing:
+        raise _missing(checkpoints, "checkpoints with running averages (key running_average)", "none")
+    last = rule.numbers[-1] if rule.numbers else existing[-1]
+    before = rule.numbers[0] - 1 if rule.numbers else max(0, last - rule.count)
+    return [checkpoints.at(epoch) for epoch in (before, last) if epoch]

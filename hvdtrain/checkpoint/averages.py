@@ -1,0 +1,106 @@
+"""Makes averages of checkpoints, and writes their files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint.average_rules import AverageRule
+from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder, remove_path
+from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.averaging import mean_of_files, with_parameters
+from hvdtrain.learner.contents import BASE
+from hvdtrain.learner.frameworks import Framework
+from hvdtrain.learner.integrity import SAVE_ID
+from hvdtrain.learner.running_average import RunningSums
+
+STORED = ("epoch", "step", "history", "within", BASE)
+"""The entries of the newest model's file that the average's has, too."""
+
+
+def make_average(rule: AverageRule, chosen: Sequence[Checkpoint], framework: Framework) -> dict[str, Any]:
+    """The contents of an average's file.
+
+    Args:
+        chosen: what `select` returned.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the files do not belong together.
+    """
+    if rule.kind == "running":
+        contents = _running_mean(chosen[0] if len(chosen) > 1 else None, chosen[-1], framework)
+    else:
+        contents = mean_of_files([one.model_file for one in chosen], framework)
+    return average_contents(contents, rule.name, source_names(rule, chosen))
+
+
+def source_names(rule: AverageRule, chosen: Sequence[Checkpoint]) -> list[str]:
+    """The names of the files that an average is made from."""
+    return [(one.running_file if rule.kind == "running" else one.model_file).name for one in chosen]
+
+
+def average_contents(contents: Mapping[str, Any], name: str, sources: Sequence[str]) -> dict[str, Any]:
+    """Of the contents of a model's file, those of an average's; its entry `average` says how it was made."""
+    stored = {entry: contents[entry] for entry in ("model", *STORED) if entry in contents}
+    return {**stored, "average": {"name": name, "of": list(sources)}}
+
+
+def _running_mean(before: Checkpoint | None, end: Checkpoint, framework: Framework) -> dict[str, Any]:
+    """The model at the end, with the mean of its parameters since an earlier checkpoint, or since the training began."""
+    sums, marks = _read_sums(end)
+    contents = framework.model_files.read_model(end.model_file)
+    if contents.get(SAVE_ID) != marks.get(SAVE_ID):
+        raise CheckpointError(f"{end.running_file}: expected the sums saved with {end.model_file.name}, got others")
+    earlier: RunningSums | None = None
+    if before is None:
+        begin, where = 0, "since the training began"
+    elif before.running_file.exists():
+        earlier, _ = _read_sums(before)
+        begin, where = (sums.begin_step if earlier.series == sums.series else -1), f"since epoch {before.epoch}"
+    elif before.model_file.exists():
+        begin, where = int(framework.model_files.read_model(before.model_file).get("step") or 0), f"since epoch {before.epoch}"
+    else:
+        raise CheckpointError(f"{before.running_file}: expected the sums after epoch {before.epoch}, got no such file")
+    if begin != sums.begin_step:
+        raise CheckpointError(
+            f"{end.running_file}: expected the sums {where}, got those since step {sums.begin_step} (running_average was set, or "
+            "the training began anew, after that)"
+        )
+    try:
+        return with_parameters(end.model_file, sums.mean_since(earlier), framework)
+    except ValueError as error:
+        raise CheckpointError(f"{end.running_file}: expected updates {where}, got {error} (a smaller running_average)") from None
+
+
+def _read_sums(checkpoint: Checkpoint) -> tuple[RunningSums, dict[str, Any]]:
+    if not checkpoint.running_file.exists():
+        raise CheckpointError(
+            f"{checkpoint.running_file}: expected the sums of a running average, got no such file (they are written if "
+            "running_average is set)"
+        )
+    return RunningSums.read(checkpoint.running_file)
+
+
+def write_model_file(file: Path, contents: Mapping[str, Any], framework: Framework) -> None:
+    """Write a model's file atomically, in the format of its suffix. Raises: CheckpointError."""
+    unfinished = file.with_name(file.name + UNFINISHED)
+    progress = {name: value for name, value in contents.items() if name != "model"}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        framework.model_files.write_model(unfinished, contents["model"], progress, file.suffix.removeprefix("."))
+        os.replace(unfinished, file)
+    except (OSError, RuntimeError) as error:
+        remove_path(unfinished)
+        raise CheckpointError(f"{file}: expected to write an average, got: {error}") from None
+
+
+def check_target(file: Path, checkpoints: CheckpointFolder | None, sources: Collection[Path], suffixes: Collection[str]) -> None:
+    """Whether an average may be written to a file. Raises: CheckpointError."""
+    if file.suffix.removeprefix(".") not in suffixes:
+        wanted = " or ".join(f".{suffix}" for suffix in suffixes)
+        raise CheckpointError(f"{file}: expected a name that ends in {wanted}, got another")
+    is_checkpoint = checkpoints is not None and checkpoints.has_name(file)
+    if is_checkpoint or file.absolute() in {source.absolute() for source in sources}:
+        raise CheckpointError(f"{file}: expected a name that no checkpoint of the training has, got one")

@@ -1,0 +1,102 @@
+"""Broken sequences, which a training goes on without if the config allows it (`skip_broken`).
+
+The plan of an epoch does not change: each rank leaves the broken sequences out of its own batches, without a message to the
+others, so the ranks stay in step. A rank whose whole batch is broken takes part in the step as a rank that has no batch left.
+Scores and gradients are sums over the sequences that were read, divided by their number of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hvdtrain.data.types import Broken
+from hvdtrain.errors import BrokenSequence
+
+LISTED = 5
+"""How many broken sequences a message lists."""
+
+
+class BrokenSequences:
+    """The broken sequences of a dataset that this rank knows of, at most `limit`.
+
+    Args:
+        name: the config key of the dataset, for messages.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self.limit = limit
+        self._absent: list[str] = []
+        self._found: dict[int, str] = {}
+        self._new: list[Broken] = []
+
+    @property
+    def number(self) -> int:
+        """The number of broken sequences so far; each counts once in a training, no matter how often it is read."""
+        return len(self._absent) + len(self._found)
+
+    def leave_out(self, messages: Iterable[str], left: int) -> None:
+        """Count sequences that are left out of the dataset itself, as its files do not describe them completely.
+
+        Args:
+            left: the number of the others.
+
+        Raises:
+            BrokenSequence: there are too many, or no others.
+        """
+        self._absent += messages
+        self._check(self._absent)
+        if self._absent and not left:
+            raise BrokenSequence(
+                f"{self._name}: expected sequences that can be read, got only broken ones: {_listing(self._absent)}"
+            )
+
+    def add(self, found: Sequence[Broken]) -> None:
+        """Count broken sequences of a batch. Raises: BrokenSequence, if there are too many."""
+        for index, message in found:
+            if index not in self._found:
+                self._found[index] = message
+                self._new.append((index, message))
+        self._check([message for _, message in found])
+
+    def take(self) -> list[Broken]:
+        """Those that are new since the last call, for the other ranks."""
+        new, self._new = self._new, []
+        return new
+
+    def merge(self, by_rank: Sequence[Sequence[Broken]]) -> list[str]:
+        """Count those that all ranks `take`. Returns lines for the log.
+
+        Raises:
+            BrokenSequence: there are too many; on all ranks alike.
+        """
+        found = [broken for of_rank in by_rank for broken in of_rank]
+        if not found:
+            return []
+        self._found |= dict(found)
+        try:
+            self._check([message for _, message in found])
+        except BrokenSequence as error:
+            raise error.on_all_ranks() from None
+        return [
+            f"{self._name}: {self.number} broken sequences so far, at most {self.limit} are left out (skip_broken): "
+            + _listing([message for _, message in found])
+        ]
+
+    def warnings(self) -> list[str]:
+        """Lines for the log about sequences that are left out of the dataset."""
+        if not self._absent:
+            return []
+        number = len(self._absent)
+        return [f"{number} broken sequences are left out, at most {self.limit} may be (skip_broken): {_listing(self._absent)}"]
+
+    def _check(self, latest: Sequence[str]) -> None:
+        if self.number > self.limit:
+            hint = "" if self.limit else " (skip_broken = N lets a training go on without N of them)"
+            most = f"at most {self.limit} broken sequences (skip_broken)" if self.limit else "sequences that can be read"
+            raise BrokenSequence(f"{self._name}: expected {most}, got {self.number} broken: {_listing(latest)}{hint}")
+
+
+def _listing(messages: Sequence[str]) -> str:
+    more = f"; and {len(messages) - LISTED} more" if len(messages) > LISTED else ""
+    return "; ".join(messages[:LISTED]) + more

@@ -1,0 +1,127 @@
+"""Items in several files ("shards") that can be found by number: the base of tar, parquet and Arrow files."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.dataset import Item, Scanning, SequenceSource
+from hvdtrain.data.formats.conversions import Convert, classes
+from hvdtrain.data.formats.folder import Units, read_vocabulary
+from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+
+class Shards(SequenceSource):
+    """Items by number, from 0, in the order of the files.
+
+    Attributes:
+        paths: the files.
+        bounds: the index of the first item of every file, then the number of items: int64 of shape (files + 1,).
+        lengths: by data key, the lengths of all items, if they are known without reading them; else None.
+    """
+
+    lengths: Mapping[str, Array] | None = None
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int], tags: Sequence[Array] | None) -> None:
+        """Args:
+        sizes: the number of items in every file.
+        tags: of the items in every file, as UTF-8: numpy bytes; None: items are named after their numbers.
+        """
+        self.paths = list(paths)
+        self.bounds = numpy.cumsum([0, *sizes], dtype=numpy.int64)
+        self._tags = None if tags is None else numpy.concatenate(tags)
+
+    @abstractmethod
+    def item(self, shard: int, row: int) -> dict[str, Array]:
+        """The arrays of an item, by its place in a file. Raises: DataError."""
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def __getitem__(self, index: int) -> Item:
+        shard = bisect_right(self.bounds, index) - 1
+        return self.tags([index])[0], self.item(shard, index - int(self.bounds[shard]))
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        """The names of some items."""
+        if self._tags is None:
+            return [f"row-{index}" for index in indices]
+        return [tag.decode("utf-8") for tag in self._tags[numpy.asarray(indices, dtype=numpy.int64)].tolist()]
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        """As in `Dataset.tag_bytes`."""
+        if self._tags is None:
+            return numpy.array([f"row-{index}" for index in range(start, stop)], dtype=bytes)
+        return self._tags[start:stop]
+
+    def identity(self) -> str:
+        """A text that differs if the files do. Their folder does not count, as copies are in another one on every host."""
+        about = [(os.path.basename(path), os.stat(path)) for path in self.paths]
+        return repr([(name, found.st_size, found.st_mtime_ns) for name, found in about])
+
+    def begin_epoch(self, epoch: int) -> int | None:
+        return len(self)
+
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        yield from (self[index] for index in range(start, len(self) if stop is None else min(stop, len(self))))
+
+    def to_train_on(self, where: str, scanning: Scanning) -> ShardedItems:
+        return ShardedItems(where, self, scanning)
+
+
+class ShardedItems(ItemsDataset):
+    """The items of shards as a dataset: their tags and files are known without reading them."""
+
+    def __init__(self, where: str, shards: Shards, scanning: Scanning) -> None:
+        self._shards = shards
+        super().__init__(where, shards, scanning)
+        self.reads_for_tags = False
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._shards.tags(indices)
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._shards.tag_bytes(start, stop)
+
+    def file_bounds(self) -> Array:
+        return self._shards.bounds
+
+    def how_read(self) -> str:
+        return f"{len(self._shards)} items of {len(self._shards.paths)} files"
+
+    def _identity(self) -> str:
+        return f"{self._shards.identity()} {super()._identity()}"
+
+
+def text_conversions(where: str, vocabulary: Mapping[str, str], units: Units) -> dict[str, tuple[Convert, list[str]]]:
+    """By data key, how its texts become classes, and the names of the classes. Raises: DataError."""
+    found = {}
+    for key, path in vocabulary.items():
+        entries = read_vocabulary(Path(path))
+        found[key] = (classes(entries, units), entries.entries)
+    return found
+
+
+def check_vocabulary(where: str, vocabulary: Mapping[str, str], texts: Sequence[str], keys: Sequence[str]) -> None:
+    """Raises: DataError, unless exactly the data keys with texts have a vocabulary.
+
+    Args:
+        texts: the data keys with texts.
+        keys: all data keys.
+    """
+    for key in vocabulary:
+        if key not in texts:
+            got = "another type of data" if key in keys else f"none of {', '.join(keys)}"
+            raise DataError(f"{where}.vocabulary: expected data keys with texts, got {key!r}, which is {got}")
+    for key in texts:
+        if key not in vocabulary:
+            raise DataError(
+                f"{where}.vocabulary: expected a vocabulary for {key!r}, which has texts, got none (or leave the data key out)"
+            )

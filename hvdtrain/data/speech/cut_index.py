@@ -1,0 +1,399 @@
+"""An index of the cuts of a manifest or of a folder in Shar format, with which any of them can be read at once.
+
+A file of all cuts, a line of JSON each, and the places of their lines, lengths and data are made once and kept in `lengths_dir`.
+Later starts map them: they take no longer for a million cuts than for a few.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import mmap
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+
+from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, identity_of
+from hvdtrain.data.speech.found import UNREADABLE
+from hvdtrain.data.types import Array
+from hvdtrain.errors import BrokenSequence, DataError
+
+FORMAT = 1
+"""Version of the kept files; those with another one are written anew."""
+
+Member = tuple[int, int, int, int, int]
+"""The data of a cut in a tar file: offset and size of the data and of its description, and 1 if it is a .npy file."""
+
+NO_MEMBER = (0, 0, 0, 0, 0)
+
+PROGRESS = 256
+"""Cuts between two reports of progress."""
+
+Lengths = Callable[[Any, str], Mapping[str, int]]
+"""The lengths of a cut, given its place for messages. Raises: BrokenSequence."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Attributes:
+    cuts: the manifest.
+    data: the tar file, or a manifest, with the field that is read; None: the cuts describe it themselves.
+    """
+
+    cuts: str
+    data: str | None = None
+
+
+@dataclass
+class CutIndex:
+    """Attributes:
+    shards: the files; empty: the cuts were made by a function.
+    lines: all cuts as JSON, memory-mapped.
+    offsets: where the line of each cut begins, and the end; int64.
+    shard: the number of the shard of each cut.
+    row: the number of the line of each cut in its manifest, from 1.
+    members: int64 of shape (cuts, 5), as `Member`; None: the cuts describe their data themselves.
+    broken: the numbers of broken cuts, and messages.
+    """
+
+    field: str
+    shards: list[Shard]
+    lines: Any
+    offsets: Array
+    shard: Array
+    row: Array
+    members: Array | None
+    tags: Array
+    lengths: dict[str, Array]
+    broken: list[tuple[int, str]]
+
+    @property
+    def size(self) -> int:
+        """The number of cuts."""
+        return len(self.offsets) - 1
+
+    def describe(self, number: int) -> str:
+        """The place of a cut, for messages."""
+        tag = self.tags[number].decode("utf-8")
+        if not self.shards:
+            return f"cut {tag!r}"
+        shard = self.shards[self.shard[number]]
+        return f"{shard.cuts}, line {self.row[number]}, cut {tag!r}" + (f" of {shard.data}" if shard.data else "")
+
+    def cut(self, number: int) -> Any:
+        """A cut, with its data if that is in a tar file. Raises: BrokenSequence."""
+        from lhotse.serialization import deserialize_item
+
+        line = self.lines[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        cut = deserialize_item(json.loads(line))
+        if self.members is not None:
+            self._attach(number, cut)
+        return cut
+
+    def close(self) -> None:
+        """Close the file."""
+        if isinstance(self.lines, mmap.mmap):
+            self.lines.close()
+
+    def _attach(self, number: int, cut: Any) -> None:
+        """Give a cut its data. Raises: BrokenSequence."""
+        from lhotse.serialization import deserialize_item
+        from lhotse.shar.utils import fill_shar_placeholder
+
+        path = self.shards[self.shard[number]].data or ""
+        offset, size, about_offset, about_size, is_npy = self.members[number].tolist()  # type: ignore[index]  # the caller checked
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                data, about = os.pread(descriptor, size, offset), os.pread(descriptor, about_size, about_offset)
+            finally:
+                os.close(descriptor)
+            if len(data) < size or len(about) < about_size:
+                raise BrokenSequence(
+                    f"{self.describe(number)}: expected {size} bytes of it, got {len(data)}: the file is cut off"
+                )
+            manifest = deserialize_item(json.loads(about))
+            fill_shar_placeholder(manifest=manifest, data=data, tarpath=f"data.{'npy' if is_npy else 'llc'}")
+        except (OSError, ValueError) as error:
+            raise BrokenSequence(f"{self.describe(number)}: expected it in {path}, got: {error}") from None
+        setattr(cut, self.field, manifest)
+
+
+def index_cuts(
+    where: str, cuts: Any, field: str, described: Any, lengths_of: Lengths, keys: list[str], scanning: Scanning
+) -> CutIndex:
+    """The index of a lazy CutSet, from `lengths_dir` if it was made before.
+
+    Args:
+        field: what is read of a cut: 'recording' or 'features'.
+        described: values that determine the lengths.
+        keys: the data keys.
+
+    Raises:
+        DataError: the cuts cannot be indexed.
+    """
+    shards = shards_of(where, cuts.data, field)
+    if shards is None:
+        return _index_function(where, cuts, field, lengths_of, keys, scanning)
+    files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
+    kept = LengthsFile(scanning.folder, f"cuts {FORMAT} {field} {identity_of([files, described])}")
+    stored, lines = kept.path("cuts"), kept.path("lines")
+    found = None if stored is None or lines is None else _load(stored, lines, field, shards)
+    if found is not None:
+        return found
+    with kept.turn(scanning.waiting, HEAD_START if stored is not None and scanning.rank else 0.0):
+        found = None if stored is None or lines is None else _load(stored, lines, field, shards)
+        if found is None:
+            with scanning.progress(f"{where}: cuts", None) as advance:
+                found = _build(field, shards, _cuts_of_shards(shards), lengths_of, keys, advance)
+            if stored is not None and lines is not None and (reason := _save(stored, lines, found)) is not None:
+                scanning.note(
+                    f"{where}: the index of the cuts is made in every run, as it cannot be kept: {reason} (lengths_dir)"
+                )
+    return found
+
+
+def first_cut(where: str, cuts: Any) -> Any:
+    """The first cut of a lazy CutSet, of Shar without its data. Raises: DataError."""
+    shards = shards_of(where, cuts.data, "")
+    first = next(iter(cuts), None) if shards is None else next((found.cut for found in _cuts_of_shards(shards)), None)
+    if first is None:
+        raise DataError(f"{where}.cuts: expected at least one cut, got none")
+    return first
+
+
+def shards_of(where: str, data: Any, field: str) -> list[Shard] | None:
+    """The files of a lazy CutSet; None: it is made by a function of other cuts. Raises: DataError."""
+    kind = type(data).__name__
+    if kind in ("LazyManifestIterator", "LazyJsonlIterator"):
+        return [Shard(str(data.path))]
+    if kind == "LazySharIterator":
+        if any(data.cut_map_fns):
+            raise DataError(
+                f"{where}.cuts: expected Shar cuts without cut_map_fns, which change them while they are read, got some"
+            )
+        shards = [Shard(str(shard["cuts"]), str(shard[field]) if field in shard else None) for shard in data.shards]
+        for path in [path for shard in shards for path in (shard.cuts, shard.data) if path]:
+            if not Path(path).is_file():
+                raise DataError(f"{where}.cuts: expected files in Shar format, got {path!r}, which is not one here")
+        return shards
+    if _is_infinite(data):
+        raise DataError(
+            f"{where}.cuts: expected a CutSet with an end, got one that repeats forever (the epochs of the training repeat it: "
+            "leave out .repeat() and infinite_mux)"
+        )
+    return None
+
+
+def _is_infinite(data: Any) -> bool:
+    """Whether a lazy set of Lhotse has no end."""
+    kind = type(data).__name__
+    if not type(data).__module__.startswith("lhotse."):
+        return False
+    if kind == "LazyInfiniteApproximateMultiplexer" or (kind == "LazyRepeater" and data.times is None):
+        return True
+    inner = [value for member in vars(data).values() for value in (member if isinstance(member, (list, tuple)) else [member])]
+    is_any = any if kind != "LazyIteratorMultiplexer" or not data.stop_early else all
+    nested = [_is_infinite(value) for value in inner if type(value).__module__.startswith("lhotse.")]
+    return bool(nested) and is_any(nested)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A cut while the index is made. `problem`: why its data cannot be read; '' if it can."""
+
+    cut: Any
+    line: bytes
+    shard: int
+    row: int
+    member: Member = NO_MEMBER
+    problem: str = ""
+
+
+def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Found]:
+    """The cuts of all files. Raises: DataError."""
+    from lhotse.serialization import deserialize_item
+
+    for number, shard in enumerate(shards):
+        members = None if shard.data is None else _members(shard.data)
+        row = 0
+        try:
+            with _open(shard.cuts) as file:
+                for row, line in enumerate(file, start=1):
+                    cut = deserialize_item(json.loads(line))
+                    if not hasattr(cut, "supervisions"):
+                        raise ValueError(f"a manifest of {type(cut).__name__}")
+                    member, problem = NO_MEMBER, ""
+                    if members is not None:
+                        member, name, problem = next(members, (NO_MEMBER, cut.id, "the file ends before it"))
+                        if name != cut.id and not problem:
+                            raise ValueError(f"cut {cut.id!r}, whose place in {shard.data} has the data of {name!r}")
+                    yield _Found(cut, line.strip(), number, row, member, problem)
+        except DataError:
+            raise
+        except Exception as error:  # of a damaged file, gzip's, zlib's, json's and Lhotse's own
+            raise DataError(f"{shard.cuts}, line {row}: expected a cut of Lhotse, got: {error}") from None
+
+
+def _open(path: str) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")  # noqa: SIM115  # the caller closes it
+
+
+def _members(path: str) -> Iterator[tuple[Member, str, str]]:
+    """Where the data of each cut lies in a tar file, its name, and why it cannot be read."""
+    if not path.endswith(".tar"):
+        raise DataError(f"{path}: expected a .tar file, got another one (of compressed tar files no part can be read by itself)")
+    size = os.path.getsize(path)
+    try:
+        with tarfile.open(path, "r:") as tar:
+            pair: list[tarfile.TarInfo] = []
+            for member in tar:
+                pair.append(member)
+                if len(pair) == 2:
+                    data, about = pair
+                    pair = []
+                    ends = max(data.offset_data + data.size, about.offset_data + about.size)
+                    problem = "the file is cut off within it" if ends > size else ""
+                    if about.name.endswith(".nometa"):
+                        problem = "the cut has none"
+                    is_npy = int(data.name.endswith(".npy"))
+                    place = data.offset_data, data.size, about.offset_data, about.size, is_npy
+                    yield place, os.path.splitext(data.name)[0], problem
+    except (tarfile.TarError, OSError, EOFError) as error:
+        yield NO_MEMBER, "", f"the file cannot be read further: {error}"
+
+
+def _build(
+    field: str,
+    shards: list[Shard],
+    found: Iterable[_Found],
+    lengths_of: Lengths,
+    keys: list[str],
+    advance: Callable[[int], None],
+) -> CutIndex:
+    """The index, with the lines in a temporary file."""
+    with tempfile.TemporaryFile() as file:
+        offsets, rows, tags, members = [0], [], [], []
+        lengths: dict[str, list[int]] = {key: [] for key in keys}
+        broken = []
+        for number, one in enumerate(found):
+            file.write(one.line + b"\n")
+            offsets.append(offsets[-1] + len(one.line) + 1)
+            rows.append((one.shard, one.row))
+            tags.append(str(one.cut.id).encode("utf-8"))
+            members.append(one.member)
+            place = f"cut {one.cut.id!r}"
+            if shards:
+                shard = shards[one.shard]
+                place = f"{shard.cuts}, line {one.row}, {place}" + (f" of {shard.data}" if shard.data else "")
+            by_key = dict.fromkeys(keys, UNREADABLE)
+            try:
+                if one.problem:
+                    raise BrokenSequence(f"{place}: expected its {field}, got none: {one.problem}")
+                by_key = dict(lengths_of(one.cut, place))
+            except BrokenSequence as error:
+                broken.append((number, str(error)))
+            for key in keys:
+                lengths[key].append(by_key[key])
+            if number % PROGRESS == 0:
+                advance(PROGRESS)
+        file.flush()
+        if not tags:
+            raise DataError(f"{shards[0].cuts if shards else 'cuts'}: expected at least one cut, got none")
+        lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    where = numpy.array(rows, numpy.int64)
+    return CutIndex(
+        field,
+        shards,
+        lines,
+        numpy.array(offsets, numpy.int64),
+        where[:, 0],
+        where[:, 1],
+        numpy.array(members, numpy.int64) if any(shard.data for shard in shards) else None,
+        numpy.array(tags, dtype=bytes),
+        {key: numpy.array(column, numpy.int32) for key, column in lengths.items()},
+        broken,
+    )
+
+
+def _index_function(where: str, cuts: Any, field: str, lengths_of: Lengths, keys: list[str], scanning: Scanning) -> CutIndex:
+    """The index of cuts that functions make of others: made in every run, as functions may change. Raises: DataError."""
+
+    def found() -> Iterator[_Found]:
+        for number, cut in enumerate(cuts):
+            try:
+                line = json.dumps(cut.to_dict()).encode("utf-8")
+            except TypeError:
+                raise DataError(
+                    f"{where}.cuts: expected cuts whose data lies in files, got cut {cut.id!r} with data in memory (functions of "
+                    "Shar cuts: .to_eager() keeps all of it in memory, or give the folder itself)"
+                ) from None
+            yield _Found(cut, line, 0, number + 1)
+
+    with scanning.progress(f"{where}: cuts", None) as advance:
+        return _build(field, [], found(), lengths_of, keys, advance)
+
+
+def _save(stored: Path, lines: Path, index: CutIndex) -> str | None:
+    """Keep an index. Returns the reason if that is impossible."""
+    unfinished = [path.with_name(f"{path.name}.{os.getpid()}.new_tmp") for path in (lines, stored)]
+    arrays: dict[str, Any] = {f"lengths/{key}": column for key, column in index.lengths.items()}
+    if index.members is not None:
+        arrays["members"] = index.members
+    text = json.dumps({"format": FORMAT, "keys": list(index.lengths), "broken": index.broken, "bytes": len(index.lines)})
+    try:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished[0].open("wb") as file:
+            file.write(index.lines)
+        with unfinished[1].open("wb") as file:
+            numpy.savez(
+                file,
+                about=numpy.array(text),
+                offsets=index.offsets,
+                shard=index.shard,
+                row=index.row,
+                tags=index.tags,
+                **arrays,
+            )
+        unfinished[0].replace(lines)
+        unfinished[1].replace(stored)
+    except OSError as error:
+        for path in unfinished:
+            with suppress(OSError):
+                path.unlink()
+        return f"{stored}: {error.strerror}"
+    return None
+
+
+def _load(stored: Path, lines: Path, field: str, shards: list[Shard]) -> CutIndex | None:
+    """The kept index; None: there is none, or it is damaged."""
+    try:
+        with numpy.load(stored, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            if about["format"] != FORMAT or lines.stat().st_size != about["bytes"]:
+                return None
+            with lines.open("rb") as text:
+                mapped = mmap.mmap(text.fileno(), 0, access=mmap.ACCESS_READ)
+            return CutIndex(
+                field,
+                shards,
+                mapped,
+                file["offsets"],
+                file["shard"],
+                file["row"],
+                file["members"] if "members" in file.files else None,
+                file["tags"],
+                {key: file[f"lengths/{key}"] for key in about["keys"]},
+                [(int(number), str(message)) for number, message in about["broken"]],
+            )
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
+        return None

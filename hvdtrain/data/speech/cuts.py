@@ -1,0 +1,261 @@
+"""LhotseDataset: the cuts of a Lhotse CutSet, in memory, in a manifest, or in Shar format, each a sequence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.speech.columns import check_finite
+from hvdtrain.data.speech.cut_index import CutIndex, first_cut, index_cuts
+from hvdtrain.data.speech.found import UNREADABLE
+from hvdtrain.data.speech.keys import LhotseDatasetKeys
+from hvdtrain.data.speech.log_mel import LogMel
+from hvdtrain.data.speech.text import TextEncoder, text_encoder
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+
+
+class Reading:
+    """How the arrays of a cut are read.
+
+    Args:
+        features: 'wav', 'feats', a LogMel, or an extractor of Lhotse.
+        first: a cut, which the others have to match.
+
+    Attributes:
+        streams: by data key.
+    """
+
+    def __init__(self, features: Any, encoder: TextEncoder | None, first: Any) -> None:
+        self._features = features
+        self._encoder = encoder
+        self._rate = int(first.sampling_rate) if first.has_recording or features != "feats" else None
+        self._channels = int(first.num_channels) if features == "wav" else 1
+        self.streams: dict[str, Stream] = {"data": self._stream(first)}
+        if encoder is not None:
+            self.streams["classes"] = encoder.stream
+
+    def lengths(self, cut: Any, where: str) -> dict[str, int]:
+        """The lengths of a cut, as its manifest has them. Raises: BrokenSequence."""
+        lengths = {"data": self._length(cut, where)}
+        if self._encoder is not None:
+            lengths["classes"] = self._encoder.length(text_of(cut), where)
+        return lengths
+
+    def arrays(self, cut: Any, where: str) -> dict[str, Array]:
+        """The arrays of a cut. Raises: BrokenSequence."""
+        try:
+            values = self._values(cut)
+        except Exception as error:  # of Lhotse's readers, which are many
+            raise BrokenSequence(f"{where}: expected a cut that Lhotse can read, got {type(error).__name__}: {error}") from None
+        stream = self.streams["data"]
+        if values.shape[1:] != stream.shape:
+            raise BrokenSequence(f"{where}: expected frames of shape {stream.shape} as in the first cut, got {values.shape[1:]}")
+        arrays = {"data": check_finite(values.astype(stream.dtype, copy=False), where)}
+        if self._encoder is not None:
+            arrays["classes"] = self._encoder.encode(text_of(cut), where)
+        return arrays
+
+    def _length(self, cut: Any, where: str) -> int:
+        if self._features == "feats":
+            if not cut.has_features or cut.num_frames is None:
+                raise BrokenSequence(f"{where}: expected stored features, got none")
+            return int(cut.num_frames)
+        if cut.num_samples is None:
+            raise BrokenSequence(f"{where}: expected a recording, got none")
+        if int(cut.sampling_rate) != self._rate:
+            raise BrokenSequence(
+                f"{where}: expected {self._rate} samples per second, as the first cut has, got {cut.sampling_rate} "
+                "(CutSet.resample changes it)"
+            )
+        if self._features == "wav":
+            return int(cut.num_samples)
+        if isinstance(self._features, LogMel):
+            return int(self._features.num_frames(numpy.array(cut.num_samples)))
+        from lhotse.utils import compute_num_frames
+
+        return int(compute_num_frames(cut.duration, self._features.frame_shift, cut.sampling_rate))
+
+    def _values(self, cut: Any) -> Array:
+        if self._features == "feats":
+            return numpy.asarray(cut.load_features())
+        if isinstance(self._features, (str, LogMel)):
+            sound = numpy.atleast_2d(numpy.asarray(cut.load_audio(), dtype=numpy.float32)).T
+            return sound if isinstance(self._features, str) else self._features.features(sound)
+        return numpy.asarray(cut.compute_features(self._features))
+
+    def _stream(self, first: Any) -> Stream:
+        if self._features == "wav":
+            return Stream(numpy.dtype(numpy.float32), (self._channels,), self._channels, sparse=False)
+        if isinstance(self._features, LogMel):
+            return self._features.stream
+        dim = first.num_features if self._features == "feats" else self._features.feature_dim(first.sampling_rate)
+        return Stream(numpy.dtype(numpy.float32), (int(dim),), int(dim), sparse=False)
+
+
+class LhotseDataset(Dataset):
+    """The cuts that can be read.
+
+    Args:
+        cut: returns a cut by its number.
+        describe: returns the place of a cut, for messages, by its number.
+        used: the numbers of the cuts that are sequences.
+        tags, lengths: of all cuts.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        cut: Callable[[int], Any],
+        describe: Callable[[int], str],
+        tags: Array,
+        lengths: Mapping[str, Array],
+        used: Array,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._reading = reading
+        self._cut = cut
+        self._describe = describe
+        self._tags = tags
+        self._used = used
+        self._close = close
+        self.streams: Mapping[str, Stream] = reading.streams
+        self.lengths: Mapping[str, Array] = {
+            name: lengths[name][used].astype(numpy.int32, copy=False) for name in reading.streams
+        }
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._used)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        number = int(self._used[index])
+        where = self._describe(number)
+        arrays = self._reading.arrays(self._cut(number), where)
+        for name, values in arrays.items():
+            if len(values) != self.lengths[name][index]:
+                raise BrokenSequence(
+                    f"{where}: expected {self.lengths[name][index]} frames in {name!r}, as the manifest says, got {len(values)}"
+                )
+        return arrays
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [tag.decode("utf-8") for tag in self._tags[self._used[list(indices)]].tolist()]
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._tags[self._used[start:stop]]
+
+    def close(self) -> None:
+        self._close()
+
+
+def text_of(cut: Any) -> str:
+    """The texts of a cut's supervisions."""
+    return " ".join(supervision.text for supervision in cut.supervisions if supervision.text)
+
+
+def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
+    """Open a LhotseDataset.
+
+    Raises:
+        DataError: the package is not installed, the manifest is not one of cuts, or there are too many broken cuts.
+    """
+    lhotse = _import_lhotse(where)
+    cuts = _open(lhotse, where, keys.cuts)
+    encoder = None
+    if keys.units is not None:
+        encoder = text_encoder(keys.units, keys.of_key("vocabulary", "classes"), keys.of_key("vocabulary_from", "classes"))
+    if not cuts.is_lazy:
+        return _of_list(where, list(cuts), keys, encoder, scanning)
+    return _of_index(where, cuts, keys, encoder, scanning)
+
+
+def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
+    """The dataset of cuts in memory."""
+    if not cuts:
+        raise DataError(f"{where}.cuts: expected at least one cut, got none")
+    reading = Reading(_features(where, keys, cuts[0]), encoder, cuts[0])
+    origin = keys.cuts if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
+
+    def describe(number: int) -> str:
+        return f"{origin}, cut {cuts[number].id!r}"
+
+    lengths = {name: numpy.full(len(cuts), UNREADABLE, numpy.int32) for name in reading.streams}
+    broken = []
+    for number, cut in enumerate(cuts):
+        try:
+            for name, length in reading.lengths(cut, describe(number)).items():
+                lengths[name][number] = length
+        except BrokenSequence as error:
+            broken.append((number, str(error)))
+    tags = numpy.array([str(cut.id).encode("utf-8") for cut in cuts], dtype=bytes)
+    used = _leave_out(len(cuts), broken, scanning)
+    return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used)
+
+
+def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
+    """The dataset of cuts that a file has."""
+    first = first_cut(where, cuts)
+    features = _features(where, keys, first)
+    reading = Reading(features, encoder, first)
+    field = "features" if features == "feats" else "recording"
+    described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
+    index: CutIndex = index_cuts(where, cuts, field, described, reading.lengths, list(reading.streams), scanning)
+    used = _leave_out(index.size, index.broken, scanning)
+    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used, index.close)
+
+
+def _leave_out(size: int, broken: Sequence[tuple[int, str]], scanning: Scanning) -> Array:
+    """The numbers of the cuts that are not broken. Raises: BrokenSequence, if too many are."""
+    good = numpy.ones(size, bool)
+    good[[number for number, _ in broken]] = False
+    used = numpy.flatnonzero(good)
+    scanning.broken.leave_out([message for _, message in broken], len(used))
+    return used
+
+
+def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:
+    """'wav', 'feats', a LogMel or an extractor. Raises: DataError."""
+    features = keys.features
+    if features is None:
+        features = "feats" if first.has_features else "wav"
+    if features == "feats" and not first.has_features:
+        raise DataError(f"{where}.features: expected stored features in the cuts, got none in {first.id!r} ('wav' or 'fbank')")
+    if features != "feats" and not first.has_recording:
+        raise DataError(f"{where}.features: expected recordings in the cuts, got none in {first.id!r}")
+    if features == "fbank":
+        try:
+            return LogMel(**{"sample_rate": int(first.sampling_rate), **keys.log_mel})
+        except TypeError as error:
+            raise ConfigError.of("unknown-key", f"{where}.log_mel: expected arguments of LogMel, got: {error}") from None
+    return features
+
+
+def _open(lhotse: Any, where: str, cuts: Any) -> Any:
+    """The CutSet. Raises: DataError."""
+    if isinstance(cuts, (str, os.PathLike)):
+        path = Path(cuts)
+        if not path.exists():
+            raise DataError(f"{where}.cuts: expected a manifest of cuts or a folder in Shar format, got nothing at {path}")
+        try:
+            if path.is_dir():
+                return lhotse.CutSet.from_shar(in_dir=path)
+            cuts = lhotse.CutSet.from_jsonl_lazy(path) if ".jsonl" in path.name else lhotse.load_manifest(path)
+        except Exception as error:  # Lhotse checks with assert
+            raise DataError(f"{path}: expected a manifest of cuts, or a folder in Shar format, got: {error}") from None
+    if not isinstance(cuts, lhotse.CutSet):
+        raise DataError(f"{where}.cuts: expected a CutSet, got {type(cuts).__name__} (CutSet.from_manifests makes one)")
+    return cuts
+
+
+def _import_lhotse(where: str) -> Any:
+    try:
+        import lhotse
+    except ImportError:
+        raise DataError(f"{where}: expected the package lhotse, got none (pip install lhotse)") from None
+    return lhotse

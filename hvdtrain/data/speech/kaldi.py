@@ -1,0 +1,276 @@
+"""KaldiFolder: a data folder of Kaldi or a dump folder of ESPnet, read as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.formats.items import Counted
+from hvdtrain.data.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
+from hvdtrain.data.speech.found import UNREADABLE, lengths_by_reading
+from hvdtrain.data.speech.keys import KaldiFolderKeys
+from hvdtrain.data.speech.log_mel import LogMel
+from hvdtrain.data.speech.sound import SoundReader
+from hvdtrain.data.speech.tables import Table
+from hvdtrain.data.speech.text import text_encoder
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+
+DIGITS_OF_KALDI = 6
+"""The digits of a number in a file that Kaldi's programs write."""
+
+MOST_ROUNDING = 0.005
+"""Seconds by which utt2dur may be wrong, as its numbers are rounded; with fewer digits, lengths are found by reading."""
+
+
+class KaldiFolder(Dataset):
+    """The utterances of a folder, each a sequence whose tag is its id.
+
+    Args:
+        ids: of all utterances.
+        columns: what to read of them, by data key.
+        lengths: by data key, of all utterances.
+        used: the numbers of the utterances that are sequences: all but broken ones.
+        lengths_file: the file with lengths that were found by reading, for messages; '': there is none.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        columns: Mapping[str, Column],
+        lengths: Mapping[str, Array],
+        used: Array,
+        lengths_file: str,
+    ) -> None:
+        self._ids = ids
+        self._columns = columns
+        self._used = used
+        self._lengths_file = lengths_file
+        self.streams: Mapping[str, Stream] = {name: column.stream for name, column in columns.items()}
+        self.lengths: Mapping[str, Array] = {name: lengths[name][used].astype(numpy.int32, copy=False) for name in columns}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._used)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        number = int(self._used[index])
+        arrays = {}
+        for name, column in self._columns.items():
+            arrays[name] = values = column.read(number)
+            if len(values) != self.lengths[name][index]:
+                advice = f" (if the data has changed, remove {self._lengths_file})" if self._lengths_file else ""
+                raise BrokenSequence(
+                    f"{column.where(number)}: expected {self.lengths[name][index]} frames in {name!r}, as its length was given "
+                    f"or found, got {len(values)}{advice}"
+                )
+        return arrays
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [self._ids[number] for number in self._used[list(indices)].tolist()]
+
+
+def open_kaldi(where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
+    """Open a KaldiFolder.
+
+    Raises:
+        DataError: a file is missing or not as Kaldi describes it, or there are too many broken utterances.
+    """
+    return _Opening(where, keys, scanning).dataset()
+
+
+class _Opening:
+    """Opens a folder: joins its tables, and finds the lengths of its utterances."""
+
+    def __init__(self, where: str, keys: KaldiFolderKeys, scanning: Scanning) -> None:
+        self._where = where
+        self._keys = keys
+        self._scanning = scanning
+        self._folder = Path(keys.folder)
+        if not self._folder.is_dir():
+            got = "a file" if self._folder.exists() else "nothing"
+            raise DataError(f"{where}.folder: expected a folder with Kaldi's tables, got {got} at {keys.folder}")
+        self._files = {**keys.columns(), **{name: (str(file), str(kind)) for name, (file, kind) in keys.data_keys.items()}}
+        self._tables: dict[str, Table] = {}
+        has_sound = any(entry == ("wav.scp", "sound") for entry in self._files.values())
+        self._has_segments = has_sound and (self._folder / "segments").is_file()
+        base = "segments" if self._has_segments else next(iter(self._files.values()))[0]
+        self._base = self._table(base)
+        self._ids = self._base.ids
+        self._lengths_file = ""
+
+    def dataset(self) -> KaldiFolder:
+        """The folder as a dataset."""
+        tables = {name: self._table("segments" if self._is_segmented(name) else file) for name, (file, _) in self._files.items()}
+        positions = {name: table.positions(self._ids) for name, table in tables.items()}
+        broken = list(self._incomplete({id(table): table for table in tables.values()}.values()))
+        used = numpy.all([column >= 0 for column in positions.values()], axis=0)
+        positions = {name: numpy.where(used, column, -1) for name, column in positions.items()}
+        self._scanning.broken.leave_out(broken, int(used.sum()))
+        if not used.any():
+            raise DataError(f"{self._base.path}: expected at least one utterance, got none")
+        columns = {name: self._column(name, tables[name], positions[name]) for name in self._files}
+        lengths = self._lengths(columns, used)
+        unreadable = numpy.any([column < 0 for column in lengths.values()], axis=0) & used
+        messages = list(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
+        chosen = numpy.flatnonzero(used & numpy.all([column >= 0 for column in lengths.values()], axis=0))
+        self._scanning.broken.leave_out(messages, len(chosen))
+        return KaldiFolder(self._ids, columns, lengths, chosen, self._lengths_file)
+
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            self._tables[name] = Table(self._folder / name, may_be_empty=name == "text" or self._is_text(name))
+        return self._tables[name]
+
+    def _is_text(self, file: str) -> bool:
+        return any(other == file and kind in ("characters", "words", "text") for other, kind in self._files.values())
+
+    def _is_segmented(self, name: str) -> bool:
+        return self._has_segments and self._files[name] == ("wav.scp", "sound")
+
+    def _incomplete(self, tables: Iterable[Table]) -> Iterator[str]:
+        """A message for every utterance that not all tables have."""
+        for table in tables:
+            if table is self._base:
+                continue
+            for index in numpy.flatnonzero(table.positions(self._ids) < 0).tolist():
+                yield f"{self._base.where(index)}: expected a line in {table.path}, got none"
+            if table.ids != self._ids:
+                for position in numpy.flatnonzero(self._base.positions(table.ids) < 0).tolist():
+                    yield f"{table.where(position)}: expected a line in {self._base.path}, got none"
+
+    def _column(self, name: str, table: Table, positions: Array) -> Column:
+        file, kind = self._files[name]
+        keys = self._keys
+        root = Path(keys.root or "")
+        if kind == "sound":
+            recordings = self._table(file)
+            sound = SoundColumn(table, positions, recordings, SoundReader(root, keys.allow_commands), keys.sample_rate)
+            self._give_samples(name, sound)
+            if name == "data" and keys.features == "fbank":
+                return FbankColumn(sound, self._log_mel(sound.rate))
+            return sound
+        if kind in ("kaldi_ark", "npy"):
+            return ArrayColumn(table, positions, root, kind, keys.allow_commands)
+        if kind in ("text_int", "csv_int", "csv_float"):
+            return NumbersColumn(table, positions, "float32" if kind == "csv_float" else "int32")
+        return TextColumn(
+            table, positions, text_encoder(kind, keys.of_key("vocabulary", name), keys.of_key("vocabulary_from", name))
+        )
+
+    def _log_mel(self, rate: int) -> LogMel:
+        try:
+            return LogMel(**{"sample_rate": rate, **self._keys.log_mel})
+        except TypeError as error:
+            raise ConfigError.of("unknown-key", f"{self._where}.log_mel: expected arguments of LogMel, got: {error}") from None
+
+    def _give_samples(self, name: str, sound: SoundColumn) -> None:
+        """Give a column of sound its lengths in samples, if the folder has them; for segments, those of their recordings."""
+        is_features = name == "data" and self._keys.features == "fbank"
+        if name in self._keys.shapes and not is_features:
+            sound.set_lengths(self._listed(Path(self._keys.shapes[name]), self._ids))
+            return
+        if self._files[name][0] == "wav.scp" and self._has("utt2num_samples", self._ids):
+            sound.set_lengths(self._listed(self._folder / "utt2num_samples", self._ids))
+            return
+        if not sound.num_recordings:
+            if self._files[name][0] == "wav.scp" and self._has("utt2dur", self._ids):
+                samples, tolerance = self._listed_seconds("utt2dur", self._ids, sound.rate)
+                if tolerance <= MOST_ROUNDING * sound.rate + 1:
+                    sound.set_lengths(samples, tolerance)
+            return
+        recordings = self._table(self._files[name][0])
+        if self._has("reco2num_samples", recordings.ids):
+            sound.set_recording_lengths(self._listed(self._folder / "reco2num_samples", recordings.ids))
+            return
+
+        def count(block: range) -> Counted:
+            return {name: _count(sound.recording_length, block)}, {}
+
+        found, self._lengths_file = lengths_by_reading(
+            f"{self._where}, recordings",
+            f"recordings {identity_of([str(recordings.path), self._keys.root, sound.rate])}",
+            {name: sound.stream},
+            sound.num_recordings,
+            count,
+            self._scanning,
+        )
+        sound.set_recording_lengths(found[name])
+
+    def _has(self, file: str, ids: Sequence[str]) -> bool:
+        """Whether the folder has a table with a line for each of these ids."""
+        return (self._folder / file).is_file() and bool((self._table(file).positions(ids) >= 0).all())
+
+    def _listed(self, path: Path, ids: Sequence[str]) -> Array:
+        """The first number of the line of each id. Raises: DataError."""
+        table = Table(path)
+        positions = table.positions(ids)
+        if (missing := numpy.flatnonzero(positions < 0)).size:
+            raise DataError(f"{path}: expected a line for every utterance, got none for {ids[int(missing[0])]!r}")
+        return numpy.fromiter((table.numbers(position, 1, int)[0] for position in positions.tolist()), numpy.int64, len(ids))
+
+    def _listed_seconds(self, file: str, ids: Sequence[str], rate: int) -> tuple[Array, int]:
+        """The samples of a table of seconds, and by how many they may be wrong, as the seconds are rounded."""
+        table = self._table(file)
+        positions = table.positions(ids).tolist()
+        seconds = numpy.fromiter((table.numbers(position, 1, float)[0] for position in positions), numpy.float64, len(ids))
+        decimals = max(len(table.values[position].partition(".")[2]) for position in positions)
+        # Kaldi prints six digits, so a long recording has fewer decimals than the others; Python scripts print a fixed number.
+        decimals = min(decimals, DIGITS_OF_KALDI - len(str(int(seconds.max()))))
+        return numpy.rint(seconds * rate).astype(numpy.int64), int(0.5 * 10.0**-decimals * rate) + 1
+
+    def _lengths(self, columns: Mapping[str, Column], used: Array) -> dict[str, Array]:
+        """By data key, the lengths of all utterances, found by reading where no file has them."""
+        lengths: dict[str, Array] = {}
+        for name, column in columns.items():
+            file, kind = self._files[name]
+            known = column.lengths()
+            if known is None and name in self._keys.shapes:
+                known = self._listed(Path(self._keys.shapes[name]), self._ids)
+            if known is None and kind == "kaldi_ark" and file == "feats.scp" and self._has("utt2num_frames", self._ids):
+                known = self._listed(self._folder / "utt2num_frames", self._ids)
+            if known is not None:
+                lengths[name] = known
+        unknown = {name: column for name, column in columns.items() if name not in lengths}
+        if not unknown:
+            return lengths
+        numbers = numpy.flatnonzero(used)
+
+        def count(block: range) -> Counted:
+            some = numbers[block.start : block.stop].tolist()
+            return {name: _count(column.length, some) for name, column in unknown.items()}, {}
+
+        keys, streams = self._keys, {name: column.stream for name, column in unknown.items()}
+        described = {name: [*self._files[name], keys.of_key("vocabulary", name), keys.features] for name in unknown}
+        tables = sorted({str(column.table.path) for column in columns.values()})
+        identity = f"kaldi {identity_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
+        found, self._lengths_file = lengths_by_reading(self._where, identity, streams, len(numbers), count, self._scanning)
+        for name in unknown:
+            lengths[name] = numpy.full(len(used), UNREADABLE, numpy.int32)
+            lengths[name][numbers] = found[name]
+        return lengths
+
+    def _messages(self, columns: Mapping[str, Column], lengths: dict[str, Array], indices: Array) -> Iterator[str]:
+        """A message for each utterance that could not be read; its length is set if it can be read now."""
+        for index in indices.tolist():
+            try:
+                for name, column in columns.items():
+                    if lengths[name][index] < 0:
+                        lengths[name][index] = column.length(index)
+            except BrokenSequence as error:
+                yield str(error)
+
+
+def _count(length: Callable[[int], int], numbers: Sequence[int]) -> Array:
+    """The lengths of some sequences; `UNREADABLE` of broken ones."""
+    found = numpy.full(len(numbers), UNREADABLE, numpy.int32)
+    for place, number in enumerate(numbers):
+        try:
+            found[place] = length(number)
+        except BrokenSequence:
+            pass  # reading it again gives the message
+    return found

@@ -1,0 +1,187 @@
+"""Reading sound: whole files, parts of them, archives of Kaldi, and what commands print."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.types import Array
+from hvdtrain.errors import BrokenSequence, DataError
+
+
+@dataclass(frozen=True)
+class SoundInfo:
+    """Attributes:
+    samples: the number in each channel.
+    rate: samples per second.
+    """
+
+    samples: int
+    rate: int
+    channels: int
+
+
+class SoundReader:
+    """Reads what the lines of a wav.scp name. A message names `where` the name came from.
+
+    Args:
+        root: the folder that relative paths start from.
+        allow_commands: whether lines that end with | are run.
+    """
+
+    def __init__(self, root: Path, allow_commands: bool) -> None:
+        self._root = root
+        self._allow_commands = allow_commands
+        self._soundfile = import_soundfile()
+        self._whole = lru_cache(maxsize=1)(self._load)  # the segments of a recording often follow each other
+
+    def info(self, name: str, where: str) -> SoundInfo:
+        """What the header says. Raises: BrokenSequence."""
+        if self._is_file(name, where):
+            path = self._path(name)
+            try:
+                found = self._soundfile.info(path)
+            except (OSError, RuntimeError) as error:
+                raise BrokenSequence(f"{where}: expected a sound file, got {_reason(path, error)}") from None
+            return SoundInfo(found.frames, found.samplerate, found.channels)
+        samples, rate = self._whole(name, where)
+        return SoundInfo(len(samples), rate, samples.shape[1])
+
+    def read(self, name: str, where: str, start: int = 0, stop: int | None = None) -> tuple[Array, int]:
+        """Samples from `start` up to `stop` (exclusive; None: to the end), float32 of shape (samples, channels), and their rate.
+
+        Raises:
+            BrokenSequence: the sound cannot be read.
+        """
+        if not self._is_file(name, where):
+            samples, rate = self._whole(name, where)
+            return samples[start:stop], rate
+        path = self._path(name)
+        try:
+            samples, rate = self._soundfile.read(path, start=start, stop=stop, dtype="float32", always_2d=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise BrokenSequence(f"{where}: expected sound, got {_reason(path, error)}") from None
+        return samples, rate
+
+    def _is_file(self, name: str, where: str) -> bool:
+        """Whether a line names a file, not a command or a place in an archive.
+
+        Raises:
+            DataError: it names a command, and those are not allowed.
+        """
+        if name.endswith("|"):
+            check_command(name, where, self._allow_commands)
+            return False
+        return not is_archive(name)
+
+    def _path(self, name: str) -> Path:
+        return self._root / name
+
+    def _load(self, name: str, where: str) -> tuple[Array, int]:
+        """All sound of a command or of a place in an archive. Raises: BrokenSequence."""
+        if name.endswith("|"):
+            done = subprocess.run(name[:-1], shell=True, cwd=self._root, stdin=subprocess.DEVNULL, capture_output=True)
+            if done.returncode:
+                said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+                raise BrokenSequence(
+                    f"{where}: expected sound, got exit status {done.returncode} of the command {''.join(said)[:200]}"
+                )
+            try:
+                samples, rate = self._soundfile.read(io.BytesIO(done.stdout), dtype="float32", always_2d=True)
+            except (OSError, RuntimeError) as error:
+                raise BrokenSequence(f"{where}: expected sound from the command, got: {error}") from None
+            return samples, rate
+        loaded = load_archived(self._root, name, where)
+        if not isinstance(loaded, tuple) or len(loaded) != 2:
+            raise BrokenSequence(f"{where}: expected sound, got an array that is not sound")
+        first, second = loaded
+        rate, values = (int(first), second) if isinstance(first, (int, numpy.integer)) else (int(second), first)
+        if values.dtype.kind == "i":
+            values = values.astype(numpy.float32) / numpy.float32(-float(numpy.iinfo(values.dtype).min))
+        return values.astype(numpy.float32, copy=False).reshape(len(values), -1), rate
+
+
+def is_archive(name: str) -> bool:
+    """Whether a line of a table names a place in an archive of Kaldi, such as `wav.ark:1234` or `feats.ark:12[0:9]`.
+
+    >>> is_archive("data/a.ark:17"), is_archive("data/a.wav"), is_archive("a.ark:17[3:5]")
+    (True, False, True)
+    """
+    name = name.partition("[")[0]
+    return name.rpartition(":")[2].isdigit() and ":" in name
+
+
+def load_archived(root: Path, name: str, where: str, allow_commands: bool = False) -> Any:
+    """An array in an archive of Kaldi, or a tuple of a rate and an array.
+
+    Raises:
+        BrokenSequence: it cannot be read.
+        DataError: the package kaldiio is not installed, or the name is a command and those are not allowed.
+    """
+    if name.endswith("|"):
+        check_command(name, where, allow_commands)
+    try:
+        import kaldiio
+    except ImportError:
+        raise DataError(
+            f"{where}: expected the package kaldiio, which reads Kaldi's archives, got none (pip install kaldiio)"
+        ) from None
+    path = (
+        name if name.endswith("|") else str((root / name).absolute())
+    )  # with which kaldiio can take nothing for a command or for standard input
+    file, offset = _place(path)
+    try:
+        if not name.endswith("|"):
+            with file.open("rb") as stream:
+                stream.seek(offset)
+                if stream.read(3) == b"PKL":
+                    raise DataError(
+                        f"{where}: expected an array of Kaldi, got a pickle, which could run any code (not supported)"
+                    )
+        return kaldiio.load_mat(path)
+    except DataError:
+        raise
+    except Exception as error:  # of a damaged archive, struct's, numpy's and its own
+        raise BrokenSequence(f"{where}: expected an array of Kaldi, got {_reason(file, error)}") from None
+
+
+def _place(path: str) -> tuple[Path, int]:
+    """The file and the byte of a place in an archive.
+
+    >>> _place("/a:b/c.ark:12[3:4]")
+    (PosixPath('/a:b/c.ark'), 12)
+    """
+    if not is_archive(path):
+        return Path(path), 0
+    file, _, offset = path.partition("[")[0].rpartition(":")
+    return Path(file), int(offset)
+
+
+def check_command(name: str, where: str, allow_commands: bool) -> None:
+    """Raises: DataError, if commands are not allowed."""
+    if not allow_commands:
+        raise DataError(
+            f"{where}: expected a file, got the command {name[:80]!r} (allow_commands = True runs such commands: set it if you "
+            "trust the folder)"
+        )
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if not path.exists():
+        return f"no file {path}"
+    return f"{path}: {type(error).__name__}: {error}"
+
+
+def import_soundfile() -> Any:
+    """The package soundfile. Raises: DataError."""
+    try:
+        import soundfile
+    except ImportError:
+        raise DataError("KaldiFolder: expected the package soundfile, got none (pip install soundfile)") from None
+    return soundfile

@@ -1,0 +1,117 @@
+"""The running average of the trained parameters: sums in every checkpoint, from which the mean between any two follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DamagedCheckpoint
+from hvdtrain.learner.model_format import verified_read
+
+META = "running_average"
+"""The name of the array with the numbers in a file of running sums, as JSON."""
+
+
+class RunningSums:
+    """The sum of the trained parameters after every N-th update since some step, in float64.
+
+    The mean over the updates between two checkpoints follows from the sums in both.
+
+    Attributes:
+        sums: by name.
+        samples: the number of terms in each sum.
+        updates: the number of updates since the last term.
+        begin_step: the number of steps of the training before the first update that counts.
+        series: a name of its own: sums of the same series belong together.
+    """
+
+    def __init__(
+        self, sums: dict[str, Array] | None = None, samples: int = 0, updates: int = 0, begin_step: int = 0, series: str = ""
+    ) -> None:
+        self.sums = sums or {}
+        self.samples = samples
+        self.updates = updates
+        self.begin_step = begin_step
+        self.series = series
+
+    def copy(self) -> RunningSums:
+        """The same with sums that no update changes."""
+        sums = {name: total.copy() for name, total in self.sums.items()}
+        return RunningSums(sums, self.samples, self.updates, self.begin_step, self.series)
+
+    def write(self, file: Path, marks: Mapping[str, Any]) -> None:
+        """Write a file, with marks that identify the checkpoint. Raises: OSError."""
+        numbers = {"samples": self.samples, "updates": self.updates, "begin_step": self.begin_step, "series": self.series}
+        array = numpy.frombuffer(json.dumps({**marks, **numbers}).encode(), numpy.uint8)
+        with open(file, "wb") as stream:  # numpy adds a suffix to a path, but not to an open file
+            numpy.savez(stream, allow_pickle=False, **{META: array, **{f"sums/{name}": one for name, one in self.sums.items()}})
+
+    @staticmethod
+    def read(file: Path) -> tuple[RunningSums, dict[str, Any]]:
+        """What a file contains, and its marks. Raises: CheckpointError."""
+        with verified_read(file), numpy.load(file, allow_pickle=False) as stored:  # which checks the CRC of each array
+            arrays = {name: stored[name] for name in stored.files}
+        try:
+            numbers = json.loads(arrays.pop(META).tobytes())
+            sums = {name.removeprefix("sums/"): array for name, array in arrays.items()}
+            samples, updates, step = (int(numbers[name]) for name in ("samples", "updates", "begin_step"))
+            return RunningSums(sums, samples, updates, step, str(numbers["series"])), numbers
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{file}: expected the sums of a running average, got others: {error!r}") from None
+
+    def mean_since(self, before: RunningSums | None) -> dict[str, Array]:
+        """The mean over the updates after an earlier checkpoint; None: over all. Raises: ValueError, if there are none."""
+        earlier = before.sums if before is not None else {}
+        count = self.samples - (before.samples if before is not None else 0)
+        if count <= 0:
+            raise ValueError(f"{count} samples")
+        return {name: (total - earlier[name] if name in earlier else total) / count for name, total in self.sums.items()}
+
+
+class RunningAverage:
+    """Adds the trained parameters to the sums after every N-th update.
+
+    Only rank 0 has one: when it is called, all ranks have the same parameters.
+
+    Args:
+        every: N.
+        values: returns the trained parameters by name, as arrays of float64 that nothing else changes.
+        series: a new series' name.
+    """
+
+    def __init__(self, every: int, values: Callable[[], Iterator[tuple[str, Array]]], series: str) -> None:
+        self._every = every
+        self._values = values
+        self._is_restored = False
+        self.state = RunningSums(series=series)
+
+    def restore(self, state: RunningSums) -> None:
+        """Continue the series of a checkpoint."""
+        self.state = state
+        self._is_restored = True
+
+    def begin(self, step: int) -> None:
+        """Training begins or goes on after `step` steps of it; unless the sums were restored, a new series begins here."""
+        if not self._is_restored:
+            self.state.begin_step = step
+
+    def follow(self, updates: int) -> None:
+        """Take N more updates into account. If ranks have the same parameters after several updates only, those after the last of
+        them count for each that is due."""
+        self.state.updates += updates
+        due, self.state.updates = divmod(self.state.updates, self._every)
+        if not due:
+            return
+        for name, values in self._values():
+            if due > 1:
+                values *= due
+            if name in self.state.sums:
+                self.state.sums[name] += values
+            else:
+                self.state.sums[name] = values
+        self.state.samples += due

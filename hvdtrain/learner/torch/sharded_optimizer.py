@@ -1,0 +1,190 @@
+"""An optimizer whose state is divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.comm.base import Communicator, all_reduce
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
+
+
+class ShardedOptimizer:
+    """The config's optimizer with this rank's share of the parameters.
+
+    A gradient is reduced only to the rank that owns its parameter; on other ranks its values are undefined. `norms` computes
+    norms over all gradients.
+
+    It saves and loads the state of all parameters like an unsharded optimizer: a checkpoint depends neither on sharding nor on
+    the number of ranks.
+
+    Args:
+        optimizer: with all parameters, before its first step. The parameters of other ranks are removed from its groups.
+    """
+
+    def __init__(self, optimizer: AnyOptimizer, comm: Communicator) -> None:
+        self._optimizer = optimizer
+        self._comm = comm
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        parameters = [parameter for group in self._groups for parameter in group]
+        owners = _owners([parameter.numel() for parameter in parameters], comm.size)
+        self._owner_of = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
+        self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._of_rank[owner].append(parameter)
+        own = {id(parameter) for parameter in self._of_rank[comm.rank]}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        for member in members_of(optimizer):
+            for parameter in parameters:
+                if id(parameter) not in own:
+                    member.state.pop(parameter, None)  # some classes create it in the constructor
+        self._is_own: torch.Tensor | None = None
+        self._gathered: dict[str, Any] | None = None
+
+    @property
+    def inner(self) -> AnyOptimizer:
+        """The config's optimizer, with this rank's share."""
+        return self._optimizer
+
+    @property
+    def whole_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of all ranks, by group."""
+        return self._groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with this rank's parameters."""
+        return self._optimizer.param_groups
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """For each parameter, the rank that keeps its state, the only one to need its reduced gradient. Rank 0 for parameters
+        that are not in the optimizer."""
+        return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
+
+    def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Collective. The norm of each parameter's gradient, from its owner: the same as if all ranks had all gradients.
+
+        Args:
+            parameters: always the same. Returns norms for those that have a gradient, which are the same on all ranks.
+        """
+        own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
+        remaining, zero = iter(own), own[0].new_zeros((), dtype=torch.float64)
+        norms = torch.stack([zero if one.grad is None else next(remaining).double() for one in parameters])
+        if self._is_own is None:  # created once, as creating it waits for the device
+            owners = self.owners(parameters)
+            self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
+        [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
+        present = [norm for norm, one in zip(all_norms.unbind(), parameters, strict=True) if one.grad is not None]
+        return [norm.to(own_norm.dtype) for norm, own_norm in zip(present, own, strict=True)]
+
+    def step(self) -> None:
+        """Collective. Update this rank's parameters and send them to the others."""
+        self._optimizer.step()
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Collective. Send this rank's parameters to the others."""
+        with torch.no_grad():
+            for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
+                self._exchange_shares([[one for one in share if one.dtype == kind] for share in self._of_rank])
+
+    def _exchange_shares(self, shares: list[list[torch.Tensor]]) -> None:
+        """Collective. Send every rank's share of the parameters to all ranks."""
+        flat = [parameter.reshape(-1) for parameter in shares[self._comm.rank]]
+        any_parameter = next(parameter for share in shares for parameter in share)
+        mine = torch.cat(flat) if flat else any_parameter.new_empty(0)
+        lengths = [sum(parameter.numel() for parameter in share) for share in shares]
+        [all_values] = self._comm.gather_rows([mine], name="sharded_parameters", lengths=lengths)
+        parameters = [parameter for share in shares for parameter in share]
+        for parameter, values in zip(parameters, all_values.split([one.numel() for one in parameters]), strict=True):
+            parameter.copy_(values.view(parameter.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, including those of other ranks."""
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def gather(self) -> None:
+        """Collective. Collect the whole state in rank 0's main memory, one rank's share at a time."""
+        whole: dict[int | str, Any] = {}
+        numbers = self._numbers()
+        for rank in range(self._comm.size):
+            mine: dict[int | str, Any] | None = None
+            if rank == self._comm.rank:
+                states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
+                mine = {numbers.get(id(one), one): _on_cpu(state) for one, state in states}
+            [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
+            if self._comm.rank == 0:
+                whole |= share
+        if self._comm.rank == 0:
+            self._gathered = {
+                "state": dict(sorted(whole.items(), key=lambda item: (isinstance(item[0], str), item[0]))),
+                "param_groups": self._all_groups(),
+            }
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this rank holds the state that `gather` collected."""
+        return self._gathered is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that `gather` collected. Called by rank 0, once after each `gather`."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            raise RuntimeError("ShardedOptimizer.state_dict: expected a call of gather() on all ranks before, got none")
+        return gathered
+
+    def load_state_dict(self, whole: dict[str, Any]) -> None:
+        """Load this rank's share of an unsharded optimizer's state. Raises: KeyError, ValueError, if it belongs to another
+        optimizer."""
+        lengths = [len(group["params"]) for group in whole["param_groups"]]
+        if lengths != [len(group) for group in self._groups]:
+            raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
+        numbers = self._numbers()
+        own = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
+        places = iter(range(len(own)))
+        groups = [
+            {**stored, "params": [next(places) for _ in group["params"]]}
+            for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
+        ]
+        state: dict[int | str, Any] = {
+            place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]
+        }
+        state |= {name: one for name, one in whole["state"].items() if isinstance(name, str)}  # of the optimizer as a whole
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _numbers(self) -> dict[int, int]:
+        """The number of each parameter in an unsharded optimizer's state, by the parameter's id."""
+        parameters = [parameter for group in self._groups for parameter in group]
+        return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def _all_groups(self) -> list[dict[str, Any]]:
+        places = iter(range(sum(len(group) for group in self._groups)))
+        return [
+            {**{name: value for name, value in group.items() if name != "params"}, "params": [next(places) for _ in whole]}
+            for group, whole in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+
+
+def _owners(sizes: list[int], ranks: int) -> list[int]:
+    """The rank that owns each parameter: from the largest to the smallest, each goes to the rank with the least so far.
+
+    >>> _owners([5, 100, 40, 70], 2)
+    [0, 0, 1, 1]
+    """
+    load = [0] * ranks
+    owners = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = min(range(ranks), key=lambda rank: load[rank])
+        load[owners[number]] += sizes[number]
+    return owners
+
+
+def _on_cpu(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state.cpu() if isinstance(state, torch.Tensor) else state
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -1,0 +1,248 @@
+"""The command `hvdtrain average`: one model from several checkpoints of a training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint.average_rules import AverageRule, make_rule, select, shortfall
+from hvdtrain.checkpoint.averages import average_contents, check_target, make_average, write_model_file
+from hvdtrain.checkpoint.folder import CheckpointFolder, remove_path
+from hvdtrain.checkpoint.progress import BEST
+from hvdtrain.checkpoint.stored import read_progress
+from hvdtrain.cli import exit_status
+from hvdtrain.comm.base import on_rank_zero
+from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.errors import CheckpointError, LaunchError
+from hvdtrain.learner.averaging import framework_of, mean_of_files
+from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
+from hvdtrain.learner.model_format import SAFETENSORS
+from hvdtrain.learner.state_base import StateBase
+from hvdtrain.runtime import log
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure, base_of, implies_higher_is_better
+from hvdtrain.settings import read_settings, with_datasets
+from hvdtrain.start_up.job import open_session
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.training.statistics import recompute_statistics
+
+DESCRIPTION = """\
+Write the mean of several models of a training, which is often better than each of them. It is a model like any other:
+++load FILE evaluates it. Sums are formed in float64. Integers, such as the number of batches that BatchNorm has seen, are those
+of the newest model. BatchNorm's statistics are averaged like weights, unless --recompute-statistics is given.
+
+MODEL is the key `model` of the training, such as exp/g2p/model. The config is not needed."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    return exit_status(lambda: run(options, overrides), "interrupted")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    result = command_parser("average", DESCRIPTION, "")
+    add = result.add_argument
+    add("models", metavar="MODEL", nargs="+", type=Path, help="the key `model` of the training, or two or more model files")
+    choice = result.add_mutually_exclusive_group()
+    choice.add_argument("--best", metavar="N", help="the N best epochs that have a model, and best evaluations within epochs")
+    choice.add_argument("--last", metavar="N", help="the last N epochs that have a model")
+    choice.add_argument("--epochs", metavar="NUMBERS", help="these epochs: 10-20, or 3,5,10-20")
+    choice.add_argument("--steps", metavar="NUMBERS", help="models within epochs, by the number of steps of the whole training")
+    choice.add_argument(
+        "--running",
+        metavar="NUMBERS",
+        help="the running average (key running_average) over the updates of epochs 10-20, or of the last N epochs",
+    )
+    add("--measure", metavar="SCORE", help="with --best: the score, such as dev_loss_wer (default: that of best.json)")
+    add("--higher-is-better", action="store_true", help="with --measure: higher values of the score are better")
+    add("--out", type=Path, metavar="FILE", help="the file to write (default: MODEL.best-5.pt and the like)")
+    add(
+        "--recompute-statistics",
+        type=Path,
+        metavar="CONFIG",
+        help="compute BatchNorm's statistics anew, on an epoch of this config's training data; under mpirun on several ranks",
+    )
+    return result
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Write the average. Raises: HvdtrainError."""
+    kinds = [kind for kind in ("best", "last", "epochs", "steps", "running") if getattr(options, kind) is not None]
+    if overrides and options.recompute_statistics is None:
+        raise LaunchError(
+            f"{overrides[0]}: expected --recompute-statistics CONFIG, whose keys it changes, got none"
+        ).on_all_ranks()
+    if options.recompute_statistics is None:
+        written = write(options, kinds)
+        print("\n".join(written.lines))
+        return
+    _recompute(options, kinds, overrides)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An average that was written.
+
+    Attributes:
+        file: the file that was written.
+        target: the file that the user wants.
+        lines: about what was averaged, for the user.
+    """
+
+    file: Path
+    target: Path
+    lines: list[str]
+
+
+Place = Callable[[Path], Path]
+"""The file to write, given the one that the user wants."""
+
+
+def write(options: argparse.Namespace, kinds: Sequence[str], place: Place = lambda target: target) -> Written:
+    """Write the average of models as they are.
+
+    Raises:
+        CheckpointError: models are missing, damaged or different, or the file cannot be written.
+    """
+    if not kinds:
+        return _write_files(options, place)
+    if len(options.models) != 1:
+        raise CheckpointError(f"--{kinds[0]}: expected one MODEL, got {len(options.models)}")
+    [prefix] = options.models
+    checkpoints, framework = _folder(prefix)
+    [kind] = kinds
+    try:
+        rule = make_rule(kind, _number(getattr(options, kind)) if kind in ("best", "last") else getattr(options, kind))
+    except ValueError:
+        raise CheckpointError(f"--{kind}: expected numbers such as 5 or 10-20, got {getattr(options, kind)!r}") from None
+    rule = replace(rule, measure=options.measure if kind == "best" else None)
+    if options.measure is not None and kind != "best":
+        raise CheckpointError(f"--measure: expected --best, got --{kind}")
+    history = _history(checkpoints, framework)
+    measure = _measure(options, checkpoints)
+    chosen = select(rule, checkpoints, history, measure)
+    if (missing := shortfall(rule, chosen)) is not None:
+        raise CheckpointError(f"--{kind}: {missing} of {prefix}")
+    target = options.out or prefix.with_name(f"{prefix.name}.{rule.name}{chosen[-1].model_file.suffix}")
+    check_target(target, checkpoints, [one.model_file for one in chosen], _suffixes(framework))
+    contents = make_average(rule, chosen, framework)
+    write_model_file(place(target), contents, framework)
+    return Written(place(target), target, [*_lines(rule, contents, history, measure), str(target)])
+
+
+def _write_files(options: argparse.Namespace, place: Place) -> Written:
+    files: list[Path] = options.models
+    if len(files) < 2 or options.out is None:
+        raise CheckpointError(
+            "average: expected MODEL with --best, --last, --epochs, --steps or --running, or at least two files and --out, got "
+            f"{', '.join(map(str, files))}"
+        )
+    if options.measure is not None:
+        raise CheckpointError("--measure: expected --best, got files")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: expected a model's file, got no such file")
+    framework = framework_of(files[0])
+    check_target(options.out, None, files, _suffixes(framework))
+    contents = average_contents(mean_of_files(files, framework), "files", [file.name for file in files])
+    write_model_file(place(options.out), contents, framework)
+    return Written(place(options.out), options.out, [f"the average of {len(files)} models", str(options.out)])
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _suffixes(framework: Framework) -> tuple[str, str]:
+    return framework.suffix, SAFETENSORS
+
+
+def _folder(prefix: Path) -> tuple[CheckpointFolder, Framework]:
+    """The checkpoints of a training, and its framework. Raises: CheckpointError."""
+    for framework in FRAMEWORKS.values():
+        checkpoints = CheckpointFolder(prefix, framework.suffix)
+        models = [checkpoints.at(epoch).model_file for epoch in checkpoints.finished_epochs()]
+        models += [one.model_file for one in checkpoints.within_epochs()]
+        if models:
+            found = framework_of(models[-1])
+            return (checkpoints if found is framework else CheckpointFolder(prefix, found.suffix)), found
+    hint = " (give the key `model`, which the names of the files begin with)" if prefix.exists() else ""
+    raise CheckpointError(f"{prefix}: expected models such as {prefix}.001.pt, got none{hint}")
+
+
+def _history(checkpoints: CheckpointFolder, framework: Framework) -> list[EpochRecord]:
+    """The epochs with their scores, as the newest model has them. Raises: CheckpointError."""
+    epochs, within = checkpoints.finished_epochs(), checkpoints.within_epochs()
+    candidates = [*([checkpoints.at(epochs[-1])] if epochs else []), *within[-1:]]
+    newest = max(candidates, key=lambda one: one.age).model_file
+    return read_progress(framework.model_files.read_model(newest), newest).records
+
+
+def _measure(options: argparse.Namespace, checkpoints: CheckpointFolder) -> Measure:
+    """The measure of --best: given, or that of best.json. Raises: CheckpointError."""
+    best: dict[str, Any] = {}
+    path = checkpoints.folder / BEST
+    if path.exists():
+        try:
+            best = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            best = {}
+    name = options.measure or best.get("measure")
+    if name is None:
+        return Measure()
+    higher = options.higher_is_better or (name == best.get("measure") and bool(best.get("higher_is_better")))
+    if implies_higher_is_better(base_of(name)) and not higher:
+        raise CheckpointError(
+            f"--measure: expected --higher-is-better, or a score whose lower values are better, got {name!r}, whose name says "
+            "that higher values are better"
+        )
+    return Measure([name], [name] if higher else [])
+
+
+def _lines(rule: AverageRule, contents: Mapping[str, Any], history: Sequence[EpochRecord], measure: Measure) -> list[str]:
+    names = ", ".join(contents["average"]["of"])
+    by = f", by {measure.describe(history)}" if rule.kind == "best" else ""
+    what = "the running average between" if rule.kind == "running" else "the average of"
+    return [f"{what} {names}{by}"]
+
+
+def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Sequence[str]) -> None:
+    """Collective. Write the average with BatchNorm's statistics computed anew on training data. Raises: HvdtrainError."""
+    settings = with_datasets(read_settings(*parse_command_line([str(options.recompute_statistics), *overrides])))
+    with open_communicator(settings) as comm:
+
+        def average() -> Written:
+            return write(options, kinds, lambda target: target.with_name(f"{target.stem}.plain{target.suffix}"))
+
+        written = on_rank_zero(comm, average, name="average")
+        plain = written.file
+        try:
+            settings = replace(settings, start=replace(settings.start, load=str(plain), load_epoch=None, preload_from_files={}))
+            with open_session(settings, "statistics", comm) as session:
+                epoch = max(1, session.progress.epoch)
+                layers = recompute_statistics(comm, session.learner, session.watchdog, session.feeds[0], epoch)
+                if not layers:
+                    raise CheckpointError(
+                        "--recompute-statistics: expected a model with BatchNorm layers, got none (leave the option out)"
+                    ).on_all_ranks()
+                on_rank_zero(comm, lambda: _rewrite(written, session.learner.state, settings.run.backend), name="rewrite")
+                log.result("\n".join(written.lines))
+        finally:
+            if comm.rank == 0:
+                remove_path(plain)
+
+
+def _rewrite(written: Written, state: StateBase, backend: str) -> None:
+    """Write a file's contents with the model's present tensors."""
+    framework = FRAMEWORKS[backend]
+    contents = framework.model_files.read_model(written.file)
+    average = {**contents["average"], "recomputed_statistics": True}
+    write_model_file(written.target, {**contents, "model": state.model_tensors(), "average": average}, framework)

@@ -1,0 +1,220 @@
+"""Parquet and Arrow files: the same arrays from either, whatever the types and the groups of rows are."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import soundfile
+from launching import faults
+
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.formats import tables
+from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.errors import DataError
+
+LENGTHS = (3, 5, 0, 7, 1, 4, 6)
+FLOATS = pyarrow.float32()
+
+
+def frames(number: int) -> numpy.ndarray:
+    return numpy.random.default_rng(number).normal(size=(LENGTHS[number], 4)).astype(numpy.float32)
+
+
+def sound(length: int) -> bytes:
+    stream = io.BytesIO()
+    soundfile.write(stream, numpy.arange(length * 10) / 100, 8000, format="WAV", subtype="FLOAT")
+    return stream.getvalue()
+
+
+COLUMNS: dict[str, tuple[list[Any], pyarrow.DataType]] = {
+    "name": ([f"utt-ä{number}" for number in range(7)], pyarrow.string()),
+    "lists": ([frames(number).tolist() for number in range(7)], pyarrow.list_(pyarrow.list_(FLOATS))),
+    "fixed": ([frames(number).tolist() for number in range(7)], pyarrow.large_list(pyarrow.list_(FLOATS, 4))),
+    "single": ([number % 5 for number in range(7)], pyarrow.int16()),
+    "several": ([list(range(length)) for length in LENGTHS], pyarrow.list_(pyarrow.int64())),
+    "text": (["ab" * length for length in LENGTHS], pyarrow.large_string()),
+    "letters": ([list("ab" * length) for length in LENGTHS], pyarrow.list_(pyarrow.string())),
+    "repeated": (["a", "b", "a", "a", "b", "b", "a"], pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
+    "sound": (
+        [{"bytes": sound(length + 1), "path": None} for length in LENGTHS],
+        pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()}),
+    ),
+    "flag": ([number % 2 == 0 for number in range(7)], pyarrow.bool_()),
+}
+FEATURES = {"single": {"_type": "ClassLabel", "names": list("vwxyz")}, "text": {"dtype": "string", "_type": "Value"}}
+METADATA = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
+
+
+def table(**changed: tuple[list[Any], pyarrow.DataType]) -> pyarrow.Table:
+    columns = COLUMNS | changed
+    arrays = {name: pyarrow.array(values, kind) for name, (values, kind) in columns.items()}
+    return pyarrow.table(arrays).replace_schema_metadata(METADATA)
+
+
+def write(path: Path, rows: pyarrow.Table, size: int = 2) -> str:
+    """Write some rows in groups of a size: as parquet, or as an Arrow file or stream."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(rows, path, row_group_size=size)
+    else:
+        make = pyarrow.ipc.new_file if path.suffix == ".arrow" else pyarrow.ipc.new_stream
+        with make(path, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=size)
+    return str(path)
+
+
+def opened(files: Any, **options: Any) -> Dataset:
+    name = files if isinstance(files, str) else files[0]
+    kind = "ParquetDataset" if name.endswith(".parquet") else "ArrowDataset"
+    spec, problems = parse("train", {"class": kind, "files": files, **options}, {})
+    assert spec is not None, problems
+    return open_dataset(spec)
+
+
+SUFFIXES = ["parquet", "arrow", "stream"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_are_the_arrays_that_were_written(tmp_path: Path, suffix: str) -> None:
+    files = [write(tmp_path / f"{number}.{suffix}", rows) for number, rows in enumerate([table()[:5], table()[5:]])]
+    (tmp_path / "letters").write_text("b\na\n")
+    columns = {name: name for name in COLUMNS if name != "name"}
+    vocabulary = dict.fromkeys(("text", "letters", "repeated"), str(tmp_path / "letters"))
+    dataset = opened(str(tmp_path / f"{{0..1}}.{suffix}"), columns=columns, tag="name", vocabulary=vocabulary)
+    assert dataset.num_sequences == 7
+    assert dataset.tags([6, 0]) == ["utt-ä6", "utt-ä0"]
+    assert dataset.file_bounds().tolist() == [0, 5, 7]
+    for number in (6, 2, 0, 1, 5, 3, 4):
+        arrays = dataset.sequence(number)
+        length = LENGTHS[number]
+        for name in ("lists", "fixed"):
+            assert numpy.array_equal(arrays[name], frames(number))
+            assert arrays[name].dtype == numpy.float32
+        assert arrays["single"].tolist() == [number % 5]
+        assert arrays["single"].dtype == numpy.int16
+        assert arrays["several"].tolist() == list(range(length))
+        assert arrays["text"].tolist() == arrays["letters"].tolist() == [1, 0] * length
+        assert arrays["repeated"].tolist() == [int(COLUMNS["repeated"][0][number] == "a")]
+        assert numpy.allclose(arrays["sound"][:, 0], numpy.arange(length * 10 + 10) / 100)
+        assert arrays["flag"].tolist() == [number % 2 == 0]
+    assert dataset.lengths["lists"].tolist() == list(LENGTHS)
+    assert dataset.streams["single"].labels == tuple("vwxyz")
+    assert dataset.streams["several"].dim == 7
+    assert opened(files[1], columns={"data": "lists"}).tags([1]) == ["row-1"]
+
+
+def test_row_groups_are_kept_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "a.parquet", table())
+    read: list[int] = []
+    original = tables.ParquetFile.read
+
+    def note(self: Any, number: int, columns: Any) -> Any:
+        read.append(number)
+        return original(self, number, columns)
+
+    monkeypatch.setattr(tables.ParquetFile, "read", note)
+    dataset = opened(file, columns={"data": "lists"})
+    assert read == [0, 1, 2, 3]
+    for number in (6, 0, 3, 6, 1):
+        dataset.sequence(number)
+    assert read == [0, 1, 2, 3]
+    monkeypatch.setattr(tables, "KEPT", 1)
+    dataset = opened(file, columns={"data": "lists"})
+    read.clear()
+    for number in (6, 0, 1, 6):
+        assert numpy.array_equal(dataset.sequence(number)["data"], frames(number))
+    assert read == [0, 3]
+
+
+# ------------------------------------------------------------------------------------------------ what may be wrong
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path, suffix: str) -> None:
+    good, bad = (Path(write(tmp_path / f"{name}.{suffix}", table())) for name in ("good", "bad"))
+    content = bad.read_bytes()
+    for size in (len(content) - 1, len(content) - 8, len(content) * 2 // 3, 100, 3, 0):
+        bad.write_bytes(content[:size])
+        with pytest.raises(DataError, match=rf"bad.{suffix}: expected "):
+            opened([str(good), str(bad)], columns={"data": "lists"})
+    bad.write_bytes(content[: len(content) // 3] + bytes(100) + content[len(content) // 3 + 100 :])
+    bad.unlink()
+    with pytest.raises(DataError, match=rf"bad.{suffix}: expected an? (Arrow|parquet) file, got: .*No such file"):
+        opened([str(good), str(bad)], columns={"data": "lists"})
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "bad.parquet", table(), size=4))
+    content = bytearray(path.read_bytes())
+    place = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    start = place.dictionary_page_offset or place.data_page_offset
+    content[start : start + place.total_compressed_size] = bytes(place.total_compressed_size)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad.parquet: expected a whole row group 1, got: "):
+        opened(str(path), columns={"data": "lists"})
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no column": ({}, {"data": "list"}, r"train.columns.data: expected a column of .*a.parquet \(name, lists, .*\), got 'list'"),
+    "no text": ({}, {"data": "text"}, "train.vocabulary: expected a vocabulary for 'data', which has texts, got none"),
+    "other type": (
+        {"lists": ([[[["x"]]]] * 7, pyarrow.list_(pyarrow.list_(pyarrow.list_(pyarrow.string()))))},
+        {"data": "lists"},
+        "train.columns.data: expected a column of numbers, lists .*, got list<.*> in column 'lists' of .*a.parquet",
+    ),
+    "missing": (
+        {"single": ([1, 2, 3, 4, 5, None, 7], pyarrow.int16())},
+        {"data": "single"},
+        "a.parquet, column 'single', row 5: expected a value, got none",
+    ),
+    "missing in a list": (
+        {"several": ([[1], [2], [3], [4, 4, None], [5], [6], [7]], pyarrow.list_(pyarrow.int64()))},
+        {"data": "several"},
+        "a.parquet, column 'several', row 3: expected a value, got none",
+    ),
+    "missing in a frame": (
+        {"lists": ([[[1.0]], [[2.0]], [], [[3.0], [None]], [], [], []], pyarrow.list_(pyarrow.list_(FLOATS)))},
+        {"data": "lists"},
+        "a.parquet, column 'lists', row 3: expected a value, got none",
+    ),
+    "missing text": (
+        {"letters": ([["a"], ["a"], ["a"], ["a", None], ["a"], ["a"], ["a"]], pyarrow.list_(pyarrow.string()))},
+        {"data": "letters"},
+        "a.parquet, column 'letters', row 3: expected a value, got none",
+    ),
+    "ragged": (
+        {"lists": ([[[1.0]], [[2.0]], [], [[3.0], [4.0, 5.0]], [], [], []], pyarrow.list_(pyarrow.list_(FLOATS)))},
+        {"data": "lists"},
+        "a.parquet, column 'lists', row 3: expected frames of 1 numbers each, got frames of other sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_value_is_named_with_column_and_row(tmp_path: Path, what: str) -> None:
+    changed, columns, expected = BAD[what]
+    file = write(tmp_path / "a.parquet", table(**changed))
+    (tmp_path / "letters").write_text("b\na\n")
+    vocabulary = {"data": str(tmp_path / "letters")} if what == "missing text" else {}
+    with pytest.raises(DataError, match=expected):
+        opened(file, columns=columns, vocabulary=vocabulary)
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.parquet", table())
+    other = write(tmp_path / "b.parquet", table(single=([1.0] * 7, FLOATS)))
+    with pytest.raises(DataError, match=r"b.parquet: expected int16 in column 'single', as in .*a.parquet, got float"):
+        opened([first, other], columns={"data": "single"})
+    with pytest.raises(DataError, match=r"train.tag: expected a column of texts, got int16 in column 'single' of "):
+        opened(first, columns={"data": "lists"}, tag="single")
+    wrong = {"class": "ParquetDataset", "files": [], "columns": {"data": "a"}, "vocabulary": {"date": "a"}}
+    assert faults(parse("train", wrong, {})[1]) == ["train.files: missing", "train.vocabulary: unknown-value"]
+    spec, _ = parse("train", {"class": "ArrowDataset", "files": first}, {})
+    assert spec is not None
+    with pytest.raises(DataError, match=re.escape("a.parquet: expected an Arrow file, got: ")):
+        open_dataset(spec)

@@ -1,0 +1,107 @@
+"""The count of broken sequences."""
+
+import numpy
+import pytest
+
+import hvdtrain
+from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.data.sources import check_dataset, open_dataset
+from hvdtrain.data.types import Batch
+from hvdtrain.errors import BrokenSequence
+
+
+def test_each_sequence_counts_once_over_ranks_and_epochs() -> None:
+    ranks = [BrokenSequences("train", 3) for _ in range(2)]
+    ranks[0].leave_out(["no audio"], 9)
+    ranks[1].leave_out(["no audio"], 9)
+    ranks[0].add([(5, "a.wav")])
+    for _ in range(2):
+        found = [rank.take() for rank in ranks]
+        lines = [rank.merge(found) for rank in ranks]
+    assert lines == [[], []]
+    assert [rank.number for rank in ranks] == [2, 2]
+    ranks[1].add([(5, "a.wav")])
+    assert ranks[1].take() == []
+    ranks[1].add([(6, "b.wav")])
+    ranks[0].add([(7, "c.wav")])
+    found = [rank.take() for rank in ranks]
+    for rank in ranks:
+        with pytest.raises(
+            BrokenSequence, match=r"at most 3 broken sequences \(skip_broken\), got 4 broken: c.wav; b.wav"
+        ) as raised:
+            rank.merge(found)
+        assert raised.value.on_every_rank
+
+
+def test_a_rank_that_finds_too_many_does_not_wait_for_the_others() -> None:
+    broken = BrokenSequences("train", 1)
+    with pytest.raises(BrokenSequence, match="got 2 broken: a; b$"):
+        broken.add([(1, "a"), (2, "b")])
+
+
+def test_a_batch_knows_what_was_planned() -> None:
+    batch = Batch({}, numpy.array([4, 2]), broken=[(9, "a.wav")])
+    assert batch.planned.tolist() == [4, 2, 9]
+    assert batch.if_any is batch
+    assert Batch({}, numpy.array([], numpy.int64), broken=[(9, "a.wav")]).if_any is None
+
+
+class Items:
+    """Items of a user's own, of which some cannot be read."""
+
+    lengths = [3, 4, 5, 6, 7, 8]
+
+    def __init__(self, broken: tuple[int, ...]) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> numpy.ndarray:
+        if index in self._broken:
+            raise hvdtrain.BrokenSequence(f"item {index} is gone")
+        return numpy.full((self.lengths[index], 2), index, numpy.float32)
+
+
+def batches_of(dataset: Dataset, limit: int, size: int = 1, rank: int = 0, chunking: int = 0) -> list[Batch]:
+    chunks = cut(dataset.lengths, ChunkKeys(chunking=chunking)) if chunking else None
+    broken = BrokenSequences("train", limit)
+    keys = OrderKeys(seq_ordering="default"), BatchKeys(max_seqs=2)
+    feed = Feed("train", dataset, *keys, rank, size, chunks=chunks, broken=broken)
+    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+        return list(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
+    inside = {"class": lambda: Items((2, 3, 5))}
+    options = {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays, "num_workers": workers}
+    spec, problems = check_dataset("train", options, {})
+    assert spec is not None, problems
+    dataset = open_dataset(spec)
+    found = batches_of(dataset, 3)
+    assert [batch.indices.tolist() for batch in found] == [[0, 1], [], [4]]
+    assert [sorted(batch.planned.tolist()) for batch in found] == [[0, 1], [2, 3], [4, 5]]
+    assert found[2].broken == [(5, "item 5 is gone")]
+    assert found[2].data["data"].values.shape == (1, 7, 2)
+    assert found[1].if_any is None
+    assert found[0].seq_tags is not None
+    with pytest.raises(BrokenSequence, match=r"train: item 2 is gone \(skip_broken = N lets a training go on"):
+        batches_of(dataset, 0)
+    dataset.close()
+
+
+def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
+    spec, _ = check_dataset("train", {"class": lambda: Items((1,))}, {})
+    assert spec is not None
+    found = batches_of(open_dataset(spec), 1, chunking=3)
+    planned = [index for batch in found for index in batch.planned.tolist()]
+    assert sorted(planned) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert [index for batch in found for index in batch.indices.tolist()] == [index for index in sorted(planned) if index != 1]
+    assert {index for batch in found for index, _ in batch.broken} == {1}

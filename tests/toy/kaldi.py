@@ -1,0 +1,16 @@
+"""Training data in Kaldi folders, for the toy configs before it."""
+
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
+from pathlib import Path
+
+folder = Path(config.value("folder"))
+
+
+def part(name):
+    files = {"data": ("feats.scp", "kaldi_ark"), "classes": ("ali.scp", "kaldi_ark"), "id": ("number", "text_int")}
+    return {"class": "KaldiFolder", "folder": str(folder / name), "features": None, "units": None, "data_keys": files}
+
+
+train = part("train") | {"seq_ordering": "default"}
+dev = part("dev")
+lengths_dir = None

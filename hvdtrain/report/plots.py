@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -154,14 +155,9 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
             within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color)
             yield from (replace(curve, group=label) for curve in within)
         if dataset != "train" and run.evaluations:
-            found = _step_curves(
-                run,
-                f"{label}, within epochs",
-                lambda line, name=name: line["scores"].get(name),
-                color,
-                smooth=False,
-                lines=run.evaluations,
-            )
+            score = partial(_score_named, name)
+            label_within = f"{label}, within epochs"
+            found = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
             yield from (replace(curve, group=label) for curve in found)
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
@@ -174,6 +170,11 @@ def _score_of(line: Mapping[str, Any], loss: str) -> Any:
     """A loss in a line of steps.jsonl, under its name with or without the prefix of the training data."""
     scores = line.get("scores") or {}
     return scores.get(loss, scores.get(f"train_loss_{loss}"))
+
+
+def _score_named(name: str, line: Mapping[str, Any]) -> Any:
+    """A score in a line of evaluations.jsonl."""
+    return line["scores"].get(name)
 
 
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:

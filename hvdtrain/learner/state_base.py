@@ -84,6 +84,14 @@ class StateBase(ABC):
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
 
+    @property
+    def base_hash(self) -> str | None:
+        """The hash of the frozen parameters, if checkpoints leave them out."""
+        return None
+
+    def check_base(self) -> None:  # noqa: B027 most checkpoints leave nothing out
+        """Check that frozen parameters which checkpoints leave out are as the model was made with. Raises: ConfigError."""
+
     # The moving average
 
     def start_average(self) -> None:

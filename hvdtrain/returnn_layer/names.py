@@ -11,6 +11,7 @@ ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",
     "learning_rate_growth": "newbob_learning_rate_growth",
     "torch_amp": "mixed_precision",
+    "packed_tensors": "packed",
 }
 """By RETURNN's name of a key, hvdtrain's name."""
 
@@ -26,8 +27,7 @@ UNSUPPORTED = {
     "gradient_clip_norm": "set gradient_clip_global_norm",
     "gradient_clip_avg_norm": "set gradient_clip_global_norm",
     "inc_seq_length": "set max_seq_length",
-    "packed_batch_cost": "set packed_batch_size",
-    "packed_tensors": "batches are padded: pack them in train_step, with rf.pack_padded or pack_padded_sequence",
+    "packed_batch_cost": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size",
     "use_last_best_model": "none",
     "torch_batching": "batches are planned from the lengths, on every rank, not made from a stream: set batch_size, max_seqs or "
     "max_pad_size, seq_ordering in the dataset's dict, shuffle_batches; docs/batches.md has all limits",
@@ -42,6 +42,24 @@ UNSUPPORTED = {
     "maximize_grad_norm": "none",
 }
 """Keys of RETURNN that are refused, since ignoring them would change the training, with what to do instead."""
+
+KEYS_OF_NETWORKS = frozenset(
+    """
+    network get_network pretrain pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate
+    pretrain_repetitions init_new_network_callback reinit_network_each_epoch use_learning_rate_control_always
+    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter
+    grad_norm_to_clip_to_zero
+
+    adadelta adagrad adam combine_labels ctc_prior_file debug_add_check_numerics_on_output debug_add_check_numerics_ops
+    debug_print_layer_output debug_print_layer_output_shape debug_print_layer_output_template debug_rec_layer
+    debug_runtime_sanity_checks decouple_constraints decouple_constraints_factor default_input deterministic_train exclude
+    extra_updates flat_net_construction global_norm_tag gradient_clip_global_norm_tag inf_value
+    load_ignore_missing_vars loss momentum nadam optimize_move_layers_out optimizer_use_locking param_dropout
+    param_dropout_min_ndim param_variational_noise rmsprop search_train_network_layers target tf_native_ctc_zero_infinity
+    tf_session_opts use_tensorflow
+    """.split()
+)
+"""Keys that the functions of RETURNN read which build a network and its updater: honoured in configs with a network."""
 
 TORCH_DISTRIBUTED = {
     "class": "gradients are reduced without a wrapper around the model",

@@ -71,6 +71,14 @@ class TorchState(StateBase):
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
 
+    @property
+    def base_hash(self) -> str | None:
+        return None if self._base is None else str(self._base.entry["sha256"])
+
+    def check_base(self) -> None:
+        if self._base is not None:
+            self._base.check()
+
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = self._kind_tensors(kind)
         with torch.no_grad():
@@ -102,8 +110,7 @@ class TorchState(StateBase):
         return replace(contents, model=model, optimizer=optimizer)
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        if self._base is not None:
-            self._base.check()
+        self.check_base()
         contents = super().contents(progress)
         has_averages = TRAINED in contents.optimizer  # each under all names of its parameter
         aliases = {name: contents.model[first] for name, first in self._first_names.items() if has_averages}
@@ -125,12 +132,12 @@ class TorchState(StateBase):
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
         stored = super().load(model_file, optimizer_file)
-        if self._base is not None:
-            self._base.check()
+        self.check_base()
         return stored
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
-        ours, taken = preload(self._model_tensors(), self._device, request)
+        of_model = self._model.state_dict().items()  # with a base that is not saved, so that check_base notices
+        ours, taken = preload({name: one for name, one in of_model if name not in self._constants}, self._device, request)
         if self._average is not None:
             self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
         return ours, taken
@@ -140,10 +147,15 @@ class TorchState(StateBase):
 
     def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
         entry = stored.pop(BASE, None)
+        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         if entry is None:
+            if missing and self._base is not None:
+                raise CheckpointError(
+                    f"{file}: expected all parameters, or the hash of a base model, got neither "
+                    f"{', '.join(sorted(missing)[:5])} nor that"
+                )
             return {}
         own = self._model.state_dict()
-        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
         if not isinstance(entry, dict) or fingerprint(named) != entry.get("sha256"):
             raise CheckpointError(

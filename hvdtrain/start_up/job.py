@@ -179,6 +179,8 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.base_hash is not None:
+        together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:
         state.running.begin(progress.step)
     _note_keys(progress, settings)
@@ -271,7 +273,12 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:
         learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
+        shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+    if settings.learner.extra_models:
+        hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
+        check_alike(comm, learner.state.other_checksums, of="extra_models: ", hint=hint, name="extra_models")
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:

@@ -13,6 +13,8 @@ train["seq_ordering"] = config.value("ordering", "random")
 train["partition_epoch"] = config.int("parts", 1)
 dev = {"class": "HDFDataset", "files": [str(corpus / "dev.hdf")]} if config.bool("evaluated", False) else None
 
+use_tensorflow = True
+batch_size = 100000
 extern_data = {"data": {"dim": 4}, "classes": {"dim": 5, "sparse": True}}
 num_epochs = 1
 max_seqs = 12 // hvdtrain.size()
@@ -51,5 +53,9 @@ if layers == "embedding":  # its gradient has rows
     network["aligned"] = {"class": "reinterpret_data", "from": "data:classes", "size_base": "data"}
     network["words"] = {"class": "linear", "activation": None, "with_bias": False, "n_out": 3, "from": "aligned"}
     network["output"]["from"] = ["lstm", "words"]
+if layers == "frames":  # each by itself
+    network["conv"] = {"class": "linear", "n_out": 8, "activation": "relu", "from": ["data"]}
+    network["output"]["from"] = "conv"
+    del network["lstm"]
 if config.value("losses", "sum") == "several":
     network["other"] = {"class": "softmax", "from": "conv", "target": "classes", "loss": "ce", "loss_scale": 0.5}

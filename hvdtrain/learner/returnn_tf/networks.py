@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,6 +106,14 @@ def returnn_config(source: NetworkSource) -> Config:
     config = Config()
     config.typed_dict = {name: value for name, value in source.values.items() if name not in OWN}
     set_global_config(config)
+    if config.bool("nadam", False) and not config.typed_value("optimizer"):
+        config.typed_dict["optimizer"] = {"class": "nadam"}  # for this key, RETURNN makes a class that needs an old Keras
+    try:
+        importlib.import_module("tensorflow.python.training.training_ops")
+    except ModuleNotFoundError:  # RETURNN's class reads the operations from where TensorFlow had them
+        operations = importlib.import_module("tensorflow.python.ops.gen_training_ops")
+        sys.modules["tensorflow.python.training.training_ops"] = operations
+        vars(importlib.import_module("tensorflow.python.training"))["training_ops"] = operations
     if config.float("gradient_clip_global_norm", 0.0):
         config.typed_dict["log_grad_norm"] = True  # the norm that the update computes is also reported
     BackendEngine.select_engine(engine=BackendEngine.TensorFlowNetDict)

@@ -266,11 +266,9 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            parts = [
-                *self._model_parts_of(target, self._names_here()),
-                *[target.running_file.name] * (contents.running is not None),
-            ]
-            self._copy(target.optimizer_file, *(self.folder / name for name in parts), target.model_file)
+            running_files = [] if contents.running is None else [target.running_file]
+            parts = [self.folder / name for name in self._model_parts_of(target, self._names_here())]
+            self._copy(target.optimizer_file, *running_files, *parts, target.model_file)
             with _checkpoint_error(target.model_file):
                 self.tidy(target, keep_models=keep_models)
         except CheckpointError:

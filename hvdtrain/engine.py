@@ -18,17 +18,17 @@ from hvdtrain.report.steps import Reporters, StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import name_scores
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import StopVote, agree_on_batches, completed_share, plan_together, vote_interval
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
-from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch
-from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, evaluation_report, log_epoch
+from hvdtrain.training.evaluation import StopWithinEvaluation, evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.notifier import Notifier
 from hvdtrain.training.requests import RankRequests
-from hvdtrain.training.save_policy import SavePolicy
+from hvdtrain.training.save_policy import Interval, SavePolicy
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
 from hvdtrain.training.train_scores import TrainScores, warn_of_means
@@ -72,9 +72,12 @@ class Engine:
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
         self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
+        steps, minutes = (limits.evaluation_steps, limits.evaluation_minutes) if self._evaluations else (None, None)
+        self._evaluating = Interval(steps, minutes, session.progress.step, has_clock=comm.rank == 0)
+        self._is_save_due = False  # whether a rank has requested a checkpoint in an evaluation within an epoch
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._scores = TrainScores(comm, learner, limits.finite)
-        self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._scores)
+        self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._evaluating, self._scores)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
     def run(self) -> None:
@@ -111,6 +114,7 @@ class Engine:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
+        self._evaluating.reset()
         self._training.scores = scores
         self._notifier.notify("on_epoch_end")
 
@@ -134,7 +138,8 @@ class Engine:
     def _plan_epoch(self, current: EpochProgress) -> TrainingEpoch:
         """Collective. The plan and the learning rate of an epoch."""
         number, step, watchdog = current.epoch, self._progress.step, self._session.watchdog
-        learning_rate = self._rates.of_epoch(number, self._progress.history)
+        planned = self._rates.of_epoch(number, self._progress)
+        learning_rate = planned if current.learning_rate is None else current.learning_rate
         watchdog.beat(f"epoch {number}, planning", "planning")
         plan = plan_together(self._comm, self._train, number)
         watchdog.beat(f"epoch {number}, before its steps", "between")
@@ -142,7 +147,7 @@ class Engine:
         effective = self._rates.of_step(step, number - 1 + completed(current.position), learning_rate)
         log.detail(f"start epoch {number} global train step {step} with effective learning rate {effective:.6g} ...")
         self._training.learning_rate = effective
-        return TrainingEpoch(plan, current, completed, learning_rate, effective, seconds_before=current.elapsed)
+        return TrainingEpoch(plan, current, completed, planned, effective, seconds_before=current.elapsed)
 
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
@@ -151,6 +156,8 @@ class Engine:
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
         self._begin_steps(epoch, max(counts))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
+            if current.is_evaluation_due:  # a stop came before it or in it
+                self._evaluate_within(epoch)
             for steps in groups(max(counts), partial(self._steps_per_update, epoch)):
                 # Taken before the first step: it must not depend on how many batches the update is split into.
                 begun = epoch.continuous
@@ -167,7 +174,13 @@ class Engine:
                 ranks = sum(count > steps[0] for count in counts)  # a rank with any batch has one in the first step
                 update = FinishedUpdate(len(share) > steps[0], ranks, progress.step, current.rates.last)
                 sync.after_update(self._learner.state, update)
+                is_due = self._evaluating.is_due_after_step(progress.step)
+                current.is_evaluation_due = is_due and steps[-1] + 1 < max(counts)  # at the end of the epoch is another one
                 self._check(current)
+                if current.is_evaluation_due:
+                    self._evaluate_within(epoch)
+                if current.ended_by:
+                    break
         sync.end_of_epoch(self._learner.state)
         self._scores.gather(current)
         self._step_log.finish()
@@ -216,6 +229,54 @@ class Engine:
         self._step_log.step(StepReport(number, epoch.share, rate, batch, self._scores.buffer))
         self._notifier.notify_step_end()
 
+    def _evaluate_within(self, epoch: TrainingEpoch) -> None:
+        """Collective. Evaluate between two steps of an epoch, without any effect on the next steps but what the scores decide."""
+        current, progress, sync, state = epoch.current, self._progress, self._session.reducer.sync, self._learner.state
+        self._scores.gather(current)
+        self._clock.count(current)
+        scores_before, losses = self._training.scores, current.scores.scales()
+        self._training.is_within_epoch = True
+        try:
+            with self._step_log.set_aside():
+                sync.flush(state)
+                with sync.averaged_model(state):  # the ranks' models may differ now
+                    scores = with_totals(self._evaluate(current, {}), losses)
+        except StopWithinEvaluation as stop:
+            self._learner.meter.take_scores()  # those of the evaluation, which is repeated
+            self._training.is_within_epoch = False
+            self._stop(current, stop.status)
+        self._training.is_within_epoch = False
+        self._training.scores = scores_before
+        seconds = self._clock.skip()
+        if self._step_numbers is not None:
+            self._step_numbers.skip(seconds)
+        self._session.watchdog.beat(f"epoch {current.epoch}, after the evaluation within it", "between")
+        current.is_evaluation_due = False
+        self._evaluating.reset()
+        record = EvaluationRecord(current.epoch, epoch.learning_rate, scores, losses, progress.step)
+        progress.evaluations.append(record)
+        self._session.saver.save_evaluated(progress)
+        report = evaluation_report(epoch, record, seconds)
+        log.result(report.line([feed.name for feed in self._evaluations]))
+        for receive in self._reporters.evaluations:
+            receive(report)
+        self._follow_evaluation(epoch)
+
+    def _follow_evaluation(self, epoch: TrainingEpoch) -> None:
+        """After an evaluation within an epoch: change the learning rate or end the epoch, as the scores say; save if due."""
+        current = epoch.current
+        if self._rates.within_epoch is not None:
+            rate = self._rates.within_epoch(current.epoch, self._progress)
+            if rate != epoch.learning_rate:
+                log.detail(f"epoch {current.epoch}: the learning rate is {rate:.6g} from here on, by the evaluation within it")
+                current.learning_rate = rate
+        if self._limits.may_end_within and (reason := self._limits.ends_early(self._progress)) is not None:
+            log.info(f"epoch {current.epoch} ends after step {self._progress.step - current.first_step}: {reason}")
+            current.ended_by = reason
+        if self._is_save_due:
+            self._is_save_due = False
+            self._save()
+
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
@@ -240,12 +301,21 @@ class Engine:
         return [seconds for seconds, _ in gathered]
 
     def _check(self, current: EpochProgress) -> None:
-        """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it."""
+        """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
+        note that an evaluation is due."""
         wanted = self._stop_vote.step(self._requests)
         if wanted.report:
             raise self._scores.not_finite_error(current)
         if wanted.stop or wanted.stop_by_hand:
-            self._stop(current, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
+            status = BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED
+            if self._training.is_within_epoch:
+                raise StopWithinEvaluation(status)  # each rank needs its own model again before it is saved
+            self._stop(current, status)
+        if self._training.is_within_epoch:
+            self._is_save_due = self._is_save_due or bool(wanted.save)
+            return
+        if wanted.evaluate and not current.trained:
+            current.is_evaluation_due = True
         is_due = self._save_policy.is_due_after_step(self._progress.step)
         if not current.trained and (wanted.save or is_due):
             self._save()
@@ -287,7 +357,7 @@ class Engine:
 
     def _ends_early(self) -> str | None:
         """After an epoch, the reason to end training before its last epoch; None: continue."""
-        return self._finished_by or self._limits.ends_early(self._progress.history)
+        return self._finished_by or self._limits.ends_early(self._progress)
 
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""

@@ -69,7 +69,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
-        on_rank_zero(session.comm, lambda: session.best.update(session.progress.history), name="best")
+        on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
@@ -85,5 +85,5 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
-        best = session.best.summary(progress.history)
+        best = session.best.summary(session.best.records(progress))
         return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)

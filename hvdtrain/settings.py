@@ -60,7 +60,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.keys import ForwardKeys, PerEpochKeys, parse_placements
+from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -93,7 +93,11 @@ class RunKeys(Section):
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    model: str = key(
+        REQUIRED,
+        "where checkpoints go: the beginning of their names, such as exp/g2p/model",
+        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+    )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
@@ -166,6 +170,7 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     callbacks: CallbackKeys
+    evaluation: EvaluationKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -234,6 +239,8 @@ class Settings:
             "evaluated datasets": repr([spec.name for spec in self.evaluations]),
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
+            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
+            "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
         found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
@@ -475,7 +482,8 @@ def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
     problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
-    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    framework = FRAMEWORKS[run.backend]
+    formats = (None, framework.model_suffix) if framework.model_suffix else (None, framework.suffix, SAFETENSORS)
     if saving is not None and saving.checkpoint_format not in formats:
         wanted = " or ".join(repr(name) for name in formats if name)
         problems += problem(

@@ -28,7 +28,7 @@ fi
 run() {
     local name=$1 what=$2 log started=$SECONDS
     shift 2
-    if [ -d "$LOGS" ]; then log=$LOGS/$name.log; else log=${TMPDIR:-/tmp}/hvdtrain-setup-$name.log; fi
+    if [ -d "$LOGS" ]; then log=$LOGS/$name.log; else log=${TMPDIR:-/tmp}/hvdtrain-setup-$(id -u)-$name.log; fi
     printf 'setup: %s ... ' "$what"
     if "$@" >"$log" 2>&1; then
         printf '%d s\n' $((SECONDS - started))

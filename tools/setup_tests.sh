@@ -19,7 +19,7 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     echo "setup-tests: missing for some tests, and installing them takes root and Debian: ${packages[*]}"
     exit 0
 fi
-log=${TMPDIR:-/tmp}/hvdtrain-setup-tests.log
+log=${TMPDIR:-/tmp}/hvdtrain-setup-tests-$(id -u).log
 printf 'setup-tests: installing %s ... ' "${packages[*]}"
 started=$SECONDS
 if apt-get update -q >"$log" 2>&1 && DEBIAN_FRONTEND=noninteractive \

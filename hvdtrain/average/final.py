@@ -82,13 +82,15 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
             found = known.get(name)
             made.append(found or AverageScores(name, None, [], epoch, evaluator.scores(epoch)))
     on_rank_zero(session.comm, lambda: _write(folder / FILE, made), name="averages.write")
-    for line in comparison(session.progress.records, made, session.best.measure, settings.learner.ema_decay is not None):
+    for line in comparison(
+        session.best.records(session.progress), made, session.best.measure, settings.learner.ema_decay is not None
+    ):
         log.result(line)
     return made
 
 
 def _choose(rule: AverageRule, session: Session, checkpoints: CheckpointFolder) -> list[Checkpoint]:
-    chosen = select(rule, checkpoints, session.progress.records, session.best.measure)
+    chosen = select(rule, checkpoints, session.best.records(session.progress), session.best.measure)
     if (missing := shortfall(rule, chosen)) is not None:
         log.warning(f"average_checkpoints: {rule.name}: {missing}: the average is of these")
     return chosen

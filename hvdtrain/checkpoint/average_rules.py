@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import Any
@@ -142,6 +142,22 @@ class Averages:
 
     rules: Sequence[AverageRule] = ()
     measure: Measure = Measure()  # noqa: RUF009 it is frozen
+
+    def kept_within(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
+        """The ages of models within epochs to keep: of the best one, and of those that averages may need.
+
+        Args:
+            records: of the epochs and of the evaluations within them.
+            existing: the ages of the models, as of `Checkpoint.age`.
+        """
+        with_model = [record for record in records if record.age in existing]
+        kept = _best(with_model, self.measure, 1)
+        for rule in self.rules:
+            if rule.kind == "best":
+                kept += _best(with_model, rule.with_default(self.measure), rule.count)
+            elif rule.kind == "steps":
+                kept += [record for record in with_model if record.at_step in rule.numbers]
+        return {record.age for record in kept if record.at_step is not None}
 
     def epochs_to_keep(self, existing: Sequence[int], history: Sequence[EpochRecord]) -> dict[int, list[str]]:
         """The epochs whose models they may need, each with the reasons."""

@@ -205,7 +205,7 @@ class BestModel:
         if measure is None or best is None:
             return None
         models = {found.age: found for found in self._checkpoints.models()}
-        saved = best_of([record for record in history if _age(record) in models], measure, self.measure.higher)
+        saved = best_of([record for record in history if record.age in models], measure, self.measure.higher)
         rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
             **rule,
@@ -214,14 +214,9 @@ class BestModel:
         }
 
 
-def _age(record: EpochRecord) -> tuple[int, float]:
-    """As `Checkpoint.age` of the record's model."""
-    return record.epoch, math.inf if record.at_step is None else record.at_step
-
-
 def _entry(record: EpochRecord, measure: str, models: Mapping[tuple[int, float], Checkpoint]) -> dict[str, Any]:
     scores = {name: _number(score) for name, score in record.scores.items()}
-    model = models.get(_age(record))
+    model = models.get(record.age)
     step = {} if record.at_step is None else {"step": record.at_step}
     file = None if model is None else model.model_file.name
     return {"epoch": record.epoch, **step, "score": scores[measure], "file": file, "scores": scores}

@@ -38,6 +38,10 @@ class SaverProtocol(Protocol):
         """Collective. Write a checkpoint. Raises: CheckpointError."""
         ...
 
+    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
+        """Collective. After an evaluation within an epoch, write the model if it is to be kept. Raises: CheckpointError."""
+        ...
+
     def finish(self) -> None:
         """Collective. Wait until everything is written. Raises: CheckpointError."""
         ...
@@ -47,6 +51,9 @@ class NullSaver:
     """Saves nothing, for a dry run."""
 
     def save(self, progress: Progress) -> None:
+        pass
+
+    def save_evaluated(self, progress: Progress) -> None:
         pass
 
     def finish(self) -> None:
@@ -129,13 +136,51 @@ class Saver:
 
     def _write(self, target: Checkpoint, contents: CheckpointContents, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
-        self._checkpoints.write(target, contents)
+        self._checkpoints.write(target, contents, self._kept_within(progress))
         if target.step is not None:
             return
         self._note_best(progress)  # before the model that best.json names may be removed
         if self._cleanup is not None:
             clean_up(self._checkpoints, self._cleanup, progress.history, self._averages)
             self._note_best(progress)
+
+    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
+        """Collective. After an evaluation within an epoch, write the model, without its optimizer, if it is one of those to keep,
+        and remove those that no longer are.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        self.finish()
+        record = progress.evaluations[-1]
+        target = self._checkpoints.new(record.epoch, record.step)
+        age = target.age
+        if not on_rank_zero(self._comm, lambda: age in self._wanted_within(progress, age), name="wanted_model"):
+            return None
+        entries = {**progress.state(), SAVE_ID: new_save_id(), "size": self._comm.size, "distribution": self._distribution}
+        self._sync.flush(self._state)
+
+        def write() -> None:
+            if not self._checkpoints.at(record.epoch, record.step).model_file.exists():  # else it was saved with its optimizer
+                self._checkpoints.write_model(target, self._state.model_contents(entries))
+            self._checkpoints.tidy_models(target, self._kept_within(progress))
+            self._note_best(progress)
+
+        with self._sync.averaged_model(self._state), self._state.averaged_weights():
+            on_rank_zero(self._comm, write, name="save_model")
+        log.detail(f"Save model under {target.model_file}")
+        return target
+
+    def _kept_within(self, progress: Progress) -> set[tuple[int, float]]:
+        """The ages of the models within epochs that are kept: those that may be the best, or that averages need."""
+        return self._wanted_within(progress, None)
+
+    def _wanted_within(self, progress: Progress, new: tuple[int, float] | None) -> set[tuple[int, float]]:
+        """The same if there was a model of the age `new`, too."""
+        if not progress.evaluations or self._best is None or not self._best.within_epochs:
+            return set()
+        existing = {found.age for found in self._checkpoints.models()} | ({new} if new is not None else set())
+        return self._averages.kept_within(progress.records, existing)
 
     def finish(self) -> None:
         """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
@@ -172,7 +217,8 @@ class Saver:
     def _read(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> tuple[dict[str, Any], Progress]:
         """Load this rank's model and optimizer; return the other entries and the progress. Raises: CheckpointError."""
         file = checkpoint.model_file
-        state = self._state.load(file, None if fresh_optimizer else checkpoint.optimizer_file)
+        without_optimizer = fresh_optimizer or self._checkpoints.is_from_elsewhere(checkpoint)
+        state = self._state.load(file, None if without_optimizer else checkpoint.optimizer_file)
         progress = replace(read_progress(state, file), file=file)
         if missing := [name for name in ("epoch", "step") if state.get(name) is None]:
             raise DamagedCheckpoint(
@@ -264,7 +310,7 @@ class Saver:
 
     def _note_best(self, progress: Progress) -> None:
         if self._best is not None:
-            self._best.update(progress.history)
+            self._best.update(self._best.records(progress))
 
     def _rank_local_parts(self) -> tuple[StatePart, ...]:
         """The parts of the state that every rank has to save."""

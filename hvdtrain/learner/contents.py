@@ -22,6 +22,9 @@ SHAPES = "shapes"
 """An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
 none."""
 
+BASE = "base"
+"""An entry of a model's file without the frozen parameters: the hash of their values, their number, and the model's class."""
+
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
 
@@ -70,6 +73,10 @@ class CheckpointContents:
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_optimizer(optimizer_file, {**self.optimizer, **self.progress})
+        self.write_model(model_file)
+
+    def write_model(self, model_file: Path) -> None:
+        """Write only the model. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_model(model_file, self.model, self.progress)
 
 

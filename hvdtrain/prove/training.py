@@ -162,6 +162,9 @@ class StoppingSaver:
             self._inner.finish()
             raise StopTraining
 
+    def save_evaluated(self, progress: Progress) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
@@ -271,7 +274,7 @@ def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
     Args:
         updates: returns the number of updates done so far.
     """
-    return Rates(lambda epoch, history: rates[0], lambda step, complete, epoch_rate: rates[min(updates(), len(rates) - 1)])
+    return Rates(lambda epoch, progress: rates[0], lambda step, complete, epoch_rate: rates[min(updates(), len(rates) - 1)])
 
 
 class Recorder(StepLog):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -102,6 +102,46 @@ class EpochReport:
         lines = [f"epoch {self.epoch} score: {of('train')}, elapsed: {clock_text(total)}"]
         evaluations = "; ".join(f"{dataset}: {of(dataset)}" for dataset in datasets)
         return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The results of an evaluation within an epoch.
+
+    Attributes:
+        step: completed steps of the epoch.
+        global_step: completed steps of the whole training.
+        progress: the share of the epoch that is done, from 0 to 1.
+        learning_rate: the epoch's rate before a per-step rule is applied.
+        scores: by name, such as 'dev_loss_ce'.
+        elapsed: seconds that the evaluation took.
+        losses: as in `EpochReport`.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    progress: float
+    learning_rate: float
+    scores: Mapping[str, float]
+    elapsed: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    def line(self, datasets: Sequence[str]) -> str:
+        """The log line. `datasets`: the names of the evaluated datasets."""
+        found = []
+        for dataset in datasets:
+            start = f"{dataset}_loss_"
+            scores = {name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)}
+            found.append(f"{dataset}: {text(scores)}")
+        return (
+            f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(found)}, "
+            f"elapsed: {clock_text(self.elapsed)}"
+        )
+
+
+EvaluationReceiver = Callable[[EvaluationReport], None]
+"""Receives the report of an evaluation within an epoch on rank 0, between two steps, so it has to be fast."""
 
 
 class Reporter(Protocol):

@@ -1,5 +1,5 @@
-"""JSON files next to the model, for scripts: scores.jsonl and steps.jsonl, with a line per epoch and per recorded step, and
-summary.json, the model layer by layer.
+"""JSON files next to the model, for scripts: scores.jsonl, evaluations.jsonl and steps.jsonl, with a line per epoch, per
+evaluation within an epoch, and per recorded step; and summary.json, the model layer by layer.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from itertools import count
 from math import prod
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from hvdtrain.learner.base import Layer
-from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.epoch import EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
 
@@ -54,6 +54,25 @@ class JsonLines:
         if last is not None and epoch not in lines:
             lines[epoch] = json.dumps(last)
         _rewrite(self._path, [lines[number] for number in sorted(lines) if number <= epoch])
+
+
+class EvaluationLines:
+    """Writes one line of JSON per evaluation within an epoch to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        line = {**asdict(report), "scores": {name: _finite(value) for name, value in report.scores.items()}}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def go_on(self, steps: Collection[int]) -> None:
+        """Keep only the evaluations after these numbers of steps of the whole training, which a resumed training has done."""
+        if self._path.exists():
+            lines = _lines(self._path, lambda line: int(line["global_step"]))
+            _rewrite(self._path, [line for step, line in lines if step in steps])
 
 
 def as_step_line(record: StepRecord) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Meter
-from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.epoch import EvaluationReceiver, EvaluationReport, Reporter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
@@ -56,9 +56,11 @@ StepReceiver = Callable[[StepRecord], None]
 
 
 class EpochAndStepReceiver(Reporter, Protocol):
-    """Receives the reports of epochs and the records of steps."""
+    """Receives the reports of epochs, the records of steps, and the reports of evaluations within epochs."""
 
     def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, report: EvaluationReport) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Reporters:
 
     Attributes:
         epochs: called with the report of every finished epoch.
+        evaluations: called with the report of every evaluation within an epoch.
         steps: called with the record of a step whenever the log has a line about it.
         services: as `epochs`, and called after them; they may take as long as they need, for which all ranks wait.
     """
@@ -74,11 +77,17 @@ class Reporters:
     epochs: Sequence[Reporter] = ()
     steps: Sequence[StepReceiver] = ()
     services: Sequence[Reporter] = ()
+    evaluations: Sequence[EvaluationReceiver] = ()
 
     def with_receivers(self, others: Iterable[EpochAndStepReceiver]) -> Reporters:
         """These reporters and others that receive both kinds of reports."""
         more = list(others)
-        return Reporters([*self.epochs, *more], [*self.steps, *(receiver.step for receiver in more)], self.services)
+        return Reporters(
+            [*self.epochs, *more],
+            [*self.steps, *(receiver.step for receiver in more)],
+            self.services,
+            [*self.evaluations, *(receiver.evaluation for receiver in more)],
+        )
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
@@ -137,6 +146,10 @@ class StepNumbers:
         """
         self._work, self._position = work, position
         self._since, self._seconds = time.perf_counter(), self._seconds_so_far()
+
+    def skip(self, seconds: float) -> None:
+        """Leave some seconds out of the time since the last record."""
+        self._since += seconds
 
     def step(
         self,

@@ -19,7 +19,7 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
 from hvdtrain.report.services import RunDescription, Status
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime import log
@@ -45,6 +45,11 @@ def metrics(report: EpochReport) -> dict[str, float]:
         if len(values) > 1:
             numbers[f"time of the slowest rank/{name}"] = max(values)
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
+
+
+def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
+    """The scores of an evaluation within an epoch, under the same names as those of epochs: `dev/ce`."""
+    return {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
 
 
 class TrackEpoch:
@@ -120,6 +125,9 @@ class BackgroundTracker:
             self._num_dropped += 1
         else:
             self._calls.put(("log_steps", (record.epoch, record.global_step, step_metrics(record))))
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self._calls.put(("log_steps", (report.epoch, report.global_step, evaluation_metrics(report))))
 
     def request_end(self, status: Status, files: Mapping[str, Path]) -> None:
         """Queue the last calls.
@@ -262,6 +270,10 @@ class TensorBoard:
     def step(self, record: StepRecord) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in step_metrics(record).items()]
         self._write(record.global_step, values)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        numbers = evaluation_metrics(report)
+        self._write(report.global_step, [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()])
 
     def _write(self, step: int, values: Sequence[Any]) -> None:
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))

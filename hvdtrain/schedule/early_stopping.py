@@ -32,15 +32,23 @@ def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], m
     """The reason to end training after the epochs of a history, for the log; None: training continues.
 
     Args:
-        history: the finished epochs, oldest first.
+        history: the finished epochs, and evaluations within epochs if these count; oldest first.
         measure: compares epochs.
     """
     if keys.early_stopping_patience is None or not history:
         return None
     name, best = measure.name(history), measure.best(history, keys.early_stopping_min_difference)
     patience = keys.early_stopping_patience
-    if name is None or history[-1].epoch - (history[0] if best is None else best).epoch < patience:
+    if name is None or _passed(history, history[0] if best is None else best) < patience:
         return None
     if best is None:
         return f"{name} was not a number in any of {len(history)} epochs, early_stopping_patience is {patience}"
-    return f"{name} was best after epoch {best.epoch} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"
+    at = f"epoch {best.epoch}" if best.at_step is None else f"step {best.at_step} in epoch {best.epoch}"
+    return f"{name} was best after {at} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"
+
+
+def _passed(history: Sequence[EpochRecord], since: EpochRecord) -> int:
+    """How many epochs, or evaluations if some are within epochs, there were after a record."""
+    if all(record.at_step is None for record in history):
+        return history[-1].epoch - since.epoch
+    return len(history) - 1 - next(place for place, record in enumerate(history) if record is since)

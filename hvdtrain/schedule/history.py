@@ -65,6 +65,11 @@ class EpochRecord:
         """The number of steps of the training at an evaluation within the epoch; None: the epoch was finished."""
         return None
 
+    @property
+    def age(self) -> tuple[int, float]:
+        """A sort key: later records compare larger."""
+        return self.epoch, inf if self.at_step is None else self.at_step
+
 
 @dataclass(frozen=True)
 class EvaluationRecord(EpochRecord):
@@ -83,5 +88,4 @@ class EvaluationRecord(EpochRecord):
 
 def in_order(history: Iterable[EpochRecord], evaluations: Iterable[EpochRecord]) -> list[EpochRecord]:
     """The records of epochs and of the evaluations within them, oldest first."""
-    records = [*history, *evaluations]
-    return sorted(records, key=lambda record: (record.epoch, inf if record.at_step is None else record.at_step))
+    return sorted([*history, *evaluations], key=lambda record: record.age)

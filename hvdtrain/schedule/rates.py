@@ -141,7 +141,7 @@ def next_rate(control: str, keys: NewbobKeys, first: float, epoch: int, history:
     Args:
         control: 'newbob', 'newbob_abs' or 'newbob_multi_epoch'.
         first: the learning rate of the first epoch.
-        epoch: the epoch, counted from 1.
+        epoch: the epoch, counted from 1; with evaluations within epochs, the number of the next evaluation.
         history: at least one epoch, oldest first.
     """
     last = history[-1].learning_rate
@@ -226,7 +226,8 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
 
     Args:
         epoch: counted from 1.
-        history: the finished epochs before it, oldest first.
+        history: the finished epochs before it, oldest first. If evaluations within epochs are among them, newbob takes each
+            record for an epoch.
     """
     listed = listed_rates(keys)
     if epoch in listed:
@@ -236,7 +237,8 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
         return listed[max(earlier)] if earlier else float(keys.learning_rate or 0.0)
     if keys.learning_rate_control == "constant":
         return history[-1].learning_rate
-    return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, epoch, history)
+    number = epoch if all(record.at_step is None for record in history) else len(history) + 1
+    return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, number, history)
 
 
 def nan_line(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequence[EpochRecord]) -> str | None:

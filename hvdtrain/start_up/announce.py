@@ -102,7 +102,7 @@ def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits
         log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
     log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
-        early = limits.ends_early(progress.history)
+        early = limits.ends_early(progress)
         # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
         level = 3 if settings.process.is_own else 2
         log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")

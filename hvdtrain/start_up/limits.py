@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
@@ -21,6 +22,7 @@ ACCUMULATION = "accum_grad_multiple_step"
 
 def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
     """When to save and when to end."""
+    stops_within = settings.evaluation.serves("early_stopping")
     of_config = rounds_per_update(settings.accumulation)
 
     def rounds(epoch: int, epoch_continuous: float, step: int) -> int:
@@ -33,10 +35,15 @@ def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
 
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
-        ends_early=lambda history: early_stop_reason(settings.ending, history, settings.measure),
+        ends_early=lambda progress: early_stop_reason(
+            settings.ending, progress.records if stops_within else progress.history, settings.measure
+        ),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
+        evaluation_steps=settings.evaluation.eval_interval_steps,
+        evaluation_minutes=settings.evaluation.eval_interval_minutes,
+        may_end_within=stops_within,
         rounds_per_update=rounds,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
@@ -47,11 +54,14 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
     dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
     schedule = settings.step_schedule
 
-    def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+    changes_within = settings.evaluation.serves("learning_rate")
+
+    def of_epoch(epoch: int, progress: Progress) -> float:
         given = epochs.keys(epoch).get("learning_rate")
         if given is not None:
             return float(given)
-        errors = negate_higher(history, settings.scoring.higher_is_better)
+        records: list[EpochRecord] = progress.records if changes_within else progress.history
+        errors = negate_higher(records, settings.scoring.higher_is_better)
         if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
             log.warning(line)
         return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
@@ -71,4 +81,4 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
             rate *= schedule.factor(step, epoch_continuous)
         return scale_learning_rate(rate, settings.reduce.learning_rate_scale, size)
 
-    return Rates(of_epoch, of_step)
+    return Rates(of_epoch, of_step, of_epoch if changes_within else None)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hvdtrain.comm.base import together
 from hvdtrain.config.source import as_function
-from hvdtrain.report.epoch import EpochReport, Reporter
-from hvdtrain.report.json_lines import JsonLines, StepLines
+from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
+from hvdtrain.report.json_lines import EvaluationLines, JsonLines, StepLines
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
@@ -27,7 +27,7 @@ from hvdtrain.report.trackers import (
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
-from hvdtrain.schedule.measure import fallback_line, unclear_line
+from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 
@@ -41,12 +41,16 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         epochs.go_on(progress.epoch, progress.report)
         current = progress.current
         steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
-        reporters: list[Reporter] = [epochs, BestReporter(session)]
+        best = BestReporter(session)
+        reporters: list[Reporter] = [epochs, best]
         if settings.schedule.learning_rate_file is not None:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
         trackers = open_trackers(settings, session)
-        return Reporters(reporters, [steps.step, *trackers.steps], trackers.services)
+        evaluations = EvaluationLines(folder / "evaluations.jsonl")
+        evaluations.go_on({record.step for record in progress.evaluations})
+        receivers = [evaluations.evaluation, best.evaluation, *trackers.evaluations]
+        return Reporters(reporters, [steps.step, *trackers.steps], trackers.services, receivers)
 
     return together(comm, lambda: open_on_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
@@ -57,15 +61,33 @@ class BestReporter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._is_first = True
+        self._has_warned = False  # of sums that cannot be compared
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """After an evaluation within an epoch, if these compete."""
+        keeper = self._session.best
+        if not keeper.within_epochs:
+            return
+        records = keeper.records(self._session.progress)
+        best, name = keeper.measure.best(records), keeper.measure.name(records)
+        if best is not None and name is not None and best.at_step == report.global_step:
+            log.info(
+                f"epoch {best.epoch}, step {report.step}, is the best so far: {name} {best.scores[name]:.4g}, "
+                f"{keeper.measure.direction(name)}"
+            )
+        keeper.update(records)
 
     def epoch(self, report: EpochReport) -> None:
-        history, measure = self._session.progress.history, self._session.best.measure
+        history, measure = self._session.best.records(self._session.progress), self._session.best.measure
         best, name = measure.best(history), measure.name(history)
         for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
             if line is not None:
                 log.warning(line)
-        if best is not None and name is not None and best.epoch == report.epoch:
+        if best is not None and name is not None and best.epoch == report.epoch and best.at_step is None:
             log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+        if not self._has_warned and (line := changed_scales_line(self._session.progress.history, measure)) is not None:
+            self._has_warned = True
+            log.warning(line)
         self._is_first = False
         self._session.best.update(history)
 
@@ -81,7 +103,11 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     if track_epoch is not None:
         trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
     tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
-    return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
+    return Reporters(
+        steps=[board.step for board in boards],
+        services=[*tolerant, *trackers],
+        evaluations=[board.evaluation for board in boards],
+    )
 
 
 @contextmanager

@@ -117,7 +117,9 @@ def find_learning_rate(settings: Settings) -> None:
     """Collective. Train with a growing rate, draw the losses, and suggest a rate. Raises: HvdtrainError."""
     lowest, highest, updates = settings.schedule.learning_rate_ramp
     with open_session(writing_nothing(settings), "dry_run") as session:
-        limits = replace(open_limits(settings), num_epochs=1_000_000, save_steps=None, save_minutes=None, finite=False)
+        limits = replace(
+            open_limits(settings, session.epochs), num_epochs=1_000_000, save_steps=None, save_minutes=None, finite=False
+        )
         announce(settings, session, limits, gather_hosts(session))
         first, epoch = session.progress.step, session.progress.epoch + 1
         rounds = limits.rounds_per_update(epoch, float(epoch - 1), first)
@@ -207,7 +209,7 @@ def report(points: Sequence[Point], folder: Path, updates: int) -> None:
     found = suggest(points, losses)
     folder.mkdir(parents=True, exist_ok=True)
     data = {
-        "points": [asdict(point) for point in points],
+        "points": [{"rate": one.rate, "loss": one.loss if isfinite(one.loss) else None} for one in points],
         "smoothed": losses,
         "suggestion": None if found is None else asdict(found),
     }

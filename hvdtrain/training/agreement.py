@@ -180,12 +180,14 @@ class StopRequests:
         stop_by_hand: the same after Ctrl-C.
         save: write a checkpoint.
         report: report a loss that is not finite.
+        evaluate: evaluate within the epoch.
     """
 
     stop: int = 0
     stop_by_hand: int = 0
     save: int = 0
     report: int = 0
+    evaluate: int = 0
 
 
 NONE = StopRequests()

@@ -23,8 +23,8 @@ EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
     "on_epoch_begin": "before the steps of an epoch, or before its remaining steps after a resume",
     "on_step_end": "after every step, which is one batch on every rank",
-    "on_evaluation_begin": "before a dataset is evaluated",
-    "on_evaluation_end": "after a dataset was evaluated",
+    "on_evaluation_begin": "before a dataset is evaluated, also within an epoch",
+    "on_evaluation_end": "after a dataset was evaluated, also within an epoch",
     "on_epoch_end": "after all evaluations of an epoch, before it is saved",
     "on_save": "after a checkpoint was written, also within an epoch",
     "on_stop": "at the end of the training, whether finished or stopped, but not after an error",
@@ -46,6 +46,8 @@ class Training:
         checkpoint: the file of the last saved model, such as exp/model.003.pt; None: none so far. With save_in_background, it may
             not be complete yet.
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
+        is_within_epoch: whether this is an evaluation within an epoch (`eval_interval_steps`), in on_evaluation_begin and
+            on_evaluation_end.
     """
 
     def __init__(self, comm: Communicator, learner: Learner, progress: Progress, measure: Measure) -> None:
@@ -59,6 +61,7 @@ class Training:
         self.scores: Mapping[str, float] = progress.history[-1].scores if progress.history else {}
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
+        self.is_within_epoch = False
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
 
@@ -142,7 +145,7 @@ NO_CALLBACKS = Callbacks()
 class EpochFunctions:
     """The functions `epoch_start` and `epoch_end` as a callback.
 
-    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation.
+    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation at its end.
     """
 
     def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
@@ -165,12 +168,14 @@ class EpochFunctions:
         self._end_training(training)
 
     def _end_training(self, training: Training) -> None:
+        if training.is_within_epoch:
+            return
         if self._is_training:
             self._call(self._end, training, "train")
         self._is_training = False
 
     def _call(self, function: Callable[..., Any] | None, training: Training, dataset: str | None) -> None:
-        if function is not None:
+        if function is not None and not training.is_within_epoch:
             function(epoch=training.epoch, step=training.step, model=training.model, dataset_name=dataset)
 
 

@@ -11,12 +11,12 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.learner.base import Meter
 from hvdtrain.learner.reducer import Reducer
-from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.epoch import EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepNumbers, work_counter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
 from hvdtrain.schedule.measure import divergence_lines
 from hvdtrain.training.step_log import StepReport
 
@@ -29,7 +29,7 @@ class TrainingEpoch:
         plan: all of its batches.
         current: its progress; kept up to date.
         completed: returns the share of its sequences before a position.
-        learning_rate: the epoch's, before a per-step rule is applied.
+        planned_rate: the epoch's learning rate when it began, before a per-step rule is applied.
         first_rate: the effective learning rate with which it begins or resumes.
         seconds_before: seconds of training before it was resumed.
     """
@@ -37,9 +37,14 @@ class TrainingEpoch:
     plan: Plan
     current: EpochProgress
     completed: Callable[[int], float]
-    learning_rate: float
+    planned_rate: float
     first_rate: float
     seconds_before: float
+
+    @property
+    def learning_rate(self) -> float:
+        """The epoch's learning rate, which an evaluation within it may have changed; before a per-step rule is applied."""
+        return self.planned_rate if self.current.learning_rate is None else self.current.learning_rate
 
     @property
     def share(self) -> float:
@@ -89,6 +94,12 @@ class EpochClock:
         synced = self._timer.seconds.get("parameter sync", 0.0)
         current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
         self._counted_sync = synced
+
+    def skip(self) -> float:
+        """Leave out of the epoch's time what has passed since the last call of `count`, and return it."""
+        now = time.perf_counter()
+        passed, self._counted_until = now - self._counted_until, now
+        return passed
 
     def seconds(self) -> dict[str, float]:
         """This rank's seconds since the epoch began or was resumed, by activity."""
@@ -140,6 +151,7 @@ def epoch_report(
         seconds: the seconds of every rank, by activity.
     """
     current, rates = epoch.current, epoch.current.rates
+    order = epoch.plan.order[: epoch.plan.bounds[min(current.position, epoch.plan.num_batches)]] if current.ended_by else None
     last_rate = rates.last if rates.updates else epoch.learning_rate
     return EpochReport(
         epoch=current.epoch,
@@ -148,7 +160,7 @@ def epoch_report(
         elapsed=current.elapsed,
         computing=current.computing / current.elapsed,
         learning_rate=last_rate,
-        num_sequences=feed.num_sequences(epoch.plan),
+        num_sequences=feed.num_sequences(epoch.plan) if order is None else feed.sequences_among(order),
         scores=scores,
         padding=epoch.plan.padding(feed.lengths_in(current.epoch)),
         seconds=seconds,
@@ -160,6 +172,20 @@ def epoch_report(
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
         broken=current.left_out or None,
+    )
+
+
+def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: float) -> EvaluationReport:
+    """The results of an evaluation within an epoch, which took so many seconds."""
+    return EvaluationReport(
+        epoch=record.epoch,
+        step=record.step - epoch.current.first_step,
+        global_step=record.step,
+        progress=epoch.share,
+        learning_rate=record.learning_rate,
+        scores=record.scores,
+        elapsed=seconds,
+        losses=record.losses,
     )
 
 

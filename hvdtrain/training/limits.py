@@ -13,15 +13,17 @@ from hvdtrain.schedule.history import EpochRecord
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
+    """The learning rate: `of_epoch(epoch, progress)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an
+    update, `within_epoch(epoch, progress)` after an evaluation within the epoch; None: it does not change the rate.
 
     `of_step` returns the optimizer's rate for the update that ends a step, scaled by the number of ranks if `horovod_scale_lr` is
     set. `step` is the number of earlier steps; `epoch_continuous` the number of epochs before the first step of the update,
     including the share of the current epoch's sequences.
     """
 
-    of_epoch: Callable[[int, list[EpochRecord]], float]
+    of_epoch: Callable[[int, Progress], float]
     of_step: Callable[[int, float, float], float]
+    within_epoch: Callable[[int, Progress], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,25 @@ class TrainingLimits:
 
     Attributes:
         num_epochs: the last epoch.
-        ends_early: why training ends after the epochs of a history; None: it goes on.
+        ends_early: why training ends, given its progress; None: it goes on.
         save_epochs: save after every N epochs, and after the last one.
         save_steps: also save within an epoch, after every N steps of the whole training; None: do not.
         save_minutes: also save within an epoch, when the last checkpoint is this many minutes old; None: do not.
+        evaluation_steps, evaluation_minutes: the same for evaluations within an epoch.
+        may_end_within: whether an evaluation within an epoch may end the epoch, and with it the training.
         rounds_per_update: returns the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
         mistake: returns the error to end with after the epochs of a history, once the last one is saved and reported.
     """
 
     num_epochs: int
-    ends_early: Callable[[list[EpochRecord]], str | None] = lambda _: None
+    ends_early: Callable[[Progress], str | None] = lambda _: None
     save_epochs: int = 1
     save_steps: int | None = None
     save_minutes: float | None = None
+    evaluation_steps: int | None = None
+    evaluation_minutes: float | None = None
+    may_end_within: bool = False
     rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
     mistake: Callable[[list[EpochRecord]], HvdtrainError | None] = lambda _: None
@@ -52,4 +59,4 @@ class TrainingLimits:
         """Whether there is nothing left to train."""
         if progress.current is not None:
             return progress.current.epoch > self.num_epochs
-        return progress.epoch >= self.num_epochs or self.ends_early(progress.history) is not None
+        return progress.epoch >= self.num_epochs or self.ends_early(progress) is not None

@@ -5,17 +5,20 @@ from __future__ import annotations
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.training.agreement import StopRequests
 from hvdtrain.training.callbacks import Training
-from hvdtrain.training.save_policy import SavePolicy
+from hvdtrain.training.save_policy import Interval, SavePolicy
 from hvdtrain.training.train_scores import TrainScores
 
 
 class RankRequests:
     """This rank's current requests: to stop after a signal or for a callback, to save, or to report a loss that is not finite."""
 
-    def __init__(self, interrupt: Interrupt, training: Training, save_policy: SavePolicy, scores: TrainScores) -> None:
+    def __init__(
+        self, interrupt: Interrupt, training: Training, save_policy: SavePolicy, evaluating: Interval, scores: TrainScores
+    ) -> None:
         self._interrupt = interrupt
         self._training = training
         self._save_policy = save_policy
+        self._evaluating = evaluating
         self._scores = scores
 
     def __call__(self) -> StopRequests:
@@ -26,6 +29,7 @@ class RankRequests:
             stop_by_hand=int(by_hand),
             save=int(self._save_policy.should_request()),
             report=int(self._scores.is_broken()),
+            evaluate=int(self._evaluating.should_request()),
         )
 
     def stop_reason(self) -> str | None:

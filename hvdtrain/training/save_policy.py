@@ -1,4 +1,4 @@
-"""When a training is saved."""
+"""When a training is saved, and when it is evaluated within an epoch."""
 
 from __future__ import annotations
 
@@ -8,43 +8,61 @@ from collections.abc import Callable
 from hvdtrain.training.limits import TrainingLimits
 
 
-class SavePolicy:
-    """Decides when to save: after which epochs and steps, and when the last checkpoint is too old.
+class Interval:
+    """Decides when something is due within an epoch: after which steps, and when it was last done too long ago.
 
-    The first two follow from the limits, so that all ranks decide alike. One rank measures the age and requests a checkpoint.
+    The first follows from the steps, so that all ranks decide alike. One rank measures the age and requests it.
 
     Args:
+        steps: after every N steps of the whole training; None: not after certain steps.
+        minutes: when it was last done so long ago; None: not by the clock.
         step: the number of steps of the whole training so far.
-        has_clock: whether this rank measures the age of the last checkpoint.
+        has_clock: whether this rank measures the age.
     """
 
-    def __init__(self, limits: TrainingLimits, step: int, has_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        steps: int | None,
+        minutes: float | None,
+        step: int,
+        has_clock: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._minutes = minutes
         self._last_step = step  # at the last call of `is_due_after_step`
         self._has_clock = has_clock
         self._clock = clock
-        self._saved_at = clock()
+        self._done_at = clock()
         self._has_requested = False
-
-    def is_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
-        """Whether to save the model of a finished epoch."""
-        return epoch % self._limits.save_epochs == 0 or is_last
 
     def is_due_after_step(self, step: int) -> bool:
         """Whether a multiple of N steps has been passed since the last call."""
         before, self._last_step = self._last_step, step
-        every = self._limits.save_steps
+        every = self._steps
         return every is not None and step // every > before // every
 
     def should_request(self) -> bool:
-        """Whether this rank should request a checkpoint. True only once for each: writing it takes another two exchanges."""
-        minutes = self._limits.save_minutes
-        if minutes is None or not self._has_clock or self._has_requested or self._clock() - self._saved_at < 60 * minutes:
+        """Whether this rank should request it. True only once each time, as it takes another two exchanges until it is done."""
+        minutes = self._minutes
+        if minutes is None or not self._has_clock or self._has_requested or self._clock() - self._done_at < 60 * minutes:
             return False
         self._has_requested = True
         return True
 
     def reset(self) -> None:
-        """Measure the age from now on: a checkpoint was written."""
-        self._saved_at = self._clock()
+        """Measure the age from now on: it was done."""
+        self._done_at = self._clock()
         self._has_requested = False
+
+
+class SavePolicy(Interval):
+    """Decides when to save: after which epochs and steps, and when the last checkpoint is too old."""
+
+    def __init__(self, limits: TrainingLimits, step: int, has_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(limits.save_steps, limits.save_minutes, step, has_clock, clock)
+        self._epochs = limits.save_epochs
+
+    def is_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
+        """Whether to save the model of a finished epoch."""
+        return epoch % self._epochs == 0 or is_last

@@ -190,6 +190,20 @@ class StepLog:
             self._bar.set_postfix_str("", refresh=False)
             self._bar.set_postfix_str(fit_parts([*self._losses.split(", "), rate], columns - len(str(self._bar))))
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside the `with` block, the log is about something else; afterwards it goes on, without the time in between."""
+        self.end()
+        before, began = dict(vars(self)), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.end()
+            vars(self).update(before)
+            passed = time.perf_counter() - began
+            self._began += passed
+            self._reported_at += passed
+
     def finish(self) -> None:
         """End after the last step, when all scores have arrived: call the listener with that step, unless it was logged."""
         if self._unreported is not None and self._listener is not None:

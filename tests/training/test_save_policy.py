@@ -83,7 +83,7 @@ def test_a_clock_adds_what_was_not_added_before(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_limits_are_reached_after_the_last_epoch_or_earlier() -> None:
-    limits = TrainingLimits(3, ends_early=lambda history: "enough" if history else None)
+    limits = TrainingLimits(3, ends_early=lambda progress: "enough" if progress.history else None)
     assert not limits.are_reached(Progress(epoch=2))
     assert limits.are_reached(Progress(epoch=3))
     assert limits.are_reached(Progress(epoch=2, history=[EpochRecord(2, 0.1)]))

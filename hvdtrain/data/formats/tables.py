@@ -46,18 +46,18 @@ class Column:
 
 
 class Group:
-    """Consecutive rows of a file: a row group of parquet, or a record batch of Arrow. Columns are converted when needed."""
+    """Consecutive rows of a file: a row group of parquet, or a record batch of Arrow. Columns are converted when needed.
+
+    Attributes:
+        num_bytes: its size in memory.
+    """
 
     def __init__(self, where: str, first: int, table: Any) -> None:
         self._where = where
         self._first = first
         self._table = table
         self._columns: dict[str, Column] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in memory."""
-        return int(self._table.nbytes)
+        self.num_bytes = int(table.nbytes)
 
     def value(self, name: str, row: int) -> Any:
         """The numbers of a row as an array; of other types, the value itself. Raises: DataError."""
@@ -158,11 +158,12 @@ class TableShards(Shards):
     def _group(self, shard: int, number: int) -> Group:
         """Some rows of a file, which stay in memory for a while. Raises: DataError."""
         with self._lock:  # pyarrow's readers of parquet are for one thread at a time
-            group = self._groups.pop((shard, number), None)
-            if group is None:
-                group = Group(
-                    self.paths[shard], int(self._files[shard].bounds[number]), self._files[shard].read(number, self._used)
-                )
+            group = self._groups.get((shard, number))
+            if group is not None:
+                self._groups.move_to_end((shard, number))
+                return group
+            file = self._files[shard]
+            group = Group(self.paths[shard], int(file.bounds[number]), file.read(number, self._used))
             self._groups[shard, number] = group
             while len(self._groups) > 1 and sum(each.num_bytes for each in self._groups.values()) > KEPT:
                 self._groups.popitem(last=False)

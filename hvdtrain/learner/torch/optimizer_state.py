@@ -148,7 +148,9 @@ def regroup(
         {**stored["param_groups"][source[0] if source else min(place, last)], "params": [numbers[name] for name in names]}
         for place, (source, names) in enumerate(zip(sources, own, strict=True))
     ]
-    state = {place: one for place, one in stored["state"].items() if isinstance(place, str)}  # of the optimizer as a whole
+    state: dict[int | str, Any] = {
+        place: one for place, one in stored["state"].items() if isinstance(place, str)
+    }  # of the optimizer as a whole
     of_each = [(stored_names[place], one) for place, one in stored["state"].items() if not isinstance(place, str)]
     state |= {numbers[name]: one for name, one in of_each if name in numbers}
     return {**stored, "state": state, "param_groups": groups}, sources

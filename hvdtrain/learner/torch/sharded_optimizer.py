@@ -113,9 +113,9 @@ class ShardedOptimizer:
         whole: dict[int | str, Any] = {}
         numbers = self._numbers()
         for rank in range(self._comm.size):
-            mine = None
+            mine: dict[int | str, Any] | None = None
             if rank == self._comm.rank:
-                states = [item for member in members_of(self._optimizer) for item in member.state.items()]
+                states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
                 mine = {numbers.get(id(one), one): _on_cpu(state) for one, state in states}
             [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
             if self._comm.rank == 0:
@@ -151,7 +151,9 @@ class ShardedOptimizer:
             {**stored, "params": [next(places) for _ in group["params"]]}
             for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
         ]
-        state = {place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]}
+        state: dict[int | str, Any] = {
+            place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]
+        }
         state |= {name: one for name, one in whole["state"].items() if isinstance(name, str)}  # of the optimizer as a whole
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -27,6 +27,7 @@ class Loss:
     Attributes:
         value: one number per element, not summed; any shape.
         count: number of elements to normalize by, if it is not the number of elements of `value`.
+        seq_lens: the number of elements of each sequence, or the one number of all; None: unknown.
     """
 
     value: Any
@@ -34,6 +35,7 @@ class Loss:
     as_error: bool
     use_normalized_loss: bool
     count: Any | None
+    seq_lens: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class RunContext:
         as_error: bool = False,
         use_normalized_loss: bool = False,
         custom_inv_norm_factor: Any | None = None,
+        seq_lens: Any | None = None,
     ) -> None:
         """Mark a loss to be minimized, or an error to be reported.
 
@@ -90,13 +93,16 @@ class RunContext:
             use_normalized_loss: minimize the mean over the elements of all ranks' batches instead of the sum.
             custom_inv_norm_factor: the count, if it is not the number of elements (for example, the number of reference
                 phones for an edit distance per word): a number, or a tensor that is summed.
+            seq_lens: the number of elements of each sequence, where `loss` has those of one sequence after the other, as indexing
+                with a mask returns them; 1 if it has one per sequence. The scores of each dataset of a mix need it
+                (docs/datasets.md#mixingdataset).
 
         Raises:
             ConfigError: the name is already taken.
         """
         if name in self.losses:
             raise ConfigError.of("wrong-result", f"train_step: expected a unique name for every loss, got {name!r} twice")
-        self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
+        self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor, seq_lens)
 
     def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
         """Mark an output of `forward_step`, to be written to a file or passed to `forward_callback`.

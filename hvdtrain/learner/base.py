@@ -116,6 +116,11 @@ class Learner(Protocol):
         """Compute a batch's losses and errors. Only the scores change."""
         ...
 
+    def try_batch(self, batch: Batch) -> bool:
+        """Compute a batch's losses and gradients and drop them; False if memory does not suffice. Collective if it is the first
+        step of a training."""
+        ...
+
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
         the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
@@ -197,6 +202,10 @@ class Meter(Protocol):
 
     def peak_memory(self) -> int | None:
         """The peak use of the device's memory so far, in bytes; None on a CPU."""
+        ...
+
+    def take_splits(self) -> int:
+        """The number of training batches since the last call that did not fit into memory and were split."""
         ...
 
 
@@ -345,6 +354,12 @@ class LearnerKeys(Section):
         needs="torch",
         instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
     )
+    split_on_oom: bool = key(
+        False,
+        "split a batch that does not fit into a rank's memory, and add up the gradients of its pieces, which are those of the "
+        "batch; gradients are then sent after backward, not during it",
+        needs="torch",
+    )
     deterministic: bool = key(
         False,
         "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
@@ -385,6 +400,11 @@ class LearnerKeys(Section):
             return problem(
                 "conflict",
                 "checkpoint_modules: expected torch_compile = False, got both (a compiled graph itself decides what it keeps)",
+            )
+        if self.split_on_oom and self.sync_batch_norm:
+            return problem(
+                "conflict",
+                "split_on_oom: expected sync_batch_norm = False, got both (ranks that split batches communicate more often)",
             )
         if self.torch_compile is not False and self.sync_batch_norm:
             return problem(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
@@ -129,6 +130,22 @@ def split_by_sequence(
     return sequences
 
 
+def split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
+    """The rows of an output of packed data, whose frames come one sequence after the other.
+
+    Raises:
+        ConfigError: the output has another number of frames.
+    """
+    if len(value) != sum(lengths):
+        raise ConfigError.of(
+            "wrong-result",
+            f"forward_step: expected the {sum(lengths)} frames that seq_lens says in the output {name!r} of a packed batch, got "
+            f"{len(value)}",
+        )
+    ends = accumulate(lengths)
+    return [value[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
 MAX_PENDING = 1000
 """The number of batches whose scores may be pending; at this number all are fetched, which waits for the device."""
 
@@ -156,6 +173,7 @@ class LearnerMeter:
         scale: the loss scale; None: losses are not scaled.
         peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
         gradient_norm: returns the global norm of an update's gradients, as in `Meter`.
+        take_splits: as in `Meter`.
     """
 
     def __init__(
@@ -165,10 +183,12 @@ class LearnerMeter:
         scale: LossScale | None,
         peak_memory: Callable[[], int | None],
         gradient_norm: Callable[[], float | None],
+        take_splits: Callable[[], int] = lambda: 0,
     ) -> None:
         self.scores = scores
         self.clock = clock
         self.gradient_norm = gradient_norm
+        self.take_splits = take_splits
         self._scale = scale
         self._peak_memory = peak_memory
 

@@ -192,7 +192,7 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
         train, *evaluations = session.epochs.feeds(session.feeds, epoch)
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            phases = [_measure_phase(session, train, epoch, _trainer(settings, session, limits, tried), closing=1)]
+            phases = [_measure_phase(session, train, epoch, trainer(settings, session, limits, tried), closing=1)]
             phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in evaluations]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(phases, comm.size, limits.num_epochs - epoch + 1), *_memory_lines(session)]:
@@ -220,7 +220,7 @@ Run = Callable[[Feed], float]
 """Processes the batches that a feed selects; returns the seconds that this took."""
 
 
-def _trainer(settings: Settings, session: Session, limits: TrainingLimits, record: EpochRecord) -> Run:
+def trainer(settings: Settings, session: Session, limits: TrainingLimits, record: EpochRecord) -> Run:
     """Trains with the engine. Measures all of a step except waiting for data, and excludes the last step.
 
     Args:
@@ -298,7 +298,7 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
         measured=len(chosen),
         computing=scale * computing,
         reading=scale * maximum(reading),
-        padding=plan.padding(rounds.lengths),
+        padding=feed.padding(plan, epoch),
     )
 
 

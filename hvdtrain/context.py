@@ -11,7 +11,7 @@ The terms for the parts of a training, here and everywhere else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,6 +60,7 @@ class RunContext:
         step: the number of training steps done in the whole training before this call.
         train_flag: False in an evaluation.
         seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
+        extra_models: the models of the key `extra_models`, by name.
     """
 
     epoch: int
@@ -68,6 +69,7 @@ class RunContext:
     losses: dict[str, Loss] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
     seq_tags: Callable[[], list[str]] | None = None
+    extra_models: Mapping[str, Any] = field(default_factory=dict)
 
     def mark_as_loss(
         self,

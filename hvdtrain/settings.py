@@ -94,7 +94,11 @@ class RunKeys(Section):
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    model: str = key(
+        REQUIRED,
+        "where checkpoints go: the beginning of their names, such as exp/g2p/model",
+        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+    )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
@@ -479,7 +483,8 @@ def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
     problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
-    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    framework = FRAMEWORKS[run.backend]
+    formats = (None, framework.model_suffix) if framework.model_suffix else (None, framework.suffix, SAFETENSORS)
     if saving is not None and saving.checkpoint_format not in formats:
         wanted = " or ".join(repr(name) for name in formats if name)
         problems += problem(

@@ -18,12 +18,12 @@ LEVELS, ROOT_FILES = 9, 11
 
 PLACES = {
     "torch": ["learner/torch/*", "comm/torch*.py", "returnn_layer/*"],
-    "tensorflow": ["learner/tensorflow/*"],
+    "tensorflow": ["learner/tensorflow/*", "learner/returnn_tf/*"],
     "keras": ["learner/tensorflow/*"],
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
     "h5py": ["data/*", "hdf_tools/*"],
-    "returnn": ["returnn_layer/*", "data/formats/returnn*.py"],
+    "returnn": ["returnn_layer/*", "learner/returnn_tf/*", "data/formats/returnn*.py"],
 }
 """Where a package may be imported."""
 
@@ -144,7 +144,8 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 FORMATS_OF_RETURNN = [
     "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
-    "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "start_up/data.py", "start_up/overfit.py",
+    "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "learner/frameworks.py",
+    "learner/returnn_tf/*", "start_up/data.py", "start_up/overfit.py",
     "training/search_output.py",
 ]  # fmt: skip
 """Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints, files of learning rates and of searches."""

@@ -27,7 +27,11 @@ import numpy
 import pytest
 from launching import TOY, launch
 
-CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+CONFIGS = {
+    "torch": TOY,
+    "tensorflow": TOY.with_name("tensorflow_config.py"),
+    "tensorflow-net-dict": TOY.with_name("network_config.py"),
+}
 
 TRANSPORTS: dict[str, dict[str, object]] = {
     "single": {},

@@ -217,7 +217,8 @@ class Saver:
     def _read(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> tuple[dict[str, Any], Progress]:
         """Load this rank's model and optimizer; return the other entries and the progress. Raises: CheckpointError."""
         file = checkpoint.model_file
-        state = self._state.load(file, None if fresh_optimizer else checkpoint.optimizer_file)
+        without_optimizer = fresh_optimizer or self._checkpoints.is_from_elsewhere(checkpoint)
+        state = self._state.load(file, None if without_optimizer else checkpoint.optimizer_file)
         progress = replace(read_progress(state, file), file=file)
         if missing := [name for name in ("epoch", "step") if state.get(name) is None]:
             raise DamagedCheckpoint(

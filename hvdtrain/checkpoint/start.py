@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, folder_of
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position
@@ -44,10 +44,10 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
             return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
-        return Start(_require_complete(folder.at(keys.start_epoch - 1)))
+        return Start(_require_complete(folder.at(keys.start_epoch - 1), folder))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.folder))))
+            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.folder)), folder))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
@@ -70,7 +70,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
 def _refuse_other_frameworks(folder: CheckpointFolder) -> None:
     """Raises: CheckpointError, if another framework has trained a model of the same name, which would be trained anew."""
     for name, framework in FRAMEWORKS.items():
-        found = CheckpointFolder(folder.prefix, framework.suffix).newest() if framework.suffix != folder.suffix else None
+        found = folder_of(framework, folder.prefix).newest() if framework.suffix != folder.suffix else None
         if found is not None:
             own = next(own for own, framework in FRAMEWORKS.items() if framework.suffix == folder.suffix)
             raise CheckpointError(
@@ -113,7 +113,9 @@ def _position(wanted: int | Literal["best"], folder: Path) -> tuple[int, int | N
     return best_position(folder) if wanted == "best" else (wanted, None)
 
 
-def _require_complete(checkpoint: Checkpoint) -> Checkpoint:
+def _require_complete(checkpoint: Checkpoint, folder: CheckpointFolder) -> Checkpoint:
+    if folder.is_from_elsewhere(checkpoint):
+        return checkpoint
     for file in (checkpoint.model_file, checkpoint.optimizer_file):
         if not file.exists():
             raise CheckpointError(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
+from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share, signature_error
+from hvdtrain.config.source import is_reference
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.optimizer_spec import spec_problems
 
@@ -281,6 +282,14 @@ class LearnerKeys(Section):
     get_model: Callable[..., Any] | str = key(
         REQUIRED, "function {signature} that returns the model; in JSON 'module:name'", signature="*, epoch, step, device, **_"
     )
+    extra_models: dict[str, Any] = key(
+        {},
+        "further models for train_step and forward_step, such as the teacher of a distillation: for each name a dict of "
+        "get_model and load, the file with its parameters; get_run_ctx().extra_models[NAME] is frozen, in evaluation mode, and "
+        "not saved",
+        needs="torch",
+        instead="with TensorFlow, load it in get_model into a variable of the module, and make its layers not trainable",
+    )
     train_step: Callable[..., Any] | str = key(
         REQUIRED,
         "function {signature} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
@@ -316,6 +325,7 @@ class LearnerKeys(Section):
         "evaluate, and save as the model, an exponential moving average of the weights with this decay per update, such as "
         "0.999; the decay starts lower",
         share,
+        needs=("torch", "tensorflow"),
     )
     sync_batch_norm: bool = key(
         False,
@@ -358,6 +368,32 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
+        return [*self._extra_problems(), *self._update_problems()]
+
+    def _extra_problems(self) -> list[Problem]:
+        found: list[Problem] = []
+        for name, entry in self.extra_models.items():
+            where = f"extra_models.{name}"
+            if not isinstance(entry, dict) or entry.get("get_model") is None:
+                found += problem("wrong-type", f"{where}: expected a dict with the entry 'get_model', got {entry!r}")
+                continue
+            found += [
+                Problem.of("unknown-key", f"{where}.{other}: expected one of get_model, load, got {other!r}")
+                for other in entry
+                if other not in ("get_model", "load")
+            ]
+            get_model, load = entry["get_model"], entry.get("load")
+            if not callable(get_model) and not is_reference(get_model):
+                found += problem("wrong-type", f"{where}.get_model: expected a function or 'module:name', got {get_model!r}")
+            elif wrong := "" if isinstance(get_model, str) else signature_error(get_model, "*, epoch, step, device, **_"):
+                found += problem(
+                    "wrong-signature", f"{where}.get_model: expected a function (*, epoch, step, device, **_), got {wrong}"
+                )
+            if load is not None and not isinstance(load, str):
+                found += problem("wrong-type", f"{where}.load: expected a model's file, got {load!r}")
+        return found
+
+    def _update_problems(self) -> list[Problem]:
         if problems := spec_problems(self.optimizer):
             return problems
         if self.torch_compile is not False and self.checkpoint_modules:

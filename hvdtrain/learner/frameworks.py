@@ -72,6 +72,11 @@ class Framework:
         features: its optional capabilities.
         has_prepare: whether `learner.py` has a `prepare`.
         header: its name in the header of a safetensors file.
+        horovod: the binding of Horovod that sends its tensors; '': the one of the framework's name.
+        model_suffix: the suffix of the model's file, if it differs.
+        model_parts: patterns of the suffixes of more files that belong to a model.
+        model_marker: the suffix of one of them, which accompanies every model written here. A model without it is another
+             program's; training goes on from such a model with a new optimizer. None: not without an optimizer's file.
     """
 
     package: str
@@ -80,6 +85,10 @@ class Framework:
     features: frozenset[Feature] = frozenset()
     has_prepare: bool = False
     header: str = ""
+    horovod: str = ""
+    model_suffix: str | None = None
+    model_parts: tuple[str, ...] = ()
+    model_marker: str | None = None
 
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
         """Choose the device and the number of threads, before the framework computes anything. Raises: ConfigError."""
@@ -125,6 +134,16 @@ FRAMEWORKS: dict[str, Framework] = {
     ),
     "tensorflow": Framework(
         "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
+    ),
+    "tensorflow-net-dict": Framework(
+        "hvdtrain.learner.returnn_tf",
+        "returnn.npz",
+        ("returnn", "tensorflow", "tensorflow-cpu"),
+        has_prepare=True,
+        horovod="tensorflow",
+        model_suffix="index",
+        model_parts=(r"data-\d{5}-of-\d{5}", "meta", "progress"),
+        model_marker="progress",
     ),
 }
 """By the value of the key `backend`."""

@@ -21,6 +21,8 @@ from hvdtrain.learner.base import NotFinite, Outputs
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
 
+NO_LOSSES: Mapping[str, Loss] = {}
+
 TINY = 1e-30
 """The smallest divisor of a sum: if no elements were counted, the sum is also zero."""
 
@@ -72,12 +74,20 @@ def check_marked_losses(losses: Mapping[str, Loss], is_tensor: Callable[[Any], b
         raise ConfigError(problems)
 
 
-def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses) -> None:
-    """Raises: ConfigError, if a step's normalized losses differ from those of the first step."""
-    if own != first:
-        raise ConfigError.of(
-            "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"
-        )
+def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES) -> None:
+    """Raises: ConfigError, if a step's normalized losses differ from those of the first step.
+
+    Args:
+        losses: what the step marked. The scale of a loss may have become zero since the first step: its elements still count.
+    """
+    faded = {name for name, loss in losses.items() if not loss.as_error and loss.scale == 0}
+    if own == first or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*own.names]):
+        return
+    late = sorted(set(own.names) - set(first.names))
+    hint = f" (a loss whose scale grows from zero begins with a small one, such as 1e-9: {', '.join(late)})" if late else ""
+    raise ConfigError.of(
+        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}{hint}"
+    )
 
 
 def nothing_to_minimize() -> ConfigError:

@@ -180,6 +180,8 @@ class ParamAverage:
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._sync.drop_unknown(state)
+        if not start.is_resumed:
+            self._sync.assign_anew()
         if not start.is_resumed or (ANCHOR not in state.shared and not self._counts.updates):
             self.keep_anchor(state)
         self.warn(start)

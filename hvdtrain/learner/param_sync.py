@@ -258,10 +258,18 @@ class ParamSync:
     def set_anchor(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
         """Keep the parameters, which are the same on all ranks, as the anchor. Returns them unchanged."""
         state.shared[ANCHOR] = copy_tensors(tensors)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         for name in self._moments:
-            if name not in state.shared:
+            if [tuple(moment.shape) for moment in state.shared.get(name, ())] != shapes:  # the first, or another model's
                 state.shared[name] = [tensor * 0 for tensor in tensors]
+                for part in self.parts:
+                    part.steps = 0
         return tensors
+
+    def assign_anew(self) -> None:
+        """Assign parameters to parts again when they are needed: a framework may change the model between two epochs."""
+        for part in self.parts:
+            part.indices = []
 
     def average(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""

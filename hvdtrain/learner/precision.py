@@ -45,6 +45,7 @@ class PrecisionKeys(Section):
         None,
         "compute in half precision, with parameters in float32: 'bfloat16', 'float16', or a dict of dtype and grad_scaler "
         "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers)",
+        needs=("torch", "tensorflow"),
     )
     grad_scaler: str | dict[str, Any] | None = key(
         "auto",

@@ -90,6 +90,16 @@ class GradientExchange:
         self.steps = steps
         self.is_active = steps != 0
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._comm.size
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks, and gradients are exchanged at least in some steps."""
+        return self._comm.size > 1 and self.steps != 0
+
     def start(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
 

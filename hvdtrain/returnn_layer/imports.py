@@ -25,6 +25,18 @@ RENAMED = {"returnn.torch.engine": {"TrainCtx": "returnn.frontend.run_ctx:RunCtx
 """Names that modules of today's RETURNN no longer have, by module, each with its new place."""
 
 
+OLD = frozenset(
+    """
+    BundleFile CachedDataset CachedDataset2 Config Dataset Debug DebugHelpers EngineBase EngineBatch Fsa GeneratingDataset
+    HDFDataset HyperParamTuning LearningRateControl LmDataset Log MetaDataset NativeOp NormalizationData NumpyDumpDataset
+    Pretrain RawWavDataset SprintCache SprintControl SprintDataset SprintErrorSignals SprintExternInterface SprintInterface
+    StereoDataset TFCompat TFDataPipeline TFDistributed TFEngine TFHorovod TFKenLM TFNativeOp TFNetwork TFNetworkLayer
+    TFNetworkRecLayer TFNetworkSegModLayer TFNetworkSigProcLayer TFSprint TFUpdater TFUtil TaskSystem Util
+    """.split()
+)
+"""Modules of RETURNN from before it was a package. Its own loader provides them, once `returnn` has been imported."""
+
+
 class WatchedImports:
     """Watches the imports of one config, which are otherwise those of Python.
 
@@ -57,8 +69,9 @@ class WatchedImports:
         level: int = 0,
     ) -> ModuleType:
         """Called by the config's `import` statements."""
-        if name.partition(".")[0] == ROOT and level == 0:
-            self._begin()
+        root = name.partition(".")[0]
+        if level == 0 and (root == ROOT or (root in OLD and root not in sys.modules and not _is_found(root))):
+            self.begin()
         elif name in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist, level)
         with self._watch_imports():
@@ -83,7 +96,7 @@ class WatchedImports:
             level: int = 0,
         ) -> ModuleType:
             if level == 0 and name.partition(".")[0] == ROOT:
-                self._begin()
+                self.begin()
             return original(name, globals, locals, fromlist, level)
 
         builtins.__import__ = watched
@@ -92,7 +105,7 @@ class WatchedImports:
         finally:
             builtins.__import__ = original
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Pass the config's names, as far as the file has set them, and hvdtrain's log to RETURNN, at its first import.
 
         Raises:
@@ -120,6 +133,11 @@ class WatchedImports:
         vars(log.log).update({f"v{level}": stream for level, stream in streams.items()})
         log.log.verbose = [False] * 6  # whether RETURNN may draw progress bars and the like
         log.log.initialized = True
+
+
+def _is_found(name: str) -> bool:
+    """Whether Python finds a module of the user's."""
+    return importlib.machinery.PathFinder.find_spec(name) is not None
 
 
 class Stream:

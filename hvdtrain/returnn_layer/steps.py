@@ -29,6 +29,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.torch.packed import PackedData
 from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
+from hvdtrain.returnn_layer.older_data import older_extern_data
 from hvdtrain.returnn_layer.older_steps import with_older_arguments
 
 Stage = Literal["train_step", "forward_step"]
@@ -55,7 +56,7 @@ def wrap_functions(source: Source, imports: WatchedImports) -> Source:
             "unknown-value",
             f"behavior_version: expected one that RETURNN supports with PyTorch, got {values['behavior_version']!r}: {error}",
         )
-    templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
+    templates, of_data = _templates("extern_data", values.get("extern_data", older_extern_data(values)))
     outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
     precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
     packing: Any = None
@@ -100,26 +101,6 @@ def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Preci
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
         wrapped["forward_callback"] = lambda: Callback(callback if is_instance else callback(), steps)
     return wrapped
-
-
-def _older_extern_data(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`num_inputs` and `num_outputs` as `extern_data`; None if the config has neither."""
-    outputs = values.get("num_outputs")
-    if outputs is None and values.get("num_inputs") is None:
-        return None
-    sizes = dict(outputs) if isinstance(outputs, Mapping) else {"classes": outputs} if outputs is not None else {}
-    extern_data = {}
-    for name, size in sizes.items():
-        if isinstance(size, Mapping):
-            extern_data[name] = dict(size)
-            continue
-        dim, ndim = (*size, 1)[:2] if isinstance(size, (list, tuple)) else (size, 1)
-        extern_data[name] = {"dim": dim, "sparse": True} if ndim == 1 else {"dim": dim}
-        if name != "data":
-            extern_data[name]["available_for_inference"] = False
-    if "data" not in extern_data and values.get("num_inputs") is not None:
-        extern_data["data"] = {"dim": values["num_inputs"]}
-    return extern_data
 
 
 class BatchEntry(Protocol):

@@ -13,6 +13,7 @@ from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import (
     ALIASES,
     BY_VALUES,
+    KEYS_OF_NETWORKS,
     OF_THE_WRAPPER,
     READ_BY_RETURNN,
     TORCH_DISTRIBUTED,
@@ -20,6 +21,7 @@ from hvdtrain.returnn_layer.names import (
     is_no_op,
     without_effect,
 )
+from hvdtrain.returnn_layer.networks import uses_network, with_network
 from hvdtrain.returnn_layer.values import convert_values, ignored_by_returnn
 
 Value = TypeVar("Value")
@@ -38,7 +40,10 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         keys: the names of hvdtrain's keys.
         booleans: the keys that are true or false.
     """
-    if imports.has_returnn:
+    honoured = KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
+    if honoured:
+        source = with_network(source, imports)
+    elif imports.has_returnn:
         source = _with_wrapped_functions(source, imports)
     # The command line has to win over a file even if they use different names of a key, so its values come last.
     by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
@@ -51,10 +56,15 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     ignored = ignored_by_returnn(values) if source.is_foreign else ()
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
-    unused = [*without_effect(source.values), *ignored]
+    unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
     return replace(
         translated,
-        problems=(*source.problems, *_unsupported_problems(translated, ignored), *_duplicate_problems(source), *in_dict),
+        problems=(
+            *source.problems,
+            *_unsupported_problems(translated, {*ignored, *honoured}),
+            *_duplicate_problems(source),
+            *in_dict,
+        ),
         foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
         warnings=(*misspelt.values(), *remarks),
         notes=(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else (),

@@ -33,7 +33,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
         inside = peer_failures()  # TensorFlow's graphs contain collectives that are not called through `comm`
         stays = not settings.process.is_own
-        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline, stays)
+        binding = FRAMEWORKS[settings.run.backend].horovod or settings.run.backend
+        comm = open_horovod(binding, settings.reduce.horovod_timeline, stays)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 

@@ -23,7 +23,17 @@ PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""
 
 
-ALONE = [Run(framework, "single", 1) for framework in CONFIGS]
+OF_ONE_FRAMEWORK: dict[str, dict[str, dict[str, object]]] = {
+    "torch": {},
+    "tensorflow": {
+        "rows": {"layers": "embedding", "gradient_clip_global_norm": 1.0},
+        "rows_averaged": {"layers": "embedding", "horovod_avg_grad": True, "losses": "mean", "optimizer": {"class": "adam"}},
+        "rows_fewer_than_ranks": {"layers": "embedding", "part": "two.hdf", "max_seqs": 1, "num_epochs": 3},
+    },
+}
+"""Embeddings whose gradients travel as rows: with TensorFlow."""
+
+ALONE = [Run(framework, "single", 1) for framework in OF_ONE_FRAMEWORK]
 SEVERAL = [Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3), Run("tensorflow", "horovod", 2)]
 AGAIN = [run for pair in PAIRS for size in (2, 3) if (run := Run(*pair, size)) not in SEVERAL]
 """The other numbers of ranks: with --soak."""
@@ -58,16 +68,6 @@ TRAININGS: dict[str, dict[str, object]] = {
     "first_part": {**IN_PARTS, "num_epochs": 1, "saved_as": "parts"},
     "second_part": {**IN_PARTS, "num_epochs": 3, "saved_as": "parts"},
 }
-
-OF_ONE_FRAMEWORK: dict[str, dict[str, dict[str, object]]] = {
-    "torch": {},
-    "tensorflow": {
-        "rows": {"layers": "embedding", "gradient_clip_global_norm": 1.0},
-        "rows_averaged": {"layers": "embedding", "horovod_avg_grad": True, "losses": "mean", "optimizer": {"class": "adam"}},
-        "rows_fewer_than_ranks": {"layers": "embedding", "part": "two.hdf", "max_seqs": 1, "num_epochs": 3},
-    },
-}
-"""Embeddings whose gradients travel as rows: with TensorFlow."""
 
 OF_NO_FRAMEWORK = ("by_frames", "balanced", "ordered_alike")
 """Who trains on what: with PyTorch."""

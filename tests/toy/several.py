@@ -29,8 +29,11 @@ assert agreement.LOCAL_UPDATES_INTERVAL > 0
 agreement.INTERVAL = agreement.LOCAL_UPDATES_INTERVAL = 0.0  # a stop comes two steps after its signal, even if steps are short
 
 
-def arrays_of(model):
+def arrays_of(learner):
     """A model's parameters and buffers as numpy arrays by name."""
+    model = learner.model
+    if hasattr(model, "layers_desc"):  # a network of RETURNN
+        return dict(learner.state.contents({}).model)
     if hasattr(model, "state_dict"):
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     from hvdtrain.learner.tensorflow.tensors import variables_of
@@ -47,14 +50,14 @@ def run(comm, job):
     """Train until the end, with as many stops on the way as the job has planted."""
     while True:
         try:
-            model = train(read_settings(job["configs"], job["overrides"]), comm).learner.model
+            learner = train(read_settings(job["configs"], job["overrides"]), comm).learner
         except Stopped as stopped:
             if comm.rank == 0:
                 print(f"{stopped}, status {stopped.status}")
             if job.get("once"):
                 return
         else:
-            numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(model))
+            numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(learner))
             return
 
 

@@ -12,7 +12,7 @@ from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange, buckets
 
 DENSE_BYTES = 1 << 20
-"""The size of the largest embedding that sends its whole gradient; a larger one sends only the rows that a batch uses."""
+"""The default of `dense_bytes` of `GraphGradients`."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,16 @@ class GraphGradients:
 
     Args:
         bucket_bytes: the size of a message.
+        dense_bytes: the size of the largest embedding that sends its whole gradient; a larger one sends only the rows that a
+            batch uses.
     """
 
-    def __init__(self, variables: list[tf.Variable], exchange: GradientExchange, bucket_bytes: int) -> None:
+    def __init__(
+        self, variables: list[tf.Variable], exchange: GradientExchange, bucket_bytes: int, dense_bytes: int = DENSE_BYTES
+    ) -> None:
         self._variables = variables
         self._bucket_bytes = bucket_bytes
+        self._dense_bytes = dense_bytes
         self._exchange = exchange
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
@@ -78,7 +83,7 @@ class GraphGradients:
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the gradients to send as rows."""
         sparse = (number for number, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices))
-        return tuple(number for number in sparse if self._bytes(number) > DENSE_BYTES)
+        return tuple(number for number in sparse if self._bytes(number) > self._dense_bytes)
 
     def local(self, found: Sequence[Any], exchange: Exchange) -> list[Gradient]:
         """The gradients of a GradientTape (None if nothing depends on a variable), in the form for the exchange."""

@@ -238,7 +238,7 @@ class StepGraphs:
             counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             waited = tf.zeros([], tf.float64)
             if own.names and not own.is_only_loss:
-                counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
+                counts, waited = time_exchange(self._gradients.exchange_counts, counts)
             divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
             total = self._scale_loss(total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
@@ -269,7 +269,7 @@ class StepGraphs:
         losses = self.exchange.losses
         waited = tf.zeros([], tf.float64)
         if losses.names and not losses.is_only_loss:
-            counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
+            counts, waited = time_exchange(self._gradients.exchange_counts, counts)
         return self._reduce(combine(sets, counts), counts, waited)
 
     def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -320,7 +320,7 @@ class StepGraphs:
             totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
             return pack(self._gradients.reduce(unpack(own[0]), exchange)), totals
 
-        (reduced, divisor), seconds = _time_exchange(reduce, (pack(gradients), counts))
+        (reduced, divisor), seconds = time_exchange(reduce, (pack(gradients), counts))
         return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
@@ -336,15 +336,20 @@ class StepGraphs:
             )
 
 
-def _time_exchange(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
+def time_exchange(
+    exchange: Callable[[Any], Any], own: Any, known: Callable[[Any], list[Any]] = tf.nest.flatten
+) -> tuple[Any, tf.Tensor]:
     """The result of `exchange` for a rank's tensors, and its seconds after all of these were computed. Part of a graph.
 
     With op determinism, a TensorFlow graph has no clock: zero seconds.
+
+    Args:
+        known: returns operations or tensors that are computed once given tensors are.
     """
     if is_op_determinism_enabled():
         return exchange(own), tf.zeros([], tf.float64)
-    with tf.control_dependencies(tf.nest.flatten(own)):
+    with tf.control_dependencies(known(own)):
         begin = tf.timestamp()
     result = exchange(own)
-    with tf.control_dependencies([*tf.nest.flatten(result), begin]):
+    with tf.control_dependencies([*known(result), begin]):
         return result, tf.timestamp() - begin

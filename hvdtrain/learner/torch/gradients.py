@@ -113,7 +113,7 @@ class Gradients:
         if self._normalized is None:
             self._normalized = self._exchange.agree(marked)
         if marked is not None:
-            check_same_normalized(self._normalized, marked)
+            check_same_normalized(self._normalized, marked, losses or {})
         return self._normalized
 
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:

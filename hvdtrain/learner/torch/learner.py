@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +52,7 @@ from hvdtrain.learner.torch.device import (
     peak_memory,
     seed_all,
 )
+from hvdtrain.learner.torch.extra_models import checksum, make_extra_models
 from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
@@ -87,6 +88,7 @@ class ConfigFunctions:
         autocast: creates the context in which the functions compute in half precision.
         watch: creates the context around calls that may compile the model.
         staging: copies batches to the device ahead of time; None: the device is the CPU.
+        extra_models: by name, models that are neither trained nor saved.
     """
 
     model: torch.nn.Module
@@ -96,12 +98,13 @@ class ConfigFunctions:
     autocast: Autocast
     watch: Watch
     staging: Staging | None = None
+    extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -112,7 +115,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -413,6 +416,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
+    extra_models = make_extra_models(keys.extra_models, model, device)
+    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format, base)
+    state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -422,10 +428,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             autocast=autocast_of(options.precision.dtype, device),
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
+            extra_models=extra_models,
         ),
         gradients,
         update,
-        TorchState(model, optimizer, device, average, scale, constants, options.model_format, base),
+        state,
         _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
         exchange,

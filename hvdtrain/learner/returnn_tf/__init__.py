@@ -1,0 +1,1 @@
+"""RETURNN's TensorFlow networks: configs with `network` or `get_network`."""

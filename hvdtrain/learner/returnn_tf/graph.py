@@ -1,0 +1,401 @@
+"""A network of RETURNN in a graph and a session of TensorFlow: its inputs, its losses, its update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+import tensorflow as tf
+from returnn.tf.network import ExternData, TFNetwork
+from returnn.tf.util.basic import get_global_train_flag_placeholder
+
+from hvdtrain.data.types import Array, Batch
+from hvdtrain.errors import DataError
+from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.returnn_tf.gradients import (
+    Compute,
+    FeedableUpdater,
+    GradientPoints,
+    fetchable,
+    points_of_one_rank,
+    points_of_ranks,
+)
+from hvdtrain.learner.returnn_tf.messages import building
+from hvdtrain.learner.returnn_tf.objective import Objective, objective_of
+from hvdtrain.learner.returnn_tf.random_numbers import RandomNumbers
+
+v1 = tf.compat.v1
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What the graphs of all epochs have in common.
+
+    Attributes:
+        config: RETURNN's Config.
+        texts: the text of each config file, by its path.
+        session: options of a session, as a dict of RETURNN's key `tf_session_opts`.
+        per_rank: whether every rank's objective is minimized as it is, as RETURNN does.
+        scaled: whether gradients are multiplied by a scale while they are exchanged.
+    """
+
+    config: Any
+    texts: Mapping[str, str]
+    exchange: GradientExchange
+    bucket_bytes: int
+    session: Mapping[str, Any]
+    per_rank: bool = False
+    scaled: bool = False
+    search: bool = False
+
+
+class NetworkGraph:
+    """A network, its updater, and a session with the values of their variables.
+
+    Attributes:
+        description: the dict of layers.
+        epoch: for which the network was built.
+        points: the gradients of an update.
+        train_fetches, eval_fetches: what RETURNN's engine fetches in a step.
+        layers: the layers, each with the names of its variables by their last parts.
+    """
+
+    def __init__(self, options: GraphOptions, description: dict[str, Any], epoch: int) -> None:
+        self.options = options
+        self.description = description
+        self.epoch = epoch
+        self.graph = tf.Graph()
+        self.session = v1.Session(graph=self.graph, config=v1.ConfigProto(**options.session))
+        self.random = RandomNumbers()
+        self.noise = RandomNumbers()
+        self._parts: _Parts | None = None
+        self._assignments: dict[str, tuple[Any, Any]] = {}
+        self._learning_rate: float | None = None
+        self._step = 0
+        with self.graph.as_default(), building(options.texts, description):
+            self._build(epoch)
+        self._used_keys = [key for key in self.extern_data.data if key in self.network.get_used_data_keys()]
+
+    def _build(self, epoch: int) -> None:
+        config = self.options.config
+        seed, network_seed = _seeds(config, epoch)
+        v1.set_random_seed(seed)
+        self.train_flag = get_global_train_flag_placeholder()
+        self.extern_data = ExternData()
+        self.extern_data.init_from_config(config=config, auto_create_placeholders=True)
+        with self.random.replace():
+            self.network = TFNetwork(
+                name="",
+                config=config,
+                extern_data=self.extern_data,
+                rnd_seed=network_seed,
+                train_flag=self.train_flag,
+                eval_flag=True,
+                search_flag=self.options.search,
+            )
+            self.network.construct_from_dict(self.description)
+            if extra := config.list("search_train_network_layers"):
+                self.network.construct_extra_net(
+                    self.description,
+                    layer_list=extra,
+                    search_flag=True,
+                    dep_layers_in_extra=True,
+                    net_name="search train extra net",
+                )
+            self.objective: Objective = objective_of(self.network)
+        self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
+        names = {id(variable): name for name, variable in self.variables.items()}
+        self.layers = [
+            (layer, {short: names[id(one)] for short, one in sorted(layer.params.items())})
+            for layer in self.network.get_all_layers_deep()
+        ]
+        self._changed_by_graph = _assigned(self.graph, self.variables.values())
+        self.updater = FeedableUpdater(
+            self._make_points,
+            config=config,
+            network=self.network,
+            initial_learning_rate=config.float("learning_rate", 1.0),
+        )
+        self.train_fetches = self._fetches(train=True)
+        self.eval_fetches = self._fetches(train=False)
+        self.updater.set_trainable_vars(self.network.get_trainable_params())
+        self.random.initialize(self.session)
+        self.network.initialize_params(session=self.session)
+        with self.noise.replace():
+            self.update_op = self.updater.get_optim_op() if self.trainable else None
+        self.noise.initialize(self.session)
+        if self.trainable:
+            self.updater.init_optimizer_vars(session=self.session)
+        self._initialize_others()
+        if self.updater.optim_meta_losses_dict:
+            self.train_fetches |= self.updater.optim_meta_losses_dict
+        for name, variable in {**self.variables, **self.optimizer_variables}.items():
+            place = v1.placeholder(variable.dtype.base_dtype, variable.shape)
+            self._assignments[name] = place, variable.assign(place).op
+        self.training_names = _score_names(self.train_fetches, self.network)
+        self.evaluation_names = _score_names(self.eval_fetches, self.network)
+        self.norm = self.updater.log_grad_norm_tensor
+
+    @property
+    def points(self) -> GradientPoints:
+        points = self.updater.points
+        return GradientPoints() if points is None else points
+
+    @property
+    def trainable(self) -> list[Any]:
+        """The variables that are trained."""
+        return list(self.updater.trainable_vars)
+
+    @property
+    def optimizer_variables(self) -> dict[str, Any]:
+        """The optimizers' variables by name."""
+        return {variable.name.removesuffix(":0"): variable for variable in self.updater.optimizer_vars}
+
+    def kind(self, name: str) -> Kind:
+        """The kind of one of the model's variables."""
+        variable = self.variables[name]
+        if any(variable is trained for trained in self.updater.trainable_vars):
+            return "parameters"
+        if not variable.dtype.is_floating:
+            return "counters"
+        return "statistics" if name in self._changed_by_graph else "frozen"
+
+    def _make_points(self, compute: Compute, variables: list[Any]) -> GradientPoints:
+        options = self.options
+        if options.exchange.is_shared and not options.per_rank:
+            make = partial(points_of_ranks, exchange=options.exchange, bucket_bytes=options.bucket_bytes, scaled=options.scaled)
+            return make(self.objective, compute, variables)
+        if options.exchange.is_shared:
+            whole = Objective(self.objective.whole, self.objective.whole, None, ())
+            return points_of_ranks(whole, compute, variables, options.exchange, options.bucket_bytes, options.scaled)
+        return points_of_one_rank(self.objective, compute, variables)
+
+    def _fetches(self, train: bool) -> dict[str, Any]:
+        fetches: dict[str, Any] = self.network.get_fetches_dict(config=self.options.config, should_train=train, should_eval=True)
+        return fetches
+
+    def _initialize_others(self) -> None:
+        """Variables that neither the network nor the optimizers initialize, such as those that accumulate gradients."""
+        others = v1.global_variables() + v1.local_variables()
+        missing = set(self.session.run(v1.report_uninitialized_variables(others)).tolist()) if others else set()
+        chosen = [variable for variable in others if variable.op.name.encode() in missing]
+        self.session.run([variable.initializer for variable in chosen])
+
+    # Steps
+
+    def feed(self, batch: Batch, train: bool, step: int, epoch_step: int) -> dict[Any, Any]:
+        """What a session is fed for a batch. Raises: DataError, if a key is missing that the network uses."""
+        feed: dict[Any, Any] = {self.train_flag: train}
+        if isinstance(self.network.epoch_step, tf.Tensor):
+            feed[self.network.epoch_step] = epoch_step
+        for key in self._used_keys:
+            data = self.extern_data.data[key]
+            if data.placeholder is None:
+                continue
+            if key in ("seq_tag", "seq_idx") and key not in batch.data:
+                tags = batch.seq_tags() if batch.seq_tags is not None else [""] * len(batch.indices)
+                values = tags if key == "seq_tag" else batch.indices
+                feed[data.placeholder] = values if batch.joined is None else values[-1:]  # RETURNN names the last piece of a row
+                continue
+            if key not in batch.data:
+                raise DataError(
+                    f"network: expected the data key {key!r}, which its layers use, got the keys {', '.join(batch.data)}"
+                )
+            padded = batch.data[key]
+            feed[data.placeholder] = _values_of(padded.values, data)
+            for axis, place in data.size_placeholder.items():
+                if axis == 0:
+                    feed[place] = padded.seq_lens
+        size = self.extern_data.get_batch_info().dim
+        if tf.is_tensor(size):
+            feed[size] = len(batch.indices) if batch.joined is None else 1
+        return feed
+
+    def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:
+        """The values of tensors of the graph."""
+        return self.session.run(fetches, feed)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the next update."""
+        if rate != self._learning_rate:
+            with self.graph.as_default():
+                self.updater.set_learning_rate(rate, session=self.session)
+            self._learning_rate = rate
+
+    def set_step(self, step: int) -> None:
+        """Set the number of training steps done, which layers, schedules and checkpoints of RETURNN read."""
+        if step != self._step:
+            with self.graph.as_default():
+                self.network.set_global_train_step(step, session=self.session)
+            self._step = step
+
+    def update(self, fetches: Mapping[str, Any], feed: Mapping[Any, Any], step: int) -> dict[str, Any]:
+        """Update the variables in the step with this number; return the values of some tensors."""
+        self.set_step(step)
+        fetched: dict[str, Any] = self.session.run({**fetches, "update": self.update_op}, feed)
+        self._step = step + 1  # the update counts, too
+        return fetched
+
+    @property
+    def step(self) -> int:
+        """The number of training steps done."""
+        return self._step
+
+    def random_positions(self) -> Array:
+        """The positions of all random operations."""
+        return numpy.concatenate([self.random.positions(self.session), self.noise.positions(self.session)])
+
+    def set_random_positions(self, positions: Array) -> None:
+        """Set what `random_positions` returned. Raises: ValueError, if it was of another network."""
+        count = len(self.random.states)
+        with self.graph.as_default():
+            self.random.set_positions(self.session, positions[:count])
+            self.noise.set_positions(self.session, positions[count:])
+
+    def load(self, prefix: str) -> None:
+        """Load a checkpoint of TensorFlow, as RETURNN does. Raises: tf.errors.OpError."""
+        with self.graph.as_default():
+            self.network.load_params_from_file(prefix, session=self.session)
+            self._step = int(self.network.get_global_train_step(session=self.session))
+
+    def parts(self) -> _Parts:
+        """The gradients for an update that takes several batches."""
+        if self._parts is None:
+            with self.graph.as_default():
+                self._parts = _Parts(self.objective, self.points.variables, self.options.per_rank)
+        return self._parts
+
+    # Variables
+
+    def arrays(self, names: Sequence[str]) -> dict[str, Array]:
+        """The values of some of the model's or the optimizers' variables."""
+        known = {**self.variables, **self.optimizer_variables}
+        with self.graph.as_default():
+            values = self.session.run([known[name] for name in names])
+        return dict(zip(names, values, strict=True))
+
+    def assign(self, arrays: Mapping[str, Array]) -> None:
+        """Set variables by name. Raises: KeyError, ValueError, if one does not exist or has another shape."""
+        chosen = {name: self._assignments[name] for name in arrays}
+        operations = [operation for _, operation in chosen.values()]
+        self.session.run(operations, {place: arrays[name] for name, (place, _) in chosen.items()})
+
+    def close(self) -> None:
+        """End the session; layers that write files finish them."""
+        with self.graph.as_default():
+            self.network.call_graph_reset_callbacks()
+        self.session.close()
+
+
+class _Parts:
+    """The gradients of a batch in parts, so that those of several batches can be added up.
+
+    Attributes:
+        sets: the gradients of all losses that are not normalized, then those of each normalized one, not divided.
+        constraints: the gradients of the constraints; None: there are none, or `sets` includes them.
+        counts: of the normalized losses.
+        whole: the gradients of the whole objective of a batch.
+    """
+
+    def __init__(self, objective: Objective, variables: Sequence[Any], per_rank: bool) -> None:
+        def compute(loss: Any) -> list[Any]:
+            return list(tf.gradients(loss, variables)) if loss is not None else [None] * len(variables)
+
+        others = [term.value for term in objective.terms if not term.is_normalized]
+        losses = [tf.add_n(others) if others else None, *(term.value for term in objective.normalized)]
+        self.counts: list[Any] = [] if per_rank else [term.count for term in objective.normalized]
+        computed = [compute(objective.whole)] if per_rank else [compute(loss) for loss in losses]
+        constraints = None if per_rank or objective.constraints is None else compute(objective.constraints)
+        found = [*computed, *([constraints] if constraints is not None else [])]
+        alike = [_alike(variable, column) for variable, column in zip(variables, zip(*found, strict=True), strict=True)]
+        found = [list(row) for row in zip(*alike, strict=True)]
+        self.sets = [fetchable(one) for one in found[: len(computed)]]
+        self.constraints = fetchable(found[-1]) if constraints is not None else None
+        self.whole = self.sets[0] if per_rank else fetchable(compute(objective.whole))
+
+
+def _alike(variable: Any, column: Sequence[Any]) -> list[Any]:
+    """A variable's gradients of several losses in one form: rows if all are rows, else tensors; zeros for None."""
+    known = [one for one in column if one is not None]
+    if not known:
+        return list(column)
+    if all(isinstance(one, tf.IndexedSlices) for one in known):
+        empty = tf.IndexedSlices(
+            tf.zeros([0, *variable.shape[1:]], variable.dtype.base_dtype), tf.zeros([0], known[0].indices.dtype)
+        )
+        return [empty if one is None else one for one in column]
+    return [tf.zeros(variable.shape, variable.dtype.base_dtype) if one is None else tf.convert_to_tensor(one) for one in column]
+
+
+def _seeds(config: Any, epoch: int) -> tuple[int, int]:
+    """The seeds of the graph and of the network's initial values, as RETURNN's engine computes them."""
+    if not config.opt_typed_value("random_seed", None):
+        return 42, epoch
+    network_seed = (epoch * 3 + config.int("random_seed", None) * 5 + 7) % 2**31
+    return (network_seed * 2 + 3) % 2**31, network_seed
+
+
+def _values_of(values: Array, data: Any) -> Any:
+    """A padded array in the form of a placeholder of RETURNN."""
+    if data.dtype == "string":
+        return values.tolist()
+    if values.ndim == data.batch_ndim + 1 and not data.have_time_axis():
+        values = values[:, 0]  # one value for each sequence, which datasets return as one frame
+    if values.ndim == data.batch_ndim + 1 and values.shape[-1] == 1:
+        values = values[..., 0]
+    if data.batch_dim_axis:
+        values = numpy.moveaxis(values, 0, data.batch_dim_axis)
+    return values
+
+
+def _assigned(graph: Any, variables: Iterable[Any]) -> set[str]:
+    """The names of the variables that a graph's operations change, such as the statistics of a batch normalization."""
+    initializers = {variable.initializer for variable in variables}
+    changed = set()
+    for operation in graph.get_operations():
+        if "Assign" not in operation.type or operation in initializers:
+            continue
+        source = operation.inputs[0].op
+        while source.type in ("Switch", "Enter", "Identity", "RefSwitch", "RefEnter"):
+            source = source.inputs[0].op
+        changed.add(source.name)
+    return changed
+
+
+@dataclass(frozen=True)
+class Score:
+    """A loss or an error of a network.
+
+    Attributes:
+        value, norm: the names of its sum and of its norm factor among what is fetched.
+        scale: with which it is minimized; 0: it is not.
+    """
+
+    value: str
+    norm: str
+    scale: float
+
+
+def _score_names(fetches: Mapping[str, Any], network: Any) -> dict[str, Score]:
+    """The scores that are fetched by their names: `score` and `error`, with the layer's name if there are several."""
+    found: dict[str, Score] = {}
+    for prefix, name in (("cost:", "score"), ("error:", "error")):
+        keys = [key for key in fetches if key.startswith(prefix)]
+        for key in keys:
+            layer = key.removeprefix(prefix)
+            holder = network.losses_dict[layer]
+            is_minimized = prefix == "cost:" and holder.get_loss_value_for_objective() is not None
+            scale = float(holder.loss.scale) if is_minimized else 0.0
+            found[name if len(keys) == 1 else f"{name}_{layer}"] = Score(key, f"loss_norm_factor:{layer}", scale)
+    return found
+
+
+def numbers_of(names: Mapping[str, Score], fetched: Mapping[str, Any]) -> Array:
+    """The sums of the scores, then their counts; float64 of shape (2 * scores,)."""
+    sums = [float(fetched[score.value]) for score in names.values()]
+    counts = [1.0 / float(fetched[score.norm]) for score in names.values()]
+    return numpy.array(sums + counts, numpy.float64)

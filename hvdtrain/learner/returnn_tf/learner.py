@@ -1,0 +1,352 @@
+"""The learner for RETURNN's TensorFlow networks: a rank's device and threads, steps, and how it is built.
+
+RETURNN builds the network, its losses and its optimizers; hvdtrain runs the steps. A step is a call of a session: forward,
+backward, the exchange of gradients and the update together, unless something has to happen in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from hvdtrain.data.types import Array, Batch
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.meter import TINY, LearnerMeter, PendingScores, Transfer
+from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.returnn_tf import gradients as host
+from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph, Score, numbers_of
+from hvdtrain.learner.returnn_tf.native_ops import announce_compiling, choose_device
+from hvdtrain.learner.returnn_tf.networks import Networks
+from hvdtrain.learner.returnn_tf.random_numbers import position_of
+from hvdtrain.learner.returnn_tf.source import NetworkSource
+from hvdtrain.learner.returnn_tf.state import NetworkState
+from hvdtrain.learner.tensorflow import learner as tensorflow_learner
+from hvdtrain.runtime.timer import CpuClock
+
+v1 = tf.compat.v1
+
+
+def prepare(device: str | None, local_rank: int, threads: int) -> None:
+    """Restrict this process to its device, and set its number of threads. Raises: ConfigError."""
+    import returnn.tf.compat  # noqa: F401  turns eager execution off
+
+    if not tf.executing_eagerly():
+        v1.reset_default_graph()  # what the config made while it was read
+        v1.enable_eager_execution()  # RETURNN's graphs are entered explicitly; parameters travel outside of them
+    tensorflow_learner.prepare(device, local_rank, threads)
+
+
+class NetworkLearner:
+    """A network of RETURNN, its optimizers and its losses: `Learner` of `learner/base.py`.
+
+    Args:
+        seed: the training's seed, and the rank.
+        norm: gets the global norm of the newest gradients, for the meter.
+    """
+
+    def __init__(
+        self,
+        networks: Networks,
+        exchange: GradientExchange,
+        state: NetworkState,
+        check: GradientCheck,
+        scale: LossScale | None,
+        meter: LearnerMeter,
+        seed: tuple[int, int],
+        norm: list[float | None],
+    ) -> None:
+        self.device_name = tensorflow_learner.device_name()
+        self.state = state
+        self.meter = meter
+        self.observer: Observer | None = None
+        self.staging = None
+        self._networks = networks
+        self._exchange = exchange
+        self._check = check
+        self._scale = scale
+        self._seed = seed
+        self._epoch = 0
+        self._first_step = 0
+        self._step = 0
+        self._batch: Batch | None = None  # the last one of the next update
+        self._sum: _Sum | None = None  # of the batches before it
+        self._norm = norm
+
+    @property
+    def _graph(self) -> NetworkGraph:
+        return self._networks.graph
+
+    @property
+    def model(self) -> Any:
+        """The TFNetwork."""
+        return self._graph.network
+
+    @property
+    def optimizer(self) -> Any:
+        """RETURNN's updater."""
+        return self._graph.updater
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(numpy.prod(variable.shape.as_list())) for variable in self._graph.variables.values())
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self._exchange.is_shared and self._exchange.is_active
+
+    def keys_of_epoch(self, epoch: int) -> Mapping[str, Any]:
+        """The keys that come with the network of an epoch, which is built."""
+        return self._networks.keys(epoch)
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        self._networks.begin_epoch(epoch)
+        self._epoch = epoch
+        self._first_step = self._step = step
+        self._graph.set_step(step)
+
+    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        with self.meter.clock.span():
+            if batch is not None and self._exchange.size > 1:
+                self._graph.random.begin_at(self._graph.session, position_of((*self._seed, self._step)))
+            if is_last_microbatch and self._sum is None:
+                self._batch = batch  # the update computes forward and backward, too: together this is faster
+            elif batch is not None:
+                self._accumulate(batch)
+        self._step += 1
+
+    def update(self, learning_rate: float) -> None:
+        batch, total, graph = self._batch, self._sum, self._graph
+        self._batch = self._sum = None
+        if batch is None and total is None and not self._is_exchanged:
+            graph.set_step(self._step)
+            return
+        with self.meter.clock.span():
+            graph.set_learning_rate(learning_rate)
+            if self._exchange.size > 1:
+                rank = 0 if self._is_exchanged else 1 + self._seed[1]  # reduced gradients get the same noise on all ranks
+                graph.noise.begin_at(graph.session, position_of((self._seed[0], rank, self._step, 1)))
+            if total is not None:
+                self._apply_total(total)
+            elif batch is None:
+                self._apply(self._local(host.zeros(graph.points.local)) | self._no_counts(), None)
+            else:
+                self._apply(self._feed(batch, train=True), batch)
+
+    def flush(self) -> None:
+        """Do nothing: `update` has already decided whether to skip."""
+
+    def evaluate(self, batch: Batch) -> None:
+        graph = self._graph
+        fetched = graph.run(graph.eval_fetches, self._feed(batch, train=False))
+        self._add_scores(graph.evaluation_names, fetched, batch, self._step, train=False)
+
+    def forward(self, batch: Batch) -> list[Outputs]:
+        raise ConfigError.of("unsupported", "task: expected train or eval with a network of RETURNN, got forward or search")
+
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        yield "", self.model
+        yield from ((layer.get_absolute_name(), layer) for layer, _ in self._graph.layers)
+
+    def layers(self) -> Iterator[Layer]:
+        seen: set[str] = set()
+        yield Layer("", "TFNetwork", {}, frozenset())
+        for layer, names in self._graph.layers:
+            own = {short: name for short, name in names.items() if name not in seen}
+            seen.update(own.values())
+            shapes = {short: tuple(self._graph.variables[name].shape.as_list()) for short, name in own.items()}
+            trained = frozenset(short for short, name in own.items() if self._graph.kind(name) == "parameters")
+            yield Layer(layer.get_absolute_name(), str(layer.layer_class), shapes, trained)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        return {}  # shapes are known as templates only
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        problem = "RETURNN's tools compile its networks: tools/compile_tf_graph.py reads the config and a checkpoint"
+        return [Exported("network", problem)]
+
+    def numbers(self, values: Sequence[float]) -> tf.Tensor:
+        return tf.constant(values, tf.float64)
+
+    # Steps
+
+    def _feed(self, batch: Batch, train: bool) -> dict[Any, Any]:
+        step = self._step - 1 if train else self._step
+        return self._graph.feed(batch, train, step, step - self._first_step)
+
+    def _no_counts(self) -> dict[Any, Any]:
+        counts = self._graph.points.counts
+        return {} if counts is None else {counts: numpy.zeros(counts.shape.as_list(), numpy.float64)}
+
+    def _add_scores(
+        self, names: Mapping[str, Score], fetched: Mapping[str, Any], batch: Batch, step: int, train: bool = True
+    ) -> None:
+        scales = {name: score.scale if train else 0.0 for name, score in names.items()}
+        self.meter.scores.add(scales, numbers_of(names, fetched), step, batch.indices)
+
+    def _apply(self, feed: dict[Any, Any], batch: Batch | None, exchanges_counts: bool = True) -> None:
+        """Collective, if gradients are exchanged. One update from a batch, or from gradients that are fed.
+
+        Args:
+            feed: what the session is fed.
+            exchanges_counts: whether the counts of normalized losses are exchanged, too.
+        """
+        graph, points = self._graph, self._graph.points
+        fetches: dict[str, Any] = {} if batch is None else dict(graph.train_fetches)
+        is_stopped = self._exchange.is_shared and not self._exchange.is_active  # the ranks do not exchange gradients any more
+        if self._is_exchanged:
+            fetches["traffic"] = points.traffic
+            if exchanges_counts and points.totals is not None:
+                fetches |= {"totals": points.totals, "waited": points.waited}
+            if points.scale is not None:
+                feed = {**feed, points.scale: self._current_scale}
+        if is_stopped or self._check.is_needed or self.observer is not None:
+            reduced = graph.parts().whole if is_stopped else host.fetchable(points.reduced)
+            fetched = graph.run({**fetches, "reduced": reduced}, feed)
+        else:
+            fetched = graph.update(fetches | self._norm_fetches, feed, self._step - 1)
+        self._count(fetched)
+        if batch is not None:
+            self._add_scores(graph.training_names, fetched, batch, self._step - 1)
+        if "reduced" in fetched:
+            self._apply_reduced(fetched["reduced"])
+
+    def _apply_reduced(self, reduced: list[Any]) -> None:
+        """Apply gradients that have been reduced, unless one of them is not finite. Raises: TrainingError."""
+        graph = self._graph
+        names = [variable.name.removesuffix(":0") for variable in graph.points.variables]
+        if self.observer is not None:
+            self.observer(self._dense(names, reduced))
+        if self._check.is_needed:
+            invalid = [name for name, one in zip(names, reduced, strict=True) if not host.is_finite(one)]
+            if not self._check.decide(not invalid, self._step - 1, lambda: invalid):
+                return
+        self._count(graph.update(self._norm_fetches, host.feed_of(graph.points.reduced, reduced), self._step - 1))
+
+    @property
+    def _norm_fetches(self) -> dict[str, Any]:
+        return {} if self._graph.norm is None else {"norm": self._graph.norm}
+
+    def _count(self, fetched: Mapping[str, Any]) -> None:
+        if "norm" in fetched:
+            self._norm[0] = float(fetched["norm"])
+        if "traffic" in fetched:
+            seconds, float32, others = fetched["traffic"].tolist()
+            self._exchange.count_graph(seconds + float(fetched.get("waited", 0.0)), int(float32), int(others))
+
+    @property
+    def _current_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def _dense(self, names: Sequence[str], reduced: Sequence[Any]) -> Iterator[tuple[str, Array]]:
+        """Gradients by parameter name; rows become dense."""
+        for name, variable, one in zip(names, self._graph.points.variables, reduced, strict=True):
+            whole = numpy.zeros(variable.shape.as_list(), numpy.float32)
+            if isinstance(one, tuple):
+                numpy.add.at(whole, one[1], one[0])
+            elif not isinstance(one, list):
+                whole += one
+            yield name, whole
+
+    # Updates of several batches
+
+    def _accumulate(self, batch: Batch) -> None:
+        graph, parts = self._graph, self._graph.parts()
+        fetches = {**graph.train_fetches, "sets": parts.sets, "counts": parts.counts}
+        feed = graph.feed(batch, True, self._step, self._step - self._first_step)
+        fetched = graph.run(fetches, feed)
+        self._add_scores(graph.training_names, fetched, batch, self._step)
+        counts = numpy.array(fetched["counts"], numpy.float64)
+        self._sum = _Sum(fetched["sets"], counts) if self._sum is None else self._sum.plus(fetched["sets"], counts)
+
+    def _apply_total(self, total: _Sum) -> None:
+        """Collective, if gradients are exchanged. The update of several batches."""
+        graph, points, parts = self._graph, self._graph.points, self._graph.parts()
+        if not self._is_exchanged:
+            summed = total.combined(total.counts)
+            self._apply_reduced(summed if parts.constraints is None else host.add(summed, graph.run(parts.constraints, {})))
+        elif points.totals is None or points.divides_afterwards:
+            feed = {} if points.totals is None else {points.counts: total.counts}
+            self._apply(feed | self._local(total.combined(numpy.ones_like(total.counts))), None)
+        else:
+            totals, waited = graph.run([points.totals, points.waited], {points.counts: total.counts})
+            self._exchange.count_graph(float(waited), 0, 0)
+            self._apply(self._local(total.combined(totals)), None, exchanges_counts=False)
+
+    def _local(self, gradients: list[Any]) -> dict[Any, Any]:
+        """What the session is fed for a rank's gradients before the exchange."""
+        return host.feed_of(self._graph.points.local, [self._scaled(one) for one in gradients])
+
+    def _scaled(self, gradient: Any) -> Any:
+        return gradient if self._scale is None else host.multiply(gradient, self._current_scale)
+
+
+class _Sum:
+    """The gradients of several batches in sets, as `_Parts` has them, and the counts of normalized losses."""
+
+    def __init__(self, sets: list[list[Any]], counts: Array) -> None:
+        self.sets = sets
+        self.counts = counts
+
+    def plus(self, sets: list[list[Any]], counts: Array) -> _Sum:
+        added = [host.add(one, other) for one, other in zip(self.sets, sets, strict=True)]
+        return _Sum(added, self.counts + counts)
+
+    def combined(self, counts: Array) -> list[Any]:
+        """All sets together, those of normalized losses divided by these counts."""
+        total = self.sets[0]
+        for gradients, count in zip(self.sets[1:], counts, strict=True):
+            total = host.add(total, host.divide(gradients, max(float(count), TINY)))
+        return total
+
+
+MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
+
+
+def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> NetworkLearner:
+    """Build a config's network, its updater and the learner, with the same seed on all ranks.
+
+    Raises:
+        ConfigError: RETURNN cannot build the network.
+    """
+    prepare(keys.device, options.local_rank, options.threads)
+    if keys.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    if not isinstance(keys.get_model, NetworkSource):
+        raise ConfigError.of("missing", "network: expected a network of RETURNN for this backend, got none")
+    choose_device()
+    announce_compiling()
+    scale = options.precision.loss_scale("float32")
+    max_skipped = keys.num_allowed_consec_invalid_gradient_steps
+    networks = Networks(
+        keys.get_model,
+        partial(
+            GraphOptions,
+            texts=keys.get_model.texts,
+            exchange=gradient_exchange,
+            bucket_bytes=options.bucket_bytes(tensorflow_learner.device_name() != "CPU"),
+            per_rank=False,
+            scaled=scale is not None,
+        ),
+        threads=options.threads,
+        is_shared=gradient_exchange.is_shared,
+    )
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.is_active)
+    state = NetworkState(networks, scale)
+
+    def not_finite() -> tuple[str, ...]:
+        return tuple(name for name, array in state.named_parameters() if not numpy.isfinite(array).all())
+
+    scores = PendingScores(
+        Transfer(lambda arrays: numpy.concatenate(arrays).tolist()), not_finite, on_cpu=True, finite_only=max_skipped is not None
+    )
+    norm: list[float | None] = [None]
+    meter = LearnerMeter(scores, CpuClock(), scale, tensorflow_learner.peak_memory, lambda: norm[0])
+    return NetworkLearner(networks, gradient_exchange, state, check, scale, meter, (options.seed, options.rank), norm)

@@ -1,0 +1,82 @@
+"""Errors of RETURNN about a network as errors of the config: the layer, and the line of the config."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.runtime import log
+
+CREATING = re.compile(r"(?:TypeError|Exception) creating layer \S*?/?'([^']+)' of class (\w+)")
+"""What RETURNN prints about a layer that it cannot create."""
+
+
+@contextmanager
+def building(texts: Mapping[str, str], description: Mapping[str, Any]) -> Iterator[None]:
+    """Translate errors of RETURNN, while it builds a network, into ConfigError.
+
+    Args:
+        texts: the text of each config file, by its path.
+        description: the dict of layers.
+    """
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    except HvdtrainError:
+        raise
+    except Exception as error:  # RETURNN raises errors of many kinds, or an assert fails
+        for line in printed.getvalue().splitlines():
+            log.debug(line)
+        raise _config_error(error, printed.getvalue(), texts, description) from error
+    for line in printed.getvalue().splitlines():
+        log.debug(line)
+
+
+def _config_error(error: Exception, printed: str, texts: Mapping[str, str], description: Mapping[str, Any]) -> ConfigError:
+    found = CREATING.search(printed)
+    layer = getattr(error, "layer_name", None) or (found.group(1) if found else None) or _layer_in_traceback(error)
+    reason = " ".join(str(error).split()) or "an assertion failed"
+    kind = type(error).__name__
+    where = "network" if layer is None else f"network: layer {layer!r}"
+    if layer is not None:
+        options = _options_of(layer, description)
+        where += f" of class {options['class']!r}" if isinstance(options, Mapping) and "class" in options else ""
+        where += _place(layer, texts)
+    return ConfigError.of("wrong-result", f"{where}: expected a layer that RETURNN can build, got {kind}: {reason}")
+
+
+def _layer_in_traceback(error: Exception) -> str | None:
+    """The innermost layer that RETURNN was constructing."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
+        if code.co_name in ("construct_layer", "_construct_layer", "add_layer") and isinstance(names.get("name"), str):
+            found = names["name"]
+        traceback = traceback.tb_next
+    return found
+
+
+def _options_of(layer: str, description: Mapping[str, Any]) -> Any:
+    """The options of a layer, whose name may be a path."""
+    options: Any = description
+    for name in layer.split("/"):
+        inside = options.get("unit", options.get("subnetwork")) if options is not description else options
+        options = inside.get(name) if isinstance(inside, Mapping) else None
+        if not isinstance(options, Mapping):
+            return None
+    return options
+
+
+def _place(layer: str, texts: Mapping[str, str]) -> str:
+    """' (config.py, line 12)' where a layer's name is written as a key of a dict; '' if it is not found."""
+    name = re.escape(layer.rpartition("/")[2])
+    for path, text in texts.items():
+        if match := re.search(rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*=""", text):
+            return f" ({Path(path).name}, line {text[: match.start()].count(chr(10)) + 1})"
+    return ""

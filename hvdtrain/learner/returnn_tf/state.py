@@ -1,0 +1,103 @@
+"""The variables of a network and of its optimizers, as checkpoints and other ranks take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from hvdtrain.data.types import Array
+from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.preload import PreloadRequest, preload_values
+from hvdtrain.learner.returnn_tf.model_file import NETWORK_FORMAT, StoredNetwork, read_arrays
+from hvdtrain.learner.returnn_tf.networks import Networks
+from hvdtrain.learner.state_base import StateBase
+
+RANDOM = "random_positions"
+"""An entry of the optimizer's state: the positions of random operations, int64 of shape (operations, 3)."""
+
+STEP = "global_step"
+"""The name of RETURNN's variable with the number of training steps."""
+
+
+class NetworkState(StateBase):
+    """The state of the present network and its updater."""
+
+    def __init__(self, networks: Networks, scale: LossScale | None) -> None:
+        super().__init__(NETWORK_FORMAT, None, scale)
+        self._networks = networks
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
+        names = self._names(kind)
+        tensors = [tf.constant(array) for array in self._networks.graph.arrays(names).values()]
+        changed = zip(names, tensors, change(list(tensors)), strict=True)
+        self._networks.graph.assign({name: new.numpy() for name, old, new in changed if new is not old})
+
+    def has_tensors(self, kind: Kind) -> bool:
+        return bool(self._names(kind))
+
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        for name, array in self._networks.graph.arrays([*self._names("parameters"), *self._names("frozen")]).items():
+            yield name, array.astype(numpy.float32)
+
+    def trained_values(self) -> Iterator[tuple[str, Array]]:
+        for name, array in self._networks.graph.arrays(self._names("parameters")).items():
+            yield name, array.astype(numpy.float64)
+
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        graph = self._networks.graph
+        ours = {name: tuple(variable.shape.as_list()) for name, variable in graph.variables.items()}
+        values = preload_values(request, ours, read_arrays(request.file))
+        graph.assign({name: numpy.asarray(value) for name, value in values.items()})
+        return list(ours), list(values)
+
+    def _names(self, kind: Kind) -> list[str]:
+        graph = self._networks.graph
+        return [name for name in graph.variables if graph.kind(name) == kind]
+
+    def _model_tensors(self) -> dict[str, Any]:
+        graph = self._networks.graph
+        return {**graph.arrays(list(graph.variables)), STEP: numpy.array(graph.step, numpy.int64)}
+
+    def _set_model(self, tensors: Mapping[str, Any]) -> None:
+        stored: StoredNetwork = tensors["stored"]
+        self._networks.load(stored.prefix, stored.epoch)
+
+    def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
+        return self._networks.graph.arrays(self._names(kind))
+
+    def _set_kind(self, kind: Kind, stored: Mapping[str, Array]) -> None:
+        names = self._names(kind)
+        if missing := [name for name in names if name not in stored]:
+            raise ValueError(f"missing {missing}")
+        self._networks.graph.assign({name: stored[name] for name in names})
+
+    def _set_trained(self, trained: Mapping[str, Array]) -> None:
+        self._set_kind("parameters", trained)
+
+    def _stored_lists(self, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, list[Array]]:
+        return {name: [tensor.numpy() for tensor in tensors] for name, tensors in lists.items()}
+
+    def _optimizer_name(self) -> str:
+        return " ".join(type(one).__name__ for one in self._networks.graph.updater.optimizers.values())
+
+    def _optimizer_entries(self) -> dict[str, Any]:
+        graph = self._networks.graph
+        arrays: dict[str, Array] = graph.arrays(list(graph.optimizer_variables))
+        return {"optimizer": {**arrays, RANDOM: graph.random_positions()}}
+
+    def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
+        graph = self._networks.graph
+        arrays = dict(entries["optimizer"])
+        positions = arrays.pop(RANDOM, None)
+        ours = set(graph.optimizer_variables)
+        if ours != arrays.keys():
+            missing, unknown = sorted(ours - arrays.keys()), sorted(arrays.keys() - ours)
+            raise ValueError(f"missing {missing}, unknown {unknown}")
+        graph.assign(arrays)
+        if positions is not None:
+            graph.set_random_positions(positions)
+        return []

@@ -1,0 +1,102 @@
+"""Configs with RETURNN's `network` or `get_network`: which they are, and what of them hvdtrain's keys mean."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain.config.source import OVERRIDING, Source
+from hvdtrain.errors import problem
+from hvdtrain.learner.returnn_tf.source import NetworkSource, no_train_step
+from hvdtrain.returnn_layer.imports import WatchedImports
+from hvdtrain.returnn_layer.names import is_no_op
+from hvdtrain.returnn_layer.older_data import older_extern_data
+
+BACKEND = "tensorflow-net-dict"
+"""The value of `backend`, in RETURNN as here."""
+
+FOR_THE_NETWORK = ("dynamic_learning_rate",)
+"""Keys whose functions compute with tensors of the network's graph, so that RETURNN's updater calls them."""
+
+
+def uses_network(values: Mapping[str, Any]) -> bool:
+    """Whether a config's model is a network of RETURNN.
+
+    >>> uses_network({"network": {"output": {"class": "softmax"}}}), uses_network({"network": {}, "backend": "torch"})
+    (True, False)
+    """
+    has_network = any(name in values and not is_no_op(name, values[name]) for name in ("network", "get_network"))
+    backend = values.get("backend")
+    return values.get("get_model") is None and (backend == BACKEND or (has_network and backend is None))
+
+
+def with_network(source: Source, imports: WatchedImports) -> Source:
+    """The config with the network as its model."""
+    imports.begin()
+    values, origins = dict(source.values), dict(source.origins)
+    seen = {name: _parsed(value, origins.get(name)) for name, value in values.items()}
+    imports.set_config(seen)
+    problems = list(source.problems)
+    if all(is_no_op(name, values.get(name)) for name in ("network", "get_network")):
+        problems += problem("missing", f"network: expected a dict of layers with backend = {BACKEND!r}, got none")
+    for name in FOR_THE_NETWORK:
+        values.pop(name, None)
+    origin = origins.get("network", origins.get("get_network", ""))
+    made = {"backend": BACKEND, "get_model": NetworkSource(seen, source.texts), "train_step": no_train_step}
+    made["optimizer"] = optimizer_of(seen)
+    if values.get("extern_data") is None and (older := older_extern_data(seen)) is not None:
+        made["extern_data"] = older
+    if values.get("learning_rate") is None and values.get("learning_rates") is None:
+        made["learning_rate"] = 1.0  # RETURNN's default
+    if seen.get("learning_rate_control"):
+        made["learning_rate_control_error_measure"] = measures_of(seen.get("learning_rate_control_error_measure"))
+    for name in made:
+        origins.setdefault(name, origin)
+    return replace(source, values=values | made, origins=origins, problems=tuple(problems), is_foreign=True)
+
+
+def optimizer_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer that RETURNN makes from the key `optimizer` or its older keys, as a dict, for the log and for checkpoints.
+
+    >>> optimizer_of({"nadam": True, "optimizer_epsilon": 1e-8}), optimizer_of({"momentum": 0.9})
+    ({'class': 'nadam', 'epsilon': 1e-08}, {'class': 'momentum', 'momentum': 0.9})
+    """
+    given = values.get("optimizer")
+    if given:
+        return dict(given) if isinstance(given, Mapping) and "class" in given else {"class": given}
+    options = {"epsilon": values["optimizer_epsilon"]} if values.get("optimizer_epsilon") else {}
+    for name in ("adam", "nadam", "adadelta", "adagrad", "rmsprop"):
+        if values.get(name):
+            decay = {"decay": values[name]} if isinstance(values[name], float) else {}
+            return {"class": name, **decay, **options}
+    if values.get("momentum"):
+        return {"class": "momentum", "momentum": values["momentum"]}
+    return {"class": "sgd"}
+
+
+USUAL_MEASURES = ("dev_score", "dev_score_output", "dev_score_output/output", "dev_score_output/output_prob")
+"""The scores of which RETURNN's learning-rate control uses the first that exists, after those that the config names."""
+
+
+def measures_of(given: Any) -> list[str]:
+    """The scores by their names here, of which learning-rate control uses the first that exists.
+
+    >>> measures_of("dev_error")[:3]
+    ['dev_loss_error', 'dev_loss_error_output', 'dev_loss_score']
+    """
+    named = [given] if isinstance(given, str) else list(given or ())
+    wanted = [name for one in named for name in (one, f"{one}_output")] + [*USUAL_MEASURES]
+    return list(dict.fromkeys(re.sub(r"^(.+?)_(score|error)(_.*)?$", r"\1_loss_\2\3", one) for one in wanted))
+
+
+def _parsed(value: Any, origin: str | None) -> Any:
+    """A value as RETURNN sees it: text of the command line may be any value of Python."""
+    if origin not in OVERRIDING or not isinstance(value, str):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return value

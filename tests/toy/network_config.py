@@ -1,0 +1,61 @@
+"""A config with RETURNN's network for the tests on several ranks. Tests set what differs between them with ++key value."""
+
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
+import os
+import signal
+from pathlib import Path
+
+import hvdtrain
+
+corpus = Path(config.value("corpus", "."))
+train = {"class": "HDFDataset", "files": [str(corpus / config.value("part", "train.hdf"))]}
+train["seq_ordering"] = config.value("ordering", "random")
+train["partition_epoch"] = config.int("parts", 1)
+dev = {"class": "HDFDataset", "files": [str(corpus / "dev.hdf")]} if config.bool("evaluated", False) else None
+
+use_tensorflow = True
+batch_size = 100000
+extern_data = {"data": {"dim": 4}, "classes": {"dim": 5, "sparse": True}}
+num_epochs = 1
+max_seqs = 12 // hvdtrain.size()
+num_threads = 1
+log_interval = 0
+learning_rate = 0.01
+random_seed = 3
+optimizer = {"class": "adam", "epsilon": 1e-8}
+
+layers = config.value("layers", "plain")
+normalized = {"loss_opts": {"use_normalized_loss": True}} if config.value("losses", "sum") != "sum" else {}
+cell = {"from": ["data:source", "prev:output"]}
+
+
+class Stop:
+    """Sends a rank the signal to stop after a step, once."""
+
+    def on_step_end(self, training):
+        if training.step == stop_at and hvdtrain.rank() == hvdtrain.size() - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+stop_at = config.int("stop_at", 0)
+callbacks = [Stop()] if stop_at else []
+
+network = {
+    "conv": {"class": "conv", "filter_size": (3,), "padding": "same", "n_out": 8, "activation": "relu", "from": ["data"]},
+    "lstm": {"class": "rec", "from": "conv", "unit": {"output": {"class": "rnn_cell", "unit": "LSTMBlock", "n_out": 6, **cell}}},
+    "output": {"class": "softmax", "from": "lstm", "target": "classes", "loss": "ce", **normalized},
+}
+network["conv"]["L2"] = 0.01
+if layers == "statistics":
+    network["norm"] = {"class": "batch_norm", "from": "conv", "momentum": 0.1}
+    network["lstm"] |= {"from": "norm", "dropout": 0.3}
+if layers == "embedding":  # its gradient has rows
+    network["aligned"] = {"class": "reinterpret_data", "from": "data:classes", "size_base": "data"}
+    network["words"] = {"class": "linear", "activation": None, "with_bias": False, "n_out": 3, "from": "aligned"}
+    network["output"]["from"] = ["lstm", "words"]
+if layers == "frames":  # each by itself
+    network["conv"] = {"class": "linear", "n_out": 8, "activation": "relu", "from": ["data"]}
+    network["output"]["from"] = "conv"
+    del network["lstm"]
+if config.value("losses", "sum") == "several":
+    network["other"] = {"class": "softmax", "from": "conv", "target": "classes", "loss": "ce", "loss_scale": 0.5}

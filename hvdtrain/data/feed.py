@@ -35,7 +35,7 @@ from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.mix import mixed_parts
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch, BatchParts, Broken, UnlikeError
+from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -303,19 +303,15 @@ class Feed:
         except BrokenSequence as error:
             if not self.broken.limit:
                 raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
-        kept, broken = [], []
-        for index in indices:
+        good, broken = numpy.ones(len(indices), bool), []
+        for place, sequence in enumerate(self.sequences_of(indices).tolist()):
             try:
-                read(numpy.array([index]))
-                kept.append(index)
+                read(indices[place : place + 1])
             except BrokenSequence as error:
-                broken.append(self._broken(int(index), str(error)))
-        some = numpy.array(kept, dtype=indices.dtype)
-        return replace(check(read(some), some) if kept else Batch({}, some), broken=broken)
-
-    def _broken(self, index: int, message: str) -> Broken:
-        """A broken sequence, given the index of the sequence or chunk in the plan."""
-        return (index if self.chunks is None else int(self.chunks.sequences[index])), message
+                good[place] = False
+                broken.append((sequence, str(error)))
+        some = indices[good]
+        return replace(check(read(some), some) if len(some) else Batch({}, self.sequences_of(some)), broken=broken)
 
 
 def check_files(feeds: Iterable[Feed]) -> None:

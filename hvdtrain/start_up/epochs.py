@@ -129,7 +129,7 @@ class ChangingEpochs:
                 del self._opened[feed.name]
                 opened.feed.dataset.close()
             self._watchdog.beat(f"opening {feed.name}", "unhurried")
-            [made] = open_datasets(settings, self._comm, [spec], watchdog=self._watchdog)
+            [made] = open_datasets(settings, self._comm, [spec], watchdog=self._watchdog, skips_broken=True)
             self._opened[feed.name] = opened = OpenDataset(value, made)
             missing = [key for key in feed.dataset.streams if key not in made.dataset.streams]
             if missing:

@@ -149,7 +149,7 @@ class Search:
             largest = rounds.largest()
             self._tried = rounds.describe(largest[0])
             with feed.read([plan.batch(batch) for batch in largest], self._epoch, self._session.learner.staging) as batches:
-                return all(self._session.learner.try_batch(batch) for batch in batches)
+                return all(self._session.learner.try_batch(batch) for batch in batches if batch.if_any)
 
         return all(self._comm.gather(together(self._comm, attempt, name="try_batch"), name="fits"))
 

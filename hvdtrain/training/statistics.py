@@ -29,6 +29,7 @@ def recompute_statistics(comm: Communicator, learner: Learner, watchdog: Watchdo
             for number in range(rounds):
                 watchdog.beat(f"statistics, batch {number}", "evaluation")
                 batch = next(read, None)
+                batch = None if batch is None else batch.if_any
                 if batch is None:
                     yield None
                 else:

@@ -1,5 +1,8 @@
 """The count of broken sequences."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy
 import pytest
 
@@ -14,6 +17,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import check_dataset, open_dataset
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BrokenSequence
+from hvdtrain.training.account import Account
 
 
 def test_each_sequence_counts_once_over_ranks_and_epochs() -> None:
@@ -105,3 +109,23 @@ def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
     assert sorted(planned) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
     assert [index for batch in found for index in batch.indices.tolist()] == [index for index in sorted(planned) if index != 1]
     assert {index for batch in found for index, _ in batch.broken} == {1}
+
+
+@pytest.mark.parametrize("keys", [{"max_seqs": 2, "packed": True}, {"batch_size": 5, "frame_batches": True}], ids=str)
+def test_batches_without_padding_are_read_without_it_too(keys: dict[str, Any]) -> None:
+    spec, _ = check_dataset("train", {"class": lambda: Items((2, 3))}, {})
+    assert spec is not None
+    feed = Feed("train", open_dataset(spec), OrderKeys(seq_ordering="default"), BatchKeys(**keys), 0, 1)
+    feed = replace(feed, broken=BrokenSequences("train", 2))
+    plan = feed.plan(1)
+    account = Account(feed, plan)
+    with feed.read(feed.share(plan), 1) as batches:
+        found = list(batches)
+    for batch in found:
+        account.add(batch.planned)
+    account.check("test", [account.take(plan.num_batches)])  # nothing is missing, and nothing is used twice
+    assert {index for batch in found for index in batch.indices.tolist()} == {0, 1, 4, 5}
+    assert {index for batch in found for index, _ in batch.broken} == {2, 3}
+    arrays = [batch.data["data"].values for batch in found if batch.if_any]
+    frames = sum(len(values) if keys.get("packed") else values.shape[1] for values in arrays)
+    assert frames == 3 + 4 + 7 + 8

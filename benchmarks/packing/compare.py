@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sequences", type=int, default=320, help="sequences of an epoch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (%(default)s)")
+    parser.add_argument("--spread", type=float, default=0.22, help="deviation of the logarithms of the lengths (%(default)s)")
     options = parser.parse_args()
 
     print(f"{'model':<12} {'padding':>8} {'padded frames/s':>16} {'packed frames/s':>16} {'ratio':>6}")
@@ -28,7 +29,7 @@ def main() -> int:
         rates: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(options.rounds):
             for packed, measured in rates.items():
-                rate, padding = train(model, packed, options.sequences)
+                rate, padding = train(model, packed, options.sequences, options.spread)
                 measured.append(rate)
                 share = share if packed else padding  # noqa: F821  it was bound in the round before
         ratio = statistics.median(packed / padded for padded, packed in zip(*rates.values(), strict=True))
@@ -37,10 +38,17 @@ def main() -> int:
     return 0
 
 
-def train(model: str, packed: bool, sequences: int) -> tuple[float, str]:
+def train(model: str, packed: bool, sequences: int, spread: float) -> tuple[float, str]:
     """Real frames per CPU second, and the share of padding, as the log says."""
     with tempfile.TemporaryDirectory() as folder:
-        keys = {"of": model, "packed": packed, "sequences": sequences, "result": f"{folder}/result", "model": f"{folder}/model"}
+        keys = {
+            "of": model,
+            "packed": packed,
+            "sequences": sequences,
+            "spread": spread,
+            "result": f"{folder}/result",
+            "model": f"{folder}/model",
+        }
         command = [
             sys.executable,
             "-m",

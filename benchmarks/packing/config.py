@@ -16,7 +16,7 @@ FEATURES, CLASSES = 80, 40
 of = config.value("of", "perceptron")
 packed = config.bool("packed", False)
 generator = numpy.random.default_rng(1)
-frames = numpy.exp(generator.normal(5.1, 0.22, config.int("sequences", 320))).astype(int) + 4
+frames = numpy.exp(generator.normal(5.1, config.float("spread", 0.22), config.int("sequences", 320))).astype(int) + 4
 
 
 def sequence(length):

@@ -179,6 +179,7 @@ class Server(ThreadingHTTPServer):
 def object_store() -> Iterator[ObjectStore]:
     """A store with an empty bucket, which fsspec's s3:// finds in the environment."""
     from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
 
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
@@ -194,6 +195,7 @@ def object_store() -> Iterator[ObjectStore]:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     with mock.patch.dict(os.environ, environment):
+        S3FileSystem.clear_instance_cache()  # those of a former store in this process
         store.ask("PUT", "")
         try:
             yield store

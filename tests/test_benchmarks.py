@@ -21,6 +21,8 @@ TINY = {
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
     "speech": "--recordings 2 --seconds 1 --rounds 1 --cuts 100".split(),
     "step_log": ["--steps", "10", "--rounds", "1"],
+    "attention_cost": "--sequences 40 --longest 60 --batch_size 300 --width 8 --ranks 2".split(),
+    "packing/compare": ["--sequences", "32", "--rounds", "1"],
     "everything": ["--steps", "4", "--rounds", "1", "--services", "", "--settle", "0"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
     "gpu_loop": "--device cpu --sequences 20 --rounds 0 --layers 1 --width 32".split(),
@@ -40,12 +42,15 @@ PRINTED = {
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
     "everything": "| wall-clock time | ",
+    "attention_cost": "idle share of the CPU seconds",
+    "packing/compare": "acoustic ",
     "speech": "| 100 cuts, later start |",
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
+SLOW = ("returnn_training", "packing/compare")
 NEEDS = {
     "speech": "lhotse",
     "returnn_training": "returnn",
@@ -56,9 +61,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.again) if name == "returnn_training" else name for name in TINY]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.again) if name in SLOW else name for name in TINY])
 def test_a_benchmark_on_tiny_data(name: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -111,6 +111,10 @@ class CheckpointFolder:
         model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
         model_parts, model_marker: as in `Framework`.
         mirror: where all files are copied to, and removed from.
+
+    Attributes:
+        num_pretrain_epochs: the number of first epochs whose checkpoints have `pretrain` in their names, as in RETURNN. Found are
+            checkpoints with and without it.
     """
 
     def __init__(
@@ -126,11 +130,13 @@ class CheckpointFolder:
         self.suffix = suffix
         self._model_parts = "|".join(model_parts)  # a pattern
         self._model_marker = model_marker
+        self.num_pretrain_epochs = 0
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
         self.prefix = prefix
+        pretrain = "" if model_marker is None else r"(?P<pretrain>\.pretrain)?"
         self._pattern = re.compile(
-            rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
+            rf"{re.escape(prefix.name)}{pretrain}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
             rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.running\.npz"
             rf"|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
         )
@@ -138,15 +144,20 @@ class CheckpointFolder:
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
         """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or the one to write."""
         new = self.new(epoch, step)
-        existing = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
-        return self._checkpoint(epoch, step, existing[0]) if existing else new
+        names = (self._is_pretrain(epoch), not self._is_pretrain(epoch))[: 1 if self._model_marker is None else 2]
+        possible = [self._checkpoint(epoch, step, suffix, name) for name in names for suffix in self.model_suffixes]
+        return next((found for found in possible if found.model_file.exists()), new)
 
     def new(self, epoch: int, step: int | None = None) -> Checkpoint:
         """A checkpoint to write, which may exist already."""
-        return self._checkpoint(epoch, step, self.model_suffixes[0])
+        return self._checkpoint(epoch, step, self.model_suffixes[0], self._is_pretrain(epoch))
 
-    def _checkpoint(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
-        name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
+    def _is_pretrain(self, epoch: int) -> bool:
+        return epoch <= self.num_pretrain_epochs
+
+    def _checkpoint(self, epoch: int, step: int | None, suffix: str, is_pretrain: bool) -> Checkpoint:
+        kind = ".pretrain" if is_pretrain else ""
+        name = f"{self.prefix.name}{kind}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
     def finished_epochs(self) -> list[int]:
@@ -255,11 +266,9 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            parts = [
-                *self._model_parts_of(target, self._names_here()),
-                *[target.running_file.name] * (contents.running is not None),
-            ]
-            self._copy(target.optimizer_file, *(self.folder / name for name in parts), target.model_file)
+            running_files = [] if contents.running is None else [target.running_file]
+            parts = [self.folder / name for name in self._model_parts_of(target, self._names_here())]
+            self._copy(target.optimizer_file, *running_files, *parts, target.model_file)
             with _checkpoint_error(target.model_file):
                 self.tidy(target, keep_models=keep_models)
         except CheckpointError:
@@ -347,8 +356,9 @@ class CheckpointFolder:
         matches = [self._pattern.fullmatch(name) for name in names]
         models = [match for match in matches if match and match["model"]]
         found = [
-            self._checkpoint(int(match["epoch"]), int(match["step"]) if match["step"] else None, match["model"])
+            self._checkpoint(int(match["epoch"]), step, match["model"], bool(match.groupdict().get("pretrain")))
             for match in models
+            for step in [int(match["step"]) if match["step"] else None]
         ]
         in_order = self.model_suffixes[::-1]  # of a model in several formats, `at` and `newest` find the same
         return sorted(

@@ -327,6 +327,12 @@ class LearnerKeys(Section):
         share,
         needs=("torch", "tensorflow"),
     )
+    objective_per_rank: bool = key(
+        False,
+        "minimize the objective of every rank's batch as it is: a normalized loss is divided by the batch's own count, and "
+        "constraints such as L2 are added for every batch; False: by the count over all ranks, and once for an update",
+        needs="tensorflow-net-dict",
+    )
     sync_batch_norm: bool = key(
         False,
         "compute BatchNorm's statistics over the batches of all ranks (with horovod_reduce_type 'grad')",

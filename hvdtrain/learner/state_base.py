@@ -59,6 +59,9 @@ class StateBase(ABC):
         other_checksums: those of models that are neither trained nor saved, by name; they have to be the same on all ranks.
     """
 
+    num_pretrain_epochs = 0
+    """The number of first epochs whose checkpoints have `pretrain` in their names."""
+
     def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
         self._format = file_format
         self._average = average

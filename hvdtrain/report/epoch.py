@@ -118,7 +118,8 @@ class EvaluationReport:
         progress: the share of the epoch that is done, from 0 to 1.
         learning_rate: the epoch's rate before a per-step rule is applied.
         scores: by name, such as 'dev_loss_ce'.
-        elapsed: seconds that the evaluation took.
+        elapsed: seconds since the epoch began, without evaluations and those between a stop and a resume.
+        seconds: that the evaluation took.
         losses: as in `EpochReport`.
     """
 
@@ -129,6 +130,7 @@ class EvaluationReport:
     learning_rate: float
     scores: Mapping[str, float]
     elapsed: float
+    seconds: float
     losses: Mapping[str, float] = field(default_factory=dict)
 
     def line(self, datasets: Sequence[str]) -> str:
@@ -140,7 +142,7 @@ class EvaluationReport:
             found.append(f"{dataset}: {text(scores)}")
         return (
             f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(found)}, "
-            f"elapsed: {clock_text(self.elapsed)}"
+            f"elapsed: {clock_text(self.seconds)}"
         )
 
 

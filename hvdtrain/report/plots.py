@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -153,6 +154,11 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         if dataset == "train" and (not epochs or any(float(line["progress"]) < 1 for line in run.steps)):
             within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color)
             yield from (replace(curve, group=label) for curve in within)
+        if dataset != "train" and run.evaluations:
+            score = partial(_score_named, name)
+            label_within = f"{label}, within epochs"
+            found = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
+            yield from (replace(curve, group=label) for curve in found)
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
             best = run.best(name) if dataset != "train" else None
@@ -164,6 +170,11 @@ def _score_of(line: Mapping[str, Any], loss: str) -> Any:
     """A loss in a line of steps.jsonl, under its name with or without the prefix of the training data."""
     scores = line.get("scores") or {}
     return scores.get(loss, scores.get(f"train_loss_{loss}"))
+
+
+def _score_named(name: str, line: Mapping[str, Any]) -> Any:
+    """A score in a line of evaluations.jsonl."""
+    return line["scores"].get(name)
 
 
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
@@ -364,20 +375,32 @@ def seconds_of(epoch: Mapping[str, Any]) -> float:
 
 
 def _step_curves(
-    run: Run, name: str, value: Callable[[Mapping[str, Any]], Any], color: int, dash: str = "solid", *, smooth: bool = True
+    run: Run,
+    name: str,
+    value: Callable[[Mapping[str, Any]], Any],
+    color: int,
+    dash: str = "solid",
+    *,
+    smooth: bool = True,
+    lines: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterable[Curve]:
-    """The curve of a value within epochs: the values themselves, faintly, and smoothed."""
-    lines = [(line, number) for line in run.steps if (number := finite(value(line))) is not None]
-    if not lines:
+    """The curve of a value within epochs: the values themselves, faintly, and smoothed.
+
+    Args:
+        lines: those that have the value; None: those of steps.jsonl.
+    """
+    of_steps = run.steps if lines is None else lines
+    pairs = [(line, number) for line in of_steps if (number := finite(value(line))) is not None]
+    if not pairs:
         return
     ends = [(0, (0, 0.0)), *_ends(run).items()]
     before = [epoch for epoch, _ in ends]
     places = []
-    for line, _ in lines:
+    for line, _ in pairs:
         steps, seconds = ends[bisect_left(before, line["epoch"]) - 1][1]
         passed = seconds + (finite(line.get("elapsed")) or 0.0)
         places.append((line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed))
-    values = [number for _, number in lines]
+    values = [number for _, number in pairs]
 
     def curve(numbers: Sequence[float], label: str, look: str) -> Curve:
         kept = decimate(numbers)

@@ -99,6 +99,7 @@ class Run:
         epochs: the lines of scores.jsonl in the order of epochs; the last line for an epoch that was trained twice.
         starts: the lines of starts.jsonl, oldest first.
         steps: the lines of steps.jsonl in the order of steps; the last ones for steps that were trained twice.
+        evaluations: the lines of evaluations.jsonl, in the same way.
         summary: the model layer by layer, as in summary.json; None: unknown.
     """
 
@@ -107,6 +108,7 @@ class Run:
     starts: Sequence[Mapping[str, Any]] = ()
     steps: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] | None = None
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
@@ -159,7 +161,8 @@ def _read(folder: Path, name: str, running: bool) -> Run:
     starts, more = _lines(folder / "starts.jsonl", _start) if (folder / "starts.jsonl").exists() else ([], [])
     for problem in () if running else (*problems, *more):
         print(f"warning: {problem}; the page omits it", file=sys.stderr)  # noqa: T201 this is a command
-    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"), _summary(folder))
+    steps, evaluations = (read_steps(folder / file) for file in ("steps.jsonl", "evaluations.jsonl"))
+    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, steps, _summary(folder), evaluations)
 
 
 def _summary(folder: Path) -> Mapping[str, Any] | None:

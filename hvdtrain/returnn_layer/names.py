@@ -47,14 +47,13 @@ KEYS_OF_NETWORKS = frozenset(
     """
     network get_network pretrain pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate
     pretrain_repetitions init_new_network_callback reinit_network_each_epoch use_learning_rate_control_always
-    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter
-    grad_norm_to_clip_to_zero
+    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter grad_norm_to_clip_to_zero
 
     adadelta adagrad adam combine_labels ctc_prior_file debug_add_check_numerics_on_output debug_add_check_numerics_ops
     debug_print_layer_output debug_print_layer_output_shape debug_print_layer_output_template debug_rec_layer
     debug_runtime_sanity_checks decouple_constraints decouple_constraints_factor default_input deterministic_train exclude
-    extra_updates flat_net_construction global_norm_tag gradient_clip_global_norm_tag inf_value
-    load_ignore_missing_vars loss momentum nadam optimize_move_layers_out optimizer_use_locking param_dropout
+    extra_updates flat_net_construction forward_output_layer forward_use_search global_norm_tag gradient_clip_global_norm_tag
+    inf_value load_ignore_missing_vars loss momentum nadam optimize_move_layers_out optimizer_use_locking param_dropout
     param_dropout_min_ndim param_variational_noise rmsprop search_train_network_layers target tf_native_ctc_zero_infinity
     tf_session_opts use_tensorflow
     """.split()

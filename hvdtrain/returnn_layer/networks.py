@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hvdtrain.config.source import OVERRIDING, Source
@@ -51,6 +52,8 @@ def with_network(source: Source, imports: WatchedImports) -> Source:
         made["extern_data"] = older
     if values.get("learning_rate") is None and values.get("learning_rates") is None:
         made["learning_rate"] = 1.0  # RETURNN's default
+    if seen.get("search_output_file") and values.get("search_labels") is None:
+        made["search_labels"] = partial(label_text, seen)
     if seen.get("learning_rate_control"):
         made["learning_rate_control_error_measure"] = measures_of(seen.get("learning_rate_control_error_measure"))
     for name in made:
@@ -75,6 +78,19 @@ def optimizer_of(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("momentum"):
         return {"class": "momentum", "momentum": values["momentum"]}
     return {"class": "sgd"}
+
+
+def label_text(values: Mapping[str, Any], *, name: str, numbers: Any) -> str | None:
+    """The text of a layer's output by the vocabulary of its target in `extern_data`; None: that has none."""
+    from returnn.datasets.util.vocabulary import Vocabulary  # here, as RETURNN may be missing
+
+    network, extern_data = values.get("network"), values.get("extern_data")
+    options = network.get(name, {}) if isinstance(network, Mapping) else {}
+    target = options.get("target") or values.get("target", "classes")
+    entry = extern_data.get(target) if isinstance(extern_data, Mapping) else None
+    given = entry.get("vocab", getattr(entry.get("sparse_dim"), "vocab", None)) if isinstance(entry, Mapping) else None
+    vocabulary = Vocabulary.create_vocab(**given) if isinstance(given, Mapping) else given
+    return None if vocabulary is None else str(vocabulary.get_seq_labels(numbers))
 
 
 USUAL_MEASURES = ("dev_score", "dev_score_output", "dev_score_output/output", "dev_score_output/output_prob")

@@ -143,6 +143,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
+    checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     saver = Saver(
         comm,

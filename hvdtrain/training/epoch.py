@@ -185,7 +185,8 @@ def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: f
         progress=epoch.share,
         learning_rate=record.learning_rate,
         scores=record.scores,
-        elapsed=seconds,
+        elapsed=epoch.current.elapsed,
+        seconds=seconds,
         losses=record.losses,
     )
 

@@ -37,7 +37,7 @@ def store(running: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """An empty store; blocks are small, and failures are noticed soon."""
     running.clear()
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote, "TIMEOUT", 2.0)
+    monkeypatch.setattr(remote, "TIMEOUT", 3.0)
     monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01, 0.01))
     return running
 

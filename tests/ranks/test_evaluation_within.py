@@ -52,7 +52,7 @@ def results(trained: Trained) -> ResultsOf:
 def evaluations(results: ResultsOf, run: Run, name: str) -> list[dict[str, Any]]:
     results(run).out(name)
     lines = results(run).models[name].with_name("evaluations.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "elapsed"} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in ("elapsed", "seconds")} for line in lines]
 
 
 @pytest.mark.parametrize("name", TRAININGS)

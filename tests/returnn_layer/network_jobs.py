@@ -15,6 +15,7 @@ from returnn.__main__ import main as run_returnn
 from returnn.tf.native_op import OpMaker
 
 from hvdtrain.cli import main as run_hvdtrain
+from hvdtrain.learner.returnn_tf import learner  # noqa: F401
 
 
 def run(program: str, config: str, overrides: dict[str, str]) -> None:
@@ -46,7 +47,8 @@ def main() -> None:
                 os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
             sys.stdout.flush()
             os._exit(0)
-        os.waitpid(child, 0)  # what is missing is for the tests to find
+        _, status = os.waitpid(child, 0)  # what is missing is for the tests to find
+        Path(overrides["model"]).with_name("status").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

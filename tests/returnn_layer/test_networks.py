@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 from launching import ROOT, clean_environment
 
+from hvdtrain.data.hdf.dataset import open_hdf
+
 TOY = str(ROOT / "tests" / "toy" / "network_config.py")
 ATTENTION = str(ROOT / "tests" / "toy" / "network_attention.py")
 
@@ -40,6 +42,15 @@ OURS: dict[str, dict[str, str]] = {
     "decoupled_apart": {**TRAININGS["decoupled"], "num_allowed_consec_invalid_gradient_steps": "3"},
 }
 """With hvdtrain alone: what RETURNN cannot do, and in another way."""
+
+
+FLAWS = {
+    "class": r"network: layer 'conv' of class 'convolution' \(network_config.py, line \d+\): .*'convolution'",
+    "from": r"network: layer '\w+'.* \(network_config.py, line \d+\): .*'lstn'",
+    "target": r"network: layer 'output' of class 'softmax' \(network_config.py, line \d+\): .*'phones'",
+    "key": r"network: expected the data key 'phones', which its layers use, got the keys data, classes",
+}
+"""A mistake in the network, and what the program says."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,15 @@ def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         start = {"import_model_train_epoch1": str(folder / other / "plain" / "model.002")}
         wanted.append(job(program, "imported", start))
     wanted.append(job("hvdtrain", "plain", {"num_epochs": "3"}))
+    files = {"base": {"filename": str(folder / "returnn" / "plain" / "model.002"), "init_for_train": True}}
+    wanted.append(job("hvdtrain", "preloaded", {"preload_from_files": repr(files), "learning_rate": "0.0", "num_epochs": "1"}))
+    search = {"task": "search", "search_output_file_format": "py", "load": str(folder / "returnn" / "attention" / "model.001")}
+    for program, data in (("returnn", "config:dev"), ("hvdtrain", "dev")):
+        given = {**search, "search_data": data, "search_output_file": str(folder / program / "hypotheses.py")}
+        wanted.append(job(program, "attention", given, "search"))
+    forward = {"task": "forward", "forward_data": "dev", "forward_output_layer": "encoder", "load": search["load"]}
+    wanted.append(job("hvdtrain", "attention", {**forward, "output_file": str(folder / "encoder.hdf")}, "forward"))
+    wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw}) for flaw in FLAWS]
     (folder / "jobs.json").write_text(json.dumps(wanted))
     command = [sys.executable, str(ROOT / "tests" / "returnn_layer" / "network_jobs.py"), str(folder / "jobs.json")]
     subprocess.run(command, env=clean_environment() | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=900)
@@ -139,6 +159,39 @@ def test_training_goes_on_from_a_checkpoint_and_its_files_are_complete(jobs: Job
     folder = jobs.folder / "hvdtrain" / "plain"
     assert "training goes on after epoch 2, step 40." in (folder / "out").read_text()
     assert {path.name for path in folder.glob("model.003.*")} == {
-        "model.003.index", "model.003.data-00000-of-00001", "model.003.progress", "model.003.opt.returnn.npz",
+        "model.003.index", "model.003.meta", "model.003.data-00000-of-00001", "model.003.progress", "model.003.opt.returnn.npz",
     }  # fmt: skip
     assert not list(folder.glob("*unfinished*"))
+
+
+def test_preload_from_files_reads_a_checkpoint_of_tensorflow(jobs: Jobs) -> None:
+    ours, theirs = jobs.weights("hvdtrain", "preloaded", 1), jobs.weights("returnn", "plain")
+    assert [name for name in theirs if name != "global_step" and not numpy.array_equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_mistake_in_a_network_is_an_error_with_the_layer_and_its_line(jobs: Jobs, flaw: str) -> None:
+    folder = jobs.folder / "hvdtrain" / f"flaw.{flaw}"
+    out = (folder / "out").read_text()
+    assert (folder / "status").read_text() == "2", out[-3000:]
+    assert re.search(FLAWS[flaw], out), out[-3000:]
+    assert "Traceback" not in out
+
+
+def test_a_search_finds_the_hypotheses_that_returnn_finds(jobs: Jobs) -> None:
+    """The same texts with the same scores, for every sequence of dev, in its order."""
+    (theirs, ours) = (
+        eval((jobs.folder / program / "hypotheses.py").read_text(), {"np": numpy}) for program in ("returnn", "hvdtrain")
+    )
+    assert list(ours) == [f"seq-{number}" for number in range(101)]
+    assert ours.keys() == theirs.keys()
+    for tag, hypotheses in ours.items():
+        assert [text for _, text in hypotheses] == [text for _, text in theirs[tag]]
+        assert [score for score, _ in hypotheses] == pytest.approx([float(score) for score, _ in theirs[tag]], rel=1e-5)
+
+
+def test_the_outputs_of_a_layer_are_written_for_every_sequence(jobs: Jobs, corpus: Path) -> None:
+    written, dev = (open_hdf([str(path)]) for path in (jobs.folder / "encoder.hdf", corpus / "dev.hdf"))
+    assert written.num_sequences == dev.num_sequences == 101
+    assert numpy.array_equal(written.lengths["data"], dev.lengths["data"])
+    assert written.streams["data"].shape == (6,)

@@ -8,7 +8,8 @@ train = {"class": "HDFDataset", "files": [str(corpus / "train.hdf")], "seq_order
 dev = {"class": "HDFDataset", "files": [str(corpus / "dev.hdf")]}
 
 use_tensorflow = True
-extern_data = {"data": {"dim": 4}, "classes": {"dim": 5, "sparse": True}}
+vocabulary = {"class": "Vocabulary", "vocab_file": None, "labels": ["a", "b", "c", "d", "e"], "unknown_label": None}
+extern_data = {"data": {"dim": 4}, "classes": {"dim": 5, "sparse": True, "vocab": vocabulary}}
 num_epochs = 1
 batch_size = 100000
 max_seqs = 12

@@ -59,3 +59,13 @@ if layers == "frames":  # each by itself
     del network["lstm"]
 if config.value("losses", "sum") == "several":
     network["other"] = {"class": "softmax", "from": "conv", "target": "classes", "loss": "ce", "loss_scale": 0.5}
+flaw = config.value("flaw", "")
+if flaw == "class":
+    network["conv"]["class"] = "convolution"
+if flaw == "from":
+    network["output"]["from"] = "lstn"
+if flaw == "target":
+    network["output"]["target"] = "phones"
+if flaw == "key":
+    extern_data["phones"] = {"dim": 5, "sparse": True}
+    network["output"]["target"] = "phones"

@@ -9,6 +9,8 @@ from launching import TOY, Finished, hvdtrain
 from tensorboard_events import events
 
 from hvdtrain.checkpoint.average_rules import Averages, make_rule
+from hvdtrain.report.plots import score_figures
+from hvdtrain.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, in_order
 from hvdtrain.schedule.measure import Measure
@@ -53,6 +55,11 @@ def test_the_best_model_within_an_epoch_is_kept(corpus: Path, tmp_path: Path) ->
     }
     written = [(event.step, event.summary.value) for event in events(tmp_path / "tensorboard")]
     values = {(step, value.tag): value.simple_value for step, of_step in written for value in of_step}
+    assert all(0 < line["elapsed"] <= epochs[line["epoch"] - 1]["elapsed"] and line["seconds"] > 0 for line in found)
+    curves = [curve for figure in score_figures(read_runs([tmp_path])) for curve in figure.panels[0].curves]
+    [within] = [curve for curve in curves if curve.name == "dev, within epochs" and len(curve.y) == 6][:1]
+    assert within.x["step"] == [6, 12, 18, 24, 30, 36]
+    assert within.y == [float(f"{line['scores']['dev_loss_ce']:.6g}") for line in found]
     for line in found:
         assert values[line["global_step"], "dev/ce"] == pytest.approx(line["scores"]["dev_loss_ce"])
 

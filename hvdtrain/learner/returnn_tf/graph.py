@@ -12,8 +12,9 @@ import tensorflow as tf
 from returnn.tf.network import ExternData, TFNetwork
 from returnn.tf.util.basic import get_global_train_flag_placeholder
 
+from hvdtrain.context import size_name
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.gradients import (
@@ -41,6 +42,8 @@ class GraphOptions:
         session: options of a session, as a dict of RETURNN's key `tf_session_opts`.
         per_rank: whether every rank's objective is minimized as it is, as RETURNN does.
         scaled: whether gradients are multiplied by a scale while they are exchanged.
+        trains: whether losses and the updater are built; otherwise the network is that of RETURNN's tasks forward and search.
+        search: whether the network searches hypotheses.
     """
 
     config: Any
@@ -50,6 +53,7 @@ class GraphOptions:
     session: Mapping[str, Any]
     per_rank: bool = False
     scaled: bool = False
+    trains: bool = True
     search: bool = False
 
 
@@ -73,6 +77,8 @@ class NetworkGraph:
         self.random = RandomNumbers()
         self.noise = RandomNumbers()
         self._parts: _Parts | None = None
+        self._outputs: dict[str, Output] | None = None
+        self._meta: bytes | None = None
         self._assignments: dict[str, tuple[Any, Any]] = {}
         self._learning_rate: float | None = None
         self._step = 0
@@ -84,7 +90,8 @@ class NetworkGraph:
         config = self.options.config
         seed, network_seed = _seeds(config, epoch)
         v1.set_random_seed(seed)
-        self.train_flag = get_global_train_flag_placeholder()
+        trains = self.options.trains
+        self.train_flag: Any = get_global_train_flag_placeholder() if trains else False
         self.extern_data = ExternData()
         self.extern_data.init_from_config(config=config, auto_create_placeholders=True)
         with self.random.replace():
@@ -94,11 +101,11 @@ class NetworkGraph:
                 extern_data=self.extern_data,
                 rnd_seed=network_seed,
                 train_flag=self.train_flag,
-                eval_flag=True,
+                eval_flag=trains or self.options.search,
                 search_flag=self.options.search,
             )
             self.network.construct_from_dict(self.description)
-            if extra := config.list("search_train_network_layers"):
+            if trains and (extra := config.list("search_train_network_layers")):
                 self.network.construct_extra_net(
                     self.description,
                     layer_list=extra,
@@ -106,7 +113,8 @@ class NetworkGraph:
                     dep_layers_in_extra=True,
                     net_name="search train extra net",
                 )
-            self.objective: Objective = objective_of(self.network)
+            if trains:
+                self.objective: Objective = objective_of(self.network)
         self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
         names = {id(variable): name for name, variable in self.variables.items()}
         self.layers = [
@@ -114,51 +122,52 @@ class NetworkGraph:
             for layer in self.network.get_all_layers_deep()
         ]
         self._changed_by_graph = _assigned(self.graph, self.variables.values())
-        self.updater = FeedableUpdater(
-            self._make_points,
-            config=config,
-            network=self.network,
-            initial_learning_rate=config.float("learning_rate", 1.0),
-        )
-        self.train_fetches = self._fetches(train=True)
-        self.eval_fetches = self._fetches(train=False)
-        self.updater.set_trainable_vars(self.network.get_trainable_params())
         self.random.initialize(self.session)
         self.network.initialize_params(session=self.session)
-        with self.noise.replace():
-            self.update_op = self.updater.get_optim_op() if self.trainable else None
-        self.noise.initialize(self.session)
-        if self.trainable:
-            self.updater.init_optimizer_vars(session=self.session)
+        self._trainable: list[Any] = self.network.get_trainable_params()
+        self.train_fetches: dict[str, Any] = {}
+        self.updater: FeedableUpdater | None = None
+        self.update_op: Any = None
+        self.norm: Any = None
+        if trains:
+            self._build_updater()
+        self.eval_fetches = self._fetches(train=False) if trains or self.options.search else {}
         self._initialize_others()
-        if self.updater.optim_meta_losses_dict:
-            self.train_fetches |= self.updater.optim_meta_losses_dict
         for name, variable in {**self.variables, **self.optimizer_variables}.items():
             place = v1.placeholder(variable.dtype.base_dtype, variable.shape)
             self._assignments[name] = place, variable.assign(place).op
         self.training_names = _score_names(self.train_fetches, self.network)
         self.evaluation_names = _score_names(self.eval_fetches, self.network)
+
+    def _build_updater(self) -> None:
+        config = self.options.config
+        rate = config.float("learning_rate", 1.0)
+        self.updater = FeedableUpdater(self._make_points, config=config, network=self.network, initial_learning_rate=rate)
+        self.train_fetches = self._fetches(train=True)
+        if self._trainable:
+            self.updater.set_trainable_vars(self._trainable)
+            with self.noise.replace():
+                self.update_op = self.updater.get_optim_op()
+            self.noise.initialize(self.session)
+            self.updater.init_optimizer_vars(session=self.session)
+        self.train_fetches |= self.updater.optim_meta_losses_dict or {}
         self.norm = self.updater.log_grad_norm_tensor
 
     @property
     def points(self) -> GradientPoints:
-        points = self.updater.points
+        points = None if self.updater is None else self.updater.points
         return GradientPoints() if points is None else points
-
-    @property
-    def trainable(self) -> list[Any]:
-        """The variables that are trained."""
-        return list(self.updater.trainable_vars)
 
     @property
     def optimizer_variables(self) -> dict[str, Any]:
         """The optimizers' variables by name."""
-        return {variable.name.removesuffix(":0"): variable for variable in self.updater.optimizer_vars}
+        variables = [] if self.updater is None else self.updater.optimizer_vars
+        return {variable.name.removesuffix(":0"): variable for variable in variables}
 
     def kind(self, name: str) -> Kind:
         """The kind of one of the model's variables."""
         variable = self.variables[name]
-        if any(variable is trained for trained in self.updater.trainable_vars):
+        if any(variable is trained for trained in self._trainable):
             return "parameters"
         if not variable.dtype.is_floating:
             return "counters"
@@ -187,9 +196,13 @@ class NetworkGraph:
 
     # Steps
 
-    def feed(self, batch: Batch, train: bool, step: int, epoch_step: int) -> dict[Any, Any]:
-        """What a session is fed for a batch. Raises: DataError, if a key is missing that the network uses."""
-        feed: dict[Any, Any] = {self.train_flag: train}
+    def feed(self, batch: Batch, train: bool, step: int, epoch_step: int, needs_all: bool = True) -> dict[Any, Any]:
+        """What a session is fed for a batch. Raises: DataError, if a key is missing that the network uses.
+
+        Args:
+            needs_all: whether all keys are needed; otherwise those that are there are fed.
+        """
+        feed: dict[Any, Any] = {self.train_flag: train} if tf.is_tensor(self.train_flag) else {}
         if isinstance(self.network.epoch_step, tf.Tensor):
             feed[self.network.epoch_step] = epoch_step
         for key in self._used_keys:
@@ -200,6 +213,8 @@ class NetworkGraph:
                 tags = batch.seq_tags() if batch.seq_tags is not None else [""] * len(batch.indices)
                 values = tags if key == "seq_tag" else batch.indices
                 feed[data.placeholder] = values if batch.joined is None else values[-1:]  # RETURNN names the last piece of a row
+                continue
+            if key not in batch.data and not needs_all:
                 continue
             if key not in batch.data:
                 raise DataError(
@@ -215,13 +230,32 @@ class NetworkGraph:
             feed[size] = len(batch.indices) if batch.joined is None else 1
         return feed
 
+    def outputs(self, layers: Mapping[str, str | None]) -> dict[str, Output]:
+        """Outputs of layers by name. Raises: ConfigError, if there is no such layer.
+
+        Args:
+            layers: by the name of the output, the layer's; None: the network's own output layer.
+        """
+        if self._outputs is None:
+            with self.graph.as_default():
+                found = {name: self._layer(name, layer) for name, layer in layers.items()}
+                self._outputs = {name: output_of(layer) for name, layer in found.items()}
+        return self._outputs
+
+    def _layer(self, name: str, wanted: str | None) -> Any:
+        layer = self.network.get_default_output_layer() if wanted is None else self.network.layers.get(wanted)
+        if layer is None:
+            known = ", ".join(sorted(self.network.layers))
+            raise ConfigError.of("unknown-value", f"{name}: expected a layer of the network ({known}), got {wanted!r}")
+        return layer
+
     def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:
         """The values of tensors of the graph."""
         return self.session.run(fetches, feed)
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the rate of the next update."""
-        if rate != self._learning_rate:
+        if rate != self._learning_rate and self.updater is not None:
             with self.graph.as_default():
                 self.updater.set_learning_rate(rate, session=self.session)
             self._learning_rate = rate
@@ -261,6 +295,15 @@ class NetworkGraph:
         with self.graph.as_default():
             self.network.load_params_from_file(prefix, session=self.session)
             self._step = int(self.network.get_global_train_step(session=self.session))
+
+    def meta(self) -> bytes:
+        """The graph in TensorFlow's format, which RETURNN's tools look for in a checkpoint."""
+        if self._meta is None:
+            with self.graph.as_default():
+                if self.network.saver is None:
+                    self.network._create_saver()
+                self._meta = self.network.saver.export_meta_graph().SerializeToString()
+        return self._meta
 
     def parts(self) -> _Parts:
         """The gradients for an update that takes several batches."""
@@ -399,3 +442,46 @@ def numbers_of(names: Mapping[str, Score], fetched: Mapping[str, Any]) -> Array:
     sums = [float(fetched[score.value]) for score in names.values()]
     counts = [1.0 / float(fetched[score.norm]) for score in names.values()]
     return numpy.array(sums + counts, numpy.float64)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of a layer, batch first.
+
+    Attributes:
+        values: shape (batch, time, ...), or (batch, ...) without a time axis; with a beam, (batch * beam, ...).
+        sizes: the lengths of the sequences; None: there is no time axis whose length varies.
+        beam: the number of hypotheses of a search; None: there is one output for each sequence.
+        scores: of the hypotheses, shape (batch, beam).
+    """
+
+    values: Any
+    sizes: Any
+    beam: int | None = None
+    scores: Any = None
+
+    @property
+    def fetches(self) -> list[Any]:
+        return [one for one in (self.values, self.sizes, self.scores) if one is not None]
+
+    def arrays(self, name: str, fetched: Sequence[Array]) -> dict[str, tuple[list[Array], list[int] | None]]:
+        """What was fetched, as the outputs of sequences."""
+        values, *others = fetched
+        sizes = others.pop(0) if self.sizes is not None else None
+        if self.beam is None:
+            return {name: (list(values), None if sizes is None else sizes.tolist())}
+        found = {name: (list(values.reshape(-1, self.beam, *values.shape[1:])), None)}
+        if sizes is not None:
+            found[size_name(name, 1)] = list(sizes.reshape(-1, self.beam)), None
+        return {**found, f"beam_scores_{name}": (list(others[0]), None)}
+
+
+def output_of(layer: Any) -> Output:
+    """The output of a layer of RETURNN."""
+    data = layer.output.copy_as_batch_major()
+    if data.have_time_axis() and data.time_dim_axis != 1:
+        data = data.copy_with_time_dim_axis(1)
+    sizes = data.get_sequence_lengths() if data.have_time_axis() and data.is_time_axis_dynamic() else None
+    if data.beam is None:
+        return Output(data.placeholder, sizes)
+    return Output(data.placeholder, sizes, int(data.beam.beam_size), layer.get_search_choices().beam_scores)

@@ -18,7 +18,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import TINY, LearnerMeter, PendingScores, Transfer
+from hvdtrain.learner.meter import TINY, LearnerMeter, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
@@ -49,6 +49,7 @@ class NetworkLearner:
 
     Args:
         seed: the training's seed, and the rank.
+        layers: by the names of outputs, the layers that `forward` returns; None: the network's output layer.
         norm: gets the global norm of the newest gradients, for the meter.
     """
 
@@ -62,6 +63,7 @@ class NetworkLearner:
         meter: LearnerMeter,
         seed: tuple[int, int],
         norm: list[float | None],
+        layers: Mapping[str, str | None],
     ) -> None:
         self.device_name = tensorflow_learner.device_name()
         self.state = state
@@ -79,6 +81,7 @@ class NetworkLearner:
         self._batch: Batch | None = None  # the last one of the next update
         self._sum: _Sum | None = None  # of the batches before it
         self._norm = norm
+        self._layers = layers
 
     @property
     def _graph(self) -> NetworkGraph:
@@ -149,7 +152,15 @@ class NetworkLearner:
         self._add_scores(graph.evaluation_names, fetched, batch, self._step, train=False)
 
     def forward(self, batch: Batch) -> list[Outputs]:
-        raise ConfigError.of("unsupported", "task: expected train or eval with a network of RETURNN, got forward or search")
+        graph = self._graph
+        outputs = graph.outputs(self._layers)
+        feed = graph.feed(batch, False, self._step, 0, needs_all=False)
+        fetched = graph.run({name: output.fetches for name, output in outputs.items()}, feed)
+        rows: dict[str, Any] = {}
+        for name, output in outputs.items():
+            rows |= output.arrays(name, fetched[name])
+        vectors = (name for name, output in outputs.items() if output.sizes is None and output.values.dtype.is_floating)
+        return split_by_sequence(rows, len(batch.indices), frozenset(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         yield "", self.model
@@ -332,8 +343,10 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             texts=keys.get_model.texts,
             exchange=gradient_exchange,
             bucket_bytes=options.bucket_bytes(tensorflow_learner.device_name() != "CPU"),
-            per_rank=False,
+            per_rank=keys.objective_per_rank,
             scaled=scale is not None,
+            trains=keys.get_model.values.get("task") not in ("forward", "search"),
+            search=searches(keys.get_model.values),
         ),
         threads=options.threads,
         is_shared=gradient_exchange.is_shared,
@@ -349,4 +362,19 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     norm: list[float | None] = [None]
     meter = LearnerMeter(scores, CpuClock(), scale, tensorflow_learner.peak_memory, lambda: norm[0])
-    return NetworkLearner(networks, gradient_exchange, state, check, scale, meter, (options.seed, options.rank), norm)
+    return NetworkLearner(
+        networks, gradient_exchange, state, check, scale, meter, (options.seed, options.rank), norm, layers_of(networks.config)
+    )
+
+
+def searches(values: Mapping[str, Any]) -> bool:
+    """Whether the task of a config searches hypotheses."""
+    return values.get("task") == "search" or bool(values.get("task") == "forward" and values.get("forward_use_search"))
+
+
+def layers_of(config: Any) -> dict[str, str | None]:
+    """By the names of outputs, the layers that a config's task forward or search writes."""
+    if config.typed_value("task") != "search":
+        return {"output": config.typed_value("forward_output_layer")}
+    wanted = config.typed_value("search_output_layer") or "output"
+    return {name: name for name in ([wanted] if isinstance(wanted, str) else wanted)}

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,10 @@ def _options_of(layer: str, description: Mapping[str, Any]) -> Any:
 
 
 def _place(layer: str, texts: Mapping[str, str]) -> str:
-    """' (config.py, line 12)' where a layer's name is written as a key of a dict; '' if it is not found."""
+    """' (config.py, line 12)' where a layer's name is written as a key of a dict, or else anywhere; '' if it is not found."""
     name = re.escape(layer.rpartition("/")[2])
-    for path, text in texts.items():
-        if match := re.search(rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*=""", text):
+    definition, mention = rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*=""", rf"""["']{name}["']"""
+    for pattern, (path, text) in product((definition, mention), texts.items()):
+        if match := re.search(pattern, text):
             return f" ({Path(path).name}, line {text[: match.start()].count(chr(10)) + 1})"
     return ""

@@ -1,7 +1,7 @@
 """Files with a network: a checkpoint of TensorFlow under RETURNN's names, and hvdtrain's progress next to it.
 
-A model `PREFIX` consists of PREFIX.data-00000-of-00001, PREFIX.progress and PREFIX.index, which is put into place last: the model
-exists once it does. The optimizer's and the ranks' files are those of the other TensorFlow framework.
+A model `PREFIX` consists of PREFIX.data-00000-of-00001, PREFIX.meta, PREFIX.progress and PREFIX.index, which is put into place
+last: the model exists once it does. The optimizer's and the ranks' files are those of the other TensorFlow framework.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,11 @@ def unreadable(file: Path, error: Exception) -> CheckpointError:
     return DamagedCheckpoint(f"{file}: expected a whole checkpoint of TensorFlow, got one that cannot be read: {lines[0]}")
 
 
-def _write_model(path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
+def _write_model(meta: Callable[[], bytes], path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
     """Write a network's variables and the progress. The index is written to `path`, whose name ends with an additional suffix.
+
+    Args:
+        meta: returns the network's graph.
 
     Raises: OSError, RuntimeError, if the disk is full.
     """
@@ -81,6 +85,8 @@ def _write_model(path: Path, arrays: Mapping[str, Array], progress: Mapping[str,
         except tf.errors.OpError as error:
             raise OSError(str(error).splitlines()[0]) from error
         (folder / "progress").write_text(json.dumps(progress), encoding="utf-8")
+        (folder / "meta").write_bytes(meta())
+        _move(folder / "meta", path.with_name(f"{name}.meta"))
         [data] = folder.glob("bundle.data-*")
         _move(data, path.with_name(f"{name}{data.name.removeprefix('bundle')}"))
         _move(folder / "progress", path.with_name(f"{name}{PROGRESS}"))
@@ -115,6 +121,11 @@ def _read_model(file: Path) -> dict[str, Any]:
     return {**progress, "model": {"stored": StoredNetwork(prefix, progress.get("epoch") or None)}}
 
 
-_OTHERS = file_format("npz")
+def network_format(meta: Callable[[], bytes]) -> FileFormat:
+    """The files of networks.
 
-NETWORK_FORMAT = FileFormat(_write_model, _OTHERS.write_optimizer, _OTHERS.write_rank, _read_model, _OTHERS.read)
+    Args:
+        meta: returns the present network's graph.
+    """
+    others = file_format("npz")
+    return FileFormat(partial(_write_model, meta), others.write_optimizer, others.write_rank, _read_model, others.read)

@@ -39,6 +39,11 @@ class Networks:
         self._epoch = 1
         self.graph = self._build(self._descriptions.of(1), 1)
 
+    @property
+    def num_pretrain_epochs(self) -> int:
+        """The number of epochs whose networks `pretrain` determines."""
+        return self._descriptions.num_pretrain_epochs
+
     def begin_epoch(self, epoch: int) -> None:
         """Build the network of an epoch, if it differs from the present one, which passes its parameters on."""
         if epoch != self._epoch and not self._descriptions.are_equal:

@@ -9,10 +9,11 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
+from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values
-from hvdtrain.learner.returnn_tf.model_file import NETWORK_FORMAT, StoredNetwork, read_arrays
+from hvdtrain.learner.returnn_tf.model_file import StoredNetwork, network_format, read_arrays
 from hvdtrain.learner.returnn_tf.networks import Networks
 from hvdtrain.learner.state_base import StateBase
 
@@ -27,8 +28,12 @@ class NetworkState(StateBase):
     """The state of the present network and its updater."""
 
     def __init__(self, networks: Networks, scale: LossScale | None) -> None:
-        super().__init__(NETWORK_FORMAT, None, scale)
+        super().__init__(network_format(lambda: networks.graph.meta()), None, scale)
         self._networks = networks
+
+    @property
+    def num_pretrain_epochs(self) -> int:  # type: ignore[override]  # it is known once there is a config
+        return self._networks.num_pretrain_epochs
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         names = self._names(kind)
@@ -53,6 +58,10 @@ class NetworkState(StateBase):
         values = preload_values(request, ours, read_arrays(request.file))
         graph.assign({name: numpy.asarray(value) for name, value in values.items()})
         return list(ours), list(values)
+
+    def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        self._networks.graph.meta()  # here: another thread may write the contents
+        return super().contents(progress)
 
     def _names(self, kind: Kind) -> list[str]:
         graph = self._networks.graph
@@ -82,7 +91,8 @@ class NetworkState(StateBase):
         return {name: [tensor.numpy() for tensor in tensors] for name, tensors in lists.items()}
 
     def _optimizer_name(self) -> str:
-        return " ".join(type(one).__name__ for one in self._networks.graph.updater.optimizers.values())
+        updater = self._networks.graph.updater
+        return "" if updater is None else " ".join(type(one).__name__ for one in updater.optimizers.values())
 
     def _optimizer_entries(self) -> dict[str, Any]:
         graph = self._networks.graph

@@ -112,7 +112,7 @@ benchmark: data
 
 # Reading speed: all benchmarks in turn, some minutes in total on a quiet machine. Each has --help with options for its size.
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag planning \
-	balance computing_time checks speech
+	balance computing_time checks speech shards
 
 benchmark-data: data
 	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"

@@ -60,6 +60,8 @@ false, or text.
 options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
+  --find-batch-size
+                   try larger and smaller batches, write nothing; tell which batch_size fits into memory (task find_batch_size)
   --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
   --find-learning-rate
                    train for some updates with a rate that grows, draw the losses, and suggest a rate (task find_learning_rate)
@@ -172,7 +174,12 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
-TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary", "--find-learning-rate": "find_learning_rate"}
+TASK_OPTIONS = {
+    "--dry-run": "dry_run",
+    "--find-batch-size": "find_batch_size",
+    "--summary": "summary",
+    "--find-learning-rate": "find_learning_rate",
+}
 """Options that stand for a task."""
 
 

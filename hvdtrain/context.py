@@ -11,7 +11,7 @@ The terms for the parts of a training, here and everywhere else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ class Loss:
     Attributes:
         value: one number per element, not summed; any shape.
         count: number of elements to normalize by, if it is not the number of elements of `value`.
+        seq_lens: the number of elements of each sequence, or the one number of all; None: unknown.
     """
 
     value: Any
@@ -34,6 +35,7 @@ class Loss:
     as_error: bool
     use_normalized_loss: bool
     count: Any | None
+    seq_lens: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class RunContext:
         step: the number of training steps done in the whole training before this call.
         train_flag: False in an evaluation.
         seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
+        extra_models: the models of the key `extra_models`, by name.
     """
 
     epoch: int
@@ -66,6 +69,7 @@ class RunContext:
     losses: dict[str, Loss] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
     seq_tags: Callable[[], list[str]] | None = None
+    extra_models: Mapping[str, Any] = field(default_factory=dict)
 
     def mark_as_loss(
         self,
@@ -76,6 +80,7 @@ class RunContext:
         as_error: bool = False,
         use_normalized_loss: bool = False,
         custom_inv_norm_factor: Any | None = None,
+        seq_lens: Any | None = None,
     ) -> None:
         """Mark a loss to be minimized, or an error to be reported.
 
@@ -88,13 +93,16 @@ class RunContext:
             use_normalized_loss: minimize the mean over the elements of all ranks' batches instead of the sum.
             custom_inv_norm_factor: the count, if it is not the number of elements (for example, the number of reference
                 phones for an edit distance per word): a number, or a tensor that is summed.
+            seq_lens: the number of elements of each sequence, where `loss` has those of one sequence after the other, as indexing
+                with a mask returns them; 1 if it has one per sequence. The scores of each dataset of a mix need it
+                (docs/datasets.md#mixingdataset).
 
         Raises:
             ConfigError: the name is already taken.
         """
         if name in self.losses:
             raise ConfigError.of("wrong-result", f"train_step: expected a unique name for every loss, got {name!r} twice")
-        self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
+        self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor, seq_lens)
 
     def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
         """Mark an output of `forward_step`, to be written to a file or passed to `forward_callback`.

@@ -31,7 +31,7 @@ from hvdtrain.training.requests import RankRequests
 from hvdtrain.training.save_policy import Interval, SavePolicy
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
-from hvdtrain.training.train_scores import TrainScores, warn_of_means
+from hvdtrain.training.train_scores import TrainScores, note_missing_parts, warn_of_means
 
 
 class Engine:
@@ -112,6 +112,7 @@ class Engine:
             self._train_epoch(epoch)
         if number == 1:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
+            note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
         self._evaluating.reset()

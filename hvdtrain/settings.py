@@ -66,6 +66,7 @@ from hvdtrain.training.trace import TraceKeys
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
+    "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
     "summary": "hvdtrain.tasks.inspect:summarize",
     "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
@@ -86,14 +87,18 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run, summary and find_learning_rate, as the options --dry-run, --summary and "
-        "--find-learning-rate; "
+        "what to do: train; dry_run, find_batch_size, summary and find_learning_rate, as the options --dry-run, "
+        "--find-batch-size, --summary and --find-learning-rate; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    model: str = key(
+        REQUIRED,
+        "where checkpoints go: the beginning of their names, such as exp/g2p/model",
+        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+    )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
@@ -458,7 +463,7 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
     Such a task writes no checkpoint, so `model` may be missing; files then go to the working folder.
     """
     task = values.get("task")
-    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run"):
+    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run", "find_batch_size"):
         values = {**values, "model": os.path.join(os.curdir, task)}
     if task not in ("forward", "search"):
         return values
@@ -592,7 +597,7 @@ def _impossible_measures(sections: Sections, source: Source, specs: tuple[Datase
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
     saving = sections.get(SavingKeys)
-    if run is None or run.task not in ("train", "dry_run") or not specs:
+    if run is None or run.task not in ("train", "dry_run", "find_batch_size") or not specs:
         return []
     measures: dict[str, str | list[str] | None] = {
         "early_stopping_measure": None if ending is None else ending.early_stopping_measure,

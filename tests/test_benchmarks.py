@@ -14,6 +14,7 @@ TINY = {
     "two_readers": ["--sequences", "40", "--rounds", "1", "--seconds", "0.1"],
     "hdf_layouts": ["--sequences", "20", "--seconds", "0.01"],
     "hdf_alignment": ["--sequences", "200", "--rounds", "1"],
+    "shards": ["--sequences", "100", "--rounds", "1"],
     "join_by_tag": ["1000"],
     "checks": "--sequences 2 --frames 10 --width 4 --rounds 1".split(),
     "planning": ["--sequences", "1000", "--ranks", "1"],
@@ -32,6 +33,7 @@ PRINTED = {
     "two_readers": "reader 1: of the mapped file",
     "hdf_layouts": "| chunks (270, 10) |",
     "hdf_alignment": "| not aligned | ",
+    "shards": "| parquet in blocks | ",
     "checks": "| comparing | ",
     "join_by_tag": "a file with random order",
     "planning": "| 1,000 | 1 |",
@@ -50,6 +52,7 @@ NEEDS = {
     "long_sequences": "returnn",
     "short_sequences": "returnn",
     "hdf_layouts": "hdf5plugin",
+    "shards": "pyarrow",
 }
 
 

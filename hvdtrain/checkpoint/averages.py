@@ -11,11 +11,12 @@ from hvdtrain.checkpoint.average_rules import AverageRule
 from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder, remove_path
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.averaging import mean_of_files, with_parameters
+from hvdtrain.learner.contents import BASE
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.running_average import RunningSums
 
-STORED = ("epoch", "step", "history", "within")
+STORED = ("epoch", "step", "history", "within", BASE)
 """The entries of the newest model's file that the average's has, too."""
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
@@ -86,6 +86,22 @@ class Checkpoint:
         return self.epoch, float("inf") if self.step is None else self.step
 
 
+class MirrorProtocol(Protocol):
+    """A second place for the files of checkpoints, such as `checkpoint/mirror.py`. All methods raise CheckpointError."""
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        ...
+
+    def upload(self, file: Path) -> None:
+        """Store a file, whole or not at all."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+
 class CheckpointFolder:
     """The checkpoints that share a prefix.
 
@@ -94,6 +110,7 @@ class CheckpointFolder:
         suffix: the framework's file suffix.
         model_suffix: the suffix of models to write; None: the framework's. Models in all formats are found.
         model_parts, model_marker: as in `Framework`.
+        mirror: where all files are copied to, and removed from.
 
     Attributes:
         num_pretrain_epochs: the number of first epochs whose checkpoints have `pretrain` in their names, as in RETURNN. Found are
@@ -107,7 +124,9 @@ class CheckpointFolder:
         model_suffix: str | None = None,
         model_parts: Sequence[str] = (),
         model_marker: str | None = None,
+        mirror: MirrorProtocol | None = None,
     ) -> None:
+        self._mirror = mirror
         self.suffix = suffix
         self._model_parts = "|".join(model_parts)  # a pattern
         self._model_marker = model_marker
@@ -189,7 +208,7 @@ class CheckpointFolder:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             for suffix in self.model_suffixes:
-                target.model_file_as(suffix).unlink(missing_ok=True)
+                self._remove(target.model_file_as(suffix))
 
     def write_rank(self, file: Path, contents: RankContents) -> None:
         """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
@@ -198,6 +217,7 @@ class CheckpointFolder:
             contents.write(unfinished)
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
+        self._copy(file)
 
     def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
         """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
@@ -209,6 +229,8 @@ class CheckpointFolder:
                 _flush_to_disk(model)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
+            parts = self._model_parts_of(target, self._names_here())
+            self._copy(*(self.folder / name for name in parts), target.model_file)
         except CheckpointError:
             self._remove_unfinished()
             raise
@@ -240,10 +262,16 @@ class CheckpointFolder:
                     _flush_to_disk(running)
                     os.replace(running, target.running_file)
                 else:
-                    target.running_file.unlink(missing_ok=True)
+                    self._remove(target.running_file)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
+            parts = [
+                *self._model_parts_of(target, self._names_here()),
+                *[target.running_file.name] * (contents.running is not None),
+            ]
+            self._copy(target.optimizer_file, *(self.folder / name for name in parts), target.model_file)
+            with _checkpoint_error(target.model_file):
                 self.tidy(target, keep_models=keep_models)
         except CheckpointError:
             self._remove_unfinished()
@@ -255,13 +283,15 @@ class CheckpointFolder:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
         """
-        names = [self._pattern.fullmatch(path.name) for path in self._files()]
-        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
-        kept = {found for found in within_epochs if found.age in keep_models and found.model_file.exists()} - {newest}
+        names = self._names()
+        matches = map(self._pattern.fullmatch, names)
+        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
+        kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}
         self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
         for checkpoint in kept:
             self._remove_all_but_model(checkpoint)
-        with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
+        finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
+        with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint)
@@ -270,23 +300,62 @@ class CheckpointFolder:
         """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""
         for checkpoint in checkpoints:
             for suffix in self.model_suffixes:
-                checkpoint.model_file_as(suffix).unlink(missing_ok=True)
-            checkpoint.running_file.unlink(missing_ok=True)
-            for path in self._files() if self._model_parts else ():
-                name, start = path.name, f"{checkpoint.start.name}."
-                if name.startswith(start) and re.fullmatch(self._model_parts, name.removeprefix(start)):
-                    path.unlink(missing_ok=True)
+                self._remove(checkpoint.model_file_as(suffix))
+            self._remove(checkpoint.running_file)
+            for name in self._model_parts_of(checkpoint, self._names()):
+                self._remove(self.folder / name)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
         """Remove what only a training needs that continues from a checkpoint. An average needs the running sums, too."""
-        for path in self._files():
-            if checkpoint.is_part(path.name):
-                path.unlink(missing_ok=True)
+        for name in self._names():
+            if checkpoint.is_part(name):
+                self._remove(self.folder / name)
 
-    def _complete_checkpoints(self) -> list[Checkpoint]:
-        """Every complete checkpoint, oldest first."""
-        matches = [self._pattern.fullmatch(path.name) for path in self._files()]
+    def _model_parts_of(self, checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+        """Those of some files that belong to a checkpoint's model, besides the file with its suffix."""
+        start = f"{checkpoint.start.name}."
+        parts = [name for name in names if self._model_parts and name.startswith(start)]
+        return [name for name in parts if re.fullmatch(self._model_parts, name.removeprefix(start))]
+
+    def other_files(self, checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
+        """Those of some files that belong to a checkpoint, besides its model's file."""
+        own = [name for name in names if checkpoint.is_part(name) or name == checkpoint.running_file.name]
+        return [*own, *self._model_parts_of(checkpoint, names)]
+
+    def _has_model(self, checkpoint: Checkpoint, names: Collection[str]) -> bool:
+        return any(checkpoint.model_file_as(suffix).name in names for suffix in self.model_suffixes)
+
+    def _copy(self, *files: Path) -> None:
+        """Copy files to the mirror, one after the other. Raises: CheckpointError."""
+        if self._mirror is not None:
+            for file in files:
+                self._mirror.upload(file)
+
+    def _remove(self, file: Path) -> None:
+        """Remove a file, if it is there, also from the mirror. Raises: OSError, CheckpointError."""
+        file.unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(file.name)
+
+    def _names_here(self) -> list[str]:
+        """The names of all files on the disk."""
+        return [path.name for path in self._files()]
+
+    def _names(self) -> list[str]:
+        """The names of all files, here and in the mirror. Raises: CheckpointError."""
+        names = self._names_here()
+        return names if self._mirror is None else list(dict.fromkeys([*names, *self._mirror.names()]))
+
+    def newest_of(self, names: Collection[str]) -> Checkpoint | None:
+        """The newest checkpoint among files of another folder that training can continue from."""
+        complete = self._complete_checkpoints(names)
+        return next((found for found in reversed(complete) if found.optimizer_file.name in names), None)
+
+    def _complete_checkpoints(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
+        """Every complete checkpoint, oldest first: on disk, or among files of another folder."""
+        names = self._names_here() if names is None else names
+        matches = [self._pattern.fullmatch(name) for name in names]
         models = [match for match in matches if match and match["model"]]
         found = [
             self._checkpoint(int(match["epoch"]), step, match["model"], bool(match.groupdict().get("pretrain")))
@@ -309,14 +378,17 @@ class CheckpointFolder:
         return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def folder_of(framework: Framework, prefix: Path, model_suffix: str | None = None) -> CheckpointFolder:
+def folder_of(
+    framework: Framework, prefix: Path, model_suffix: str | None = None, mirror: MirrorProtocol | None = None
+) -> CheckpointFolder:
     """The checkpoints of a framework that share a prefix.
 
     Args:
         model_suffix: the suffix of models to write; None: the framework's.
+        mirror: where all files are copied to, and removed from.
     """
     suffix = model_suffix or framework.model_suffix
-    return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker)
+    return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker, mirror)
 
 
 def _unfinished(file: Path) -> Path:

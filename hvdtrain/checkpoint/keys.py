@@ -9,8 +9,9 @@ from hvdtrain.checkpoint.average_rules import parse_averages
 from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, positive, signature_error
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive, signature_error
 from hvdtrain.config.source import is_reference
+from hvdtrain.data.remote import can_be_mirror, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
@@ -120,6 +121,12 @@ class SavingKeys(Section):
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
+    checkpoint_mirror: str | None = key(
+        None,
+        "URL of a folder on object storage, such as s3://bucket/exp/g2p: every checkpoint is copied there once it is written, "
+        "and a training that has no newer one on disk continues from there; needs the extra remote",
+        Rule("the URL of a folder on object storage, such as s3://bucket/exp/g2p", can_be_mirror),
+    )
     checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
         None,
         "the format of the model's file: 'safetensors', which many programs read and which contains no code (needs the extra "
@@ -147,7 +154,7 @@ class SavingKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = self._format_problems() + self._average_problems()
+        found = self._package_problems() + self._average_problems()
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
@@ -163,5 +170,6 @@ class SavingKeys(Section):
             return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
         return []
 
-    def _format_problems(self) -> list[Problem]:
-        return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
+    def _package_problems(self) -> list[Problem]:
+        problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
+        return problems + (package_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])

@@ -39,7 +39,8 @@ OUR_FILES = (str(Path(__file__).parent.parent),)
 
 
 OPTIONS = (
-    "-h", "--help", "--dry-run", "--summary", "--find-learning-rate", "--overfit-batches", "--print-config", "--version",
+    "-h", "--help", "--dry-run", "--find-batch-size", "--summary", "--find-learning-rate", "--overfit-batches", "--print-config",
+    "--version",
 )  # fmt: skip
 """Options of the program itself, besides keys."""
 

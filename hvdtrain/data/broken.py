@@ -35,14 +35,21 @@ class BrokenSequences:
         """The number of broken sequences so far; each counts once in a training, no matter how often it is read."""
         return len(self._absent) + len(self._found)
 
-    def leave_out(self, messages: Iterable[str]) -> None:
+    def leave_out(self, messages: Iterable[str], left: int) -> None:
         """Count sequences that are left out of the dataset itself, as its files do not describe them completely.
 
+        Args:
+            left: the number of the others.
+
         Raises:
-            BrokenSequence: there are too many.
+            BrokenSequence: there are too many, or no others.
         """
         self._absent += messages
         self._check(self._absent)
+        if self._absent and not left:
+            raise BrokenSequence(
+                f"{self._name}: expected sequences that can be read, got only broken ones: {_listing(self._absent)}"
+            )
 
     def add(self, found: Sequence[Broken]) -> None:
         """Count broken sequences of a batch. Raises: BrokenSequence, if there are too many."""

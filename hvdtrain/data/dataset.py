@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.types import Array, Batch, Padded, Stream
 from hvdtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from hvdtrain.data.plan.mix import Mix
 
 EARLIER_NAMES = {"mapped": "memory_mapped", "varies": "is_stochastic", "own_order": "has_fixed_order", "drawn": "selected"}
 """Names in hvdtrain 1.0.0 of members that a user's class may define, and their names today."""
@@ -39,6 +42,7 @@ class Dataset(ABC):
         has_fixed_order: whether the sequences of `at_epoch` already are those of an epoch, in the order to read them.
         window: the number of neighbouring sequences that may be reordered, if they are read from beginning to end; None: see
             `has_fixed_order`.
+        mix: the parts that an epoch mixes; None: it consists of all sequences, or of those that are selected.
     """
 
     streams: Mapping[str, Stream]
@@ -48,6 +52,7 @@ class Dataset(ABC):
     reads_for_tags: bool = False
     has_fixed_order: bool = False
     window: int | None = None
+    mix: Mix | None = None
 
     def __init_subclass__(cls) -> None:
         # Classes written for 1.0.0 keep their meaning; else a sequence that changes with the epoch would be cached unnoticed.
@@ -80,18 +85,33 @@ class Dataset(ABC):
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Several sequences, padded to the longest. Override it where that is faster than one by one. Raises: DataError."""
+        return self._read_batch(indices, ())
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        """Several sequences, one after the other in these data keys, and padded in the others. Raises: DataError."""
+        return self._read_batch(indices, keys)
+
+    def _read_batch(self, indices: Array, packed: Collection[str]) -> dict[str, Padded]:
         sequences = self.sequences(indices.tolist())
 
         def describe(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
 
-        from hvdtrain.data.padding import pad  # here, as numpy below: `--help` imports the kinds of datasets without numpy
+        from hvdtrain.data.padding import pack, pad  # here, as numpy below: `--help` imports the kinds of datasets without numpy
 
-        return {name: pad([sequence[name] for sequence in sequences], partial(describe, name)) for name in self.streams}
+        return {
+            name: (pack if name in packed else pad)([sequence[name] for sequence in sequences], partial(describe, name))
+            for name in self.streams
+        }
 
-    def batch(self, indices: Array) -> Batch:
-        """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError."""
-        return Batch(self.padded(indices), indices, partial(self.tags, indices.tolist()))
+    def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
+        """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError.
+
+        Args:
+            packed: the data keys without padding.
+        """
+        data = self.packed(indices, packed) if packed else self.padded(indices)
+        return Batch(data, indices, partial(self.tags, indices.tolist()))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags of the sequences from `start` up to `stop` (exclusive) as UTF-8: numpy bytes of shape (stop - start,)."""

@@ -14,7 +14,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.identity import DatasetPart
-from hvdtrain.data.types import Array, Batch, Stream
+from hvdtrain.data.types import Array, Batch, Packed, Stream
 from hvdtrain.errors import DataError, Problem, problem
 
 IGNORED_CLASSES = (-1, -100)
@@ -205,8 +205,10 @@ class BatchCheck:
                 raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys_text(batch.data)}")
             values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
             planned = self.lengths[key][indices] if batch.joined is None else batch.joined.sum(keepdims=True)
-            if len(values) != len(planned) or len(seq_lens) != len(planned):
-                raise self._error(batch, indices, 0, key, f"expected {len(planned)} sequences in a batch, got {len(values)}")
+            is_packed = isinstance(batch.data[key], Packed)
+            number = len(seq_lens) if is_packed else len(values)
+            if number != len(planned) or len(seq_lens) != len(planned):
+                raise self._error(batch, indices, 0, key, f"expected {len(planned)} sequences in a batch, got {number}")
             if not numpy.array_equal(seq_lens, planned):
                 row = int(numpy.flatnonzero(numpy.asarray(seq_lens) != planned)[0])
                 raise self._error(
@@ -216,8 +218,10 @@ class BatchCheck:
                     key,
                     f"expected {int(planned[row])} frames, as the batches were planned with, got {int(seq_lens[row])}",
                 )
-            if values.shape[1] < int(planned.max()) or values.shape[2:] != stream.shape:
-                got = f"frames of shape {values.shape[2:]}" if values.shape[2:] != stream.shape else f"{values.shape[1]} frames"
+            frames, shape = (len(values), values.shape[1:]) if is_packed else (values.shape[1], values.shape[2:])
+            is_short = frames != int(planned.sum(dtype=numpy.int64)) if is_packed else frames < int(planned.max())
+            if is_short or shape != stream.shape:
+                got = f"frames of shape {shape}" if shape != stream.shape else f"{frames} frames"
                 raise self._error(batch, indices, 0, key, f"expected frames of shape {stream.shape}, got {got}")
             if values.dtype != stream.dtype and not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
                 raise self._error(batch, indices, 0, key, f"expected {stream.dtype}, got {values.dtype}")
@@ -235,15 +239,15 @@ class BatchCheck:
         if not is_known or not values.size or (int(values.max()) < dim and int(values.min()) >= 0):
             return
         wrong = (values >= dim) | ((values < 0) & ~numpy.isin(values, IGNORED_CLASSES))
-        wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
+        if not isinstance(batch.data[key], Packed):
+            wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
         if wrong.any():
-            row, frame = (int(place) for place in numpy.argwhere(wrong)[0])
-            got = values[row, frame]
+            place = tuple(numpy.argwhere(wrong)[0].tolist())
+            row, frame = place if len(place) == 2 else _place_in_sequence(place[0], seq_lens)
             if batch.joined is not None:  # the piece of a sequence, and the frame in this sequence
-                ends = numpy.cumsum(batch.joined)
-                row = int(numpy.searchsorted(ends, frame, side="right"))
-                frame += int(indices[row, 1] + batch.joined[row] - ends[row])
-            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {got} in frame {frame}"
+                row, frame = _place_in_sequence(frame, batch.joined)
+                frame += int(indices[row, 1])
+            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[place]} in frame {frame}"
             raise self._error(batch, indices, row, key, what)
 
     def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
@@ -256,3 +260,14 @@ class BatchCheck:
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]
         return DataError(f"{source_of(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")
+
+
+def _place_in_sequence(frame: int, seq_lens: Array) -> tuple[int, int]:
+    """The sequence of a frame of packed sequences, and the number of the frame in this sequence.
+
+    >>> _place_in_sequence(4, numpy.array([3, 0, 2]))
+    (2, 1)
+    """
+    ends = numpy.cumsum(seq_lens)
+    row = int(numpy.searchsorted(ends, frame, side="right"))
+    return row, frame - int(ends[row] - seq_lens[row])

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os.path import abspath
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -28,11 +29,13 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
+from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.frames import FrameDataset
+from hvdtrain.data.plan.mix import mixed_parts
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch, Broken, UnlikeError
+from hvdtrain.data.types import Array, Batch, BatchParts, Broken, UnlikeError
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -174,6 +177,17 @@ class Feed:
         """The data keys in batches of frames: those that `extern_data` names, or all if it names none."""
         return [name for name in self.dataset.streams if name in self.expected] or list(self.dataset.streams)
 
+    @property
+    def packed_keys(self) -> tuple[str, ...]:
+        """The data keys of batches without padding."""
+        given, streams = self.batch_keys.packed, self.dataset.streams
+        return tuple(name for name in streams if name in given) if isinstance(given, list) else tuple(streams) if given else ()
+
+    def padding(self, plan: Plan, epoch: int) -> dict[str, float]:
+        """By data key, the share of the frames in an epoch's batches that is padding."""
+        packed = self.packed_keys
+        return {name: 0.0 if name in packed else share for name, share in plan.padding(self.lengths_in(epoch)).items()}
+
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
         return self.inputs(epoch).plan() if self.only is None else self.only
@@ -191,6 +205,11 @@ class Feed:
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
         lengths = self.dataset.at_epoch(epoch).lengths
+        mix = self.dataset.mix
+        if mix is not None and mix.by == "frames" and lengths is not self.dataset.lengths:
+            raise DataError(
+                f"{mix.where}.by: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
+            )
         if self.chunks is not None and lengths is not self.dataset.lengths:
             raise DataError(
                 f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
@@ -204,6 +223,7 @@ class Feed:
             file_bounds=self.dataset.file_bounds(),
             chunks=self.chunks,
             window=self.dataset.window,
+            mix=mix,
         )
 
     def num_sequences(self, plan: Plan) -> int:
@@ -250,6 +270,8 @@ class Feed:
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
 
+        mix = self.dataset.mix
+
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
             for indices in share:
@@ -257,6 +279,8 @@ class Feed:
                 some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
                     batch = self._read_batch(dataset, check, indices)
+                    if mix is not None:
+                        batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
                 except StopIteration as error:
                     raise ended_iterator_error(f"{self.name}, sequences {some}", error) from error
                 except UnlikeError as error:
@@ -272,20 +296,22 @@ class Feed:
 
     def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
         """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
+        packed = self.packed_keys
+        read = partial(dataset.batch, packed=packed) if packed else dataset.batch
         try:
-            return check(dataset.batch(indices), indices)
+            return check(read(indices), indices)
         except BrokenSequence as error:
             if not self.broken.limit:
                 raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
         kept, broken = [], []
         for index in indices:
             try:
-                dataset.batch(numpy.array([index]))
+                read(numpy.array([index]))
                 kept.append(index)
             except BrokenSequence as error:
                 broken.append(self._broken(int(index), str(error)))
         some = numpy.array(kept, dtype=indices.dtype)
-        return replace(check(dataset.batch(some), some) if kept else Batch({}, some), broken=broken)
+        return replace(check(read(some), some) if kept else Batch({}, some), broken=broken)
 
     def _broken(self, index: int, message: str) -> Broken:
         """A broken sequence, given the index of the sequence or chunk in the plan."""
@@ -338,8 +364,10 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         lines.append(
             (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
         )
+    lines += _mix_lines(feed)
     elements = kept if feed.chunks is None else feed.chunks.of(kept)
-    alone = count_too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    alone = count_too_long(sizes, limits)
     if keys.frame_batches:
         left_out = [repr(name) for name in feed.dataset.streams if name not in feed.frame_keys]
         more = f"; without {', '.join(left_out)}, which extern_data does not name" if left_out else ""
@@ -347,6 +375,19 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
+
+
+def _mix_lines(feed: Feed) -> list[Line]:
+    """What a full epoch takes of every part of a mix. Raises: DataError, if it cannot be mixed."""
+    mix, keys, lengths = feed.dataset.mix, feed.batch_keys, feed.dataset.lengths
+    if mix is None:
+        return []
+    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    used = select_by_length(lengths, used, keys.min_seq_length, keys.max_seq_length)
+    parts = mixed_parts(mix, sorting_lengths(lengths), used)
+    total = sum(part.quota for part in parts)
+    shares = [f"{part.quota} of {part.name} ({part.quota / total:.1%}, {part.passes:.3g} times all)" for part in parts]
+    return [(4, f"{feed.name}: {mix.by} in a full epoch: {total}: {', '.join(shares)}")]
 
 
 def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
@@ -399,8 +440,10 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     parts = []
     if limits.max_seqs is not None:
         parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
-    frames = "frames" if keys.frame_batches else "padded frames"
-    for limit, what in ((limits.batch_size, frames), (limits.packed_batch_size, "frames without padding")):
+    units = ("padded frames", "frames without padding") if keys.batch_cost is None else ("padded cost", "cost without padding")
+    if keys.frame_batches:
+        units = ("frames", units[1])
+    for limit, what in zip((limits.batch_size, limits.packed_batch_size), units, strict=True):
         if isinstance(limit, int):
             parts.append(f"{limit} {what} per rank, {limit * size} in all")
         elif limit is not None:
@@ -423,6 +466,9 @@ WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
 MAKES_BATCHES = "hvdtrain makes the batches; give it items that are single sequences"
 
 TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,) and mask (batch, time)"
+PACKED_TENSORS = (
+    "with packed, extern_data[KEY] has raw_tensor (frames, ...), seq_lens (batch,) and offsets (batch + 1,), but no mask"
+)
 
 
 @contextmanager
@@ -454,8 +500,10 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return f"if {error.args[0]!r} is to be a data key: extern_data has {', '.join(map(repr, batch.data))}{hint}"
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in batch.data:
         return f"extern_data is a dict: extern_data[{error.name!r}]"
-    if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
-        return TENSORS
+    if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow|Packed)Data\b", str(error)):
+        return PACKED_TENSORS if batch.is_packed else TENSORS
+    if batch.is_packed:
+        return None
     sizes = [set(padded.seq_lens.tolist()) for padded in batch.data.values()]
     if any(padded.values.ndim > 3 for padded in batch.data.values()) and all(len(size) == 1 and size != {1} for size in sizes):
         return f"if items have {max(sizes[0])} frames because they are batches: {MAKES_BATCHES}"

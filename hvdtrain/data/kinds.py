@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
+from hvdtrain.data.combine.keys import (
+    CombinedDatasetKeys,
+    ConcatDatasetKeys,
+    FilesDatasetKeys,
+    MapDatasetKeys,
+    MetaDatasetKeys,
+    MixingDatasetKeys,
+)
 from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys, TarDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
@@ -78,6 +85,7 @@ KINDS: dict[str, type[DatasetKeys]] = {
     "MetaDataset": MetaDatasetKeys,
     "CombinedDataset": CombinedDatasetKeys,
     "ConcatDataset": ConcatDatasetKeys,
+    "MixingDataset": MixingDatasetKeys,
     "MapDataset": MapDatasetKeys,
     "TarDataset": TarDatasetKeys,
     "ParquetDataset": ParquetDatasetKeys,
@@ -89,7 +97,7 @@ KINDS: dict[str, type[DatasetKeys]] = {
 }
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
-ONE_BY_ONE = ("MapDataset", "FilesDataset")
+ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")
 """The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"

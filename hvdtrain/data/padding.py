@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.types import Array, Padded, Stream, UnlikeError
+from hvdtrain.data.types import Array, Packed, Padded, Stream, UnlikeError
 
 
 def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Padded:
@@ -19,30 +19,42 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     Raises:
         UnlikeError: the shapes of frames or the kinds of numbers differ: numpy would repeat, round or cut them.
     """
-    seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
-    values = _empty(len(sequences), int(seq_lens.max()), sequences[0])
+    seq_lens = _lengths_of(sequences)
+    values = _empty((len(sequences), int(seq_lens.max())), sequences[0])
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
         _check_like(sequences[0], sequence, number, describe)
         row[: len(sequence)] = sequence
     return Padded(values, seq_lens)
 
 
-def join(sequences: Sequence[Array], describe: Callable[[int], str] = "part {}".format) -> Padded:
-    """Arrays of shape (time, ...) one after the other, as one row of shape (1, frames, ...). The rest is as in `pad`."""
-    total = sum(map(len, sequences))
-    values = _empty(1, total, sequences[0])
+def pack(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Packed:
+    """Arrays of shape (time, ...) that differ in time only, one after the other, as one of shape (frames, ...). The rest is as in
+    `pad`.
+    """
+    seq_lens = _lengths_of(sequences)
+    values = _empty((int(seq_lens.sum(dtype=numpy.int64)),), sequences[0])
     end = 0
     for number, sequence in enumerate(sequences):
         _check_like(sequences[0], sequence, number, describe)
         end += len(sequence)
-        values[0, end - len(sequence) : end] = sequence
-    return Padded(values, numpy.array([total], dtype=numpy.int32))
+        values[end - len(sequence) : end] = sequence
+    return Packed(values, seq_lens)
 
 
-def _empty(rows: int, time: int, like: Array) -> Array:
+def join(sequences: Sequence[Array], describe: Callable[[int], str] = "part {}".format) -> Padded:
+    """Arrays of shape (time, ...) one after the other, as one row of shape (1, frames, ...). The rest is as in `pad`."""
+    values = pack(sequences, describe).values[None]
+    return Padded(values, numpy.array([values.shape[1]], dtype=numpy.int32))
+
+
+def _lengths_of(sequences: Sequence[Array]) -> Array:
+    return numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
+
+
+def _empty(shape: tuple[int, ...], like: Array) -> Array:
     """Zeros, or empty strings, for frames like those of an array."""
     dtype = like.dtype.newbyteorder("=")  # frameworks only have tensors in this machine's byte order
-    values = numpy.zeros((rows, time, *like.shape[1:]), dtype=dtype)
+    values = numpy.zeros((*shape, *like.shape[1:]), dtype=dtype)
     if like.dtype == object:
         values[:] = ""  # strings
     return values

@@ -1,8 +1,8 @@
-"""Files on object storage and web servers, read through fsspec: `s3://`, `https://`, `hf://` and so on.
+"""Files on object storage and web servers, through fsspec: `s3://`, `https://`, `hf://` and so on.
 
-A remote file is only ever read to make a local copy of it (`copies.py`). It is fetched in blocks. Each block is complete or an
-error: what a server sends for it is compared with the size that was asked for, as a cut connection may look like the end of a
-file. A failed block is fetched again, alone, after a pause.
+A remote file is only ever read to make a local copy of it (`copies.py`, `checkpoint/mirror.py`). It is fetched in blocks. Each
+block is complete or an error: what a server sends for it is compared with the requested size, as a cut connection may look like
+the end of a file. A failed block is fetched again, alone, after a pause.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.data.files import BLOCK, SYNC, Progress
@@ -29,6 +31,9 @@ LOOK_UPS = 16
 
 TIMEOUT = 60.0
 """Seconds in which a block, or what the server knows about a file, has to arrive."""
+
+SLOWEST = 1e6
+"""Bytes per second: an upload that is slower is started again."""
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds before each further attempt."""
@@ -68,6 +73,15 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     (True, False, False)
     """
     return isinstance(path, str) and REMOTE.match(path) is not None
+
+
+def can_be_mirror(value: str) -> bool:
+    """Whether a value is a URL on object storage, where a file is stored whole or not at all.
+
+    >>> can_be_mirror("s3://bucket/exp"), can_be_mirror("https://host/exp"), can_be_mirror("exp")
+    (True, False, False)
+    """
+    return _scheme(value) in PACKAGES.keys() - {"http", "https"}
 
 
 def package_problems(where: str, urls: Iterable[str]) -> list[Problem]:
@@ -220,14 +234,54 @@ def open_filesystem(url: str, name: str) -> tuple[Any, str]:
     return filesystem, str(path)
 
 
+def upload(file: Path, url: str) -> None:
+    """Store a file at a URL, whole or not at all. Raises: DataError."""
+    filesystem, path = open_filesystem(url, url)
+    size = file.stat().st_size
+
+    def put() -> None:
+        _call(filesystem, "put_file", str(file), path, seconds=TIMEOUT + size / SLOWEST)
+        filesystem.invalidate_cache()
+        stored = _call(filesystem, "info", path).get("size")
+        if stored != size:
+            raise OSError(f"{stored} bytes of {size}")
+
+    _retry(url, put, "to store a file")
+
+
+def remove(url: str) -> None:
+    """Remove a file, if it is there. Raises: DataError."""
+    filesystem, path = open_filesystem(url, url)
+
+    def delete() -> None:
+        with suppress(FileNotFoundError):
+            _call(filesystem, "rm_file", path)
+
+    _retry(url, delete, "to remove a file")
+
+
+def list_names(url: str) -> list[str]:
+    """The names of the files in a folder; none if there is no such folder. Raises: DataError."""
+    filesystem, path = open_filesystem(url, url)
+
+    def find() -> list[str]:
+        filesystem.invalidate_cache()
+        try:
+            return [str(name).rstrip("/").rpartition("/")[2] for name in _call(filesystem, "ls", path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    return _retry(url, find, "to list a folder")
+
+
 def _scheme(url: str) -> str:
     found = REMOTE.match(url)
     return found.group(1).lower() if found else ""
 
 
-def _call(filesystem: Any, method: str, *arguments: Any, **options: Any) -> Any:
+def _call(filesystem: Any, method: str, *arguments: Any, seconds: float | None = None, **options: Any) -> Any:
     """Call a method of a file system, with a limit on its time if it is an asynchronous one; others have their own limits."""
-    limit = {"timeout": TIMEOUT} if filesystem.async_impl else {}
+    limit = {"timeout": seconds or TIMEOUT} if filesystem.async_impl else {}
     return getattr(filesystem, method)(*arguments, **options, **limit)
 
 
@@ -253,7 +307,7 @@ def _block(filesystem: Any, path: str, start: int, end: int) -> bytes | Exceptio
         return error
 
 
-def _retry(name: str, attempt: Callable[[], T]) -> T:
+def _retry(name: str, attempt: Callable[[], T], what: str = "a file that can be read") -> T:
     """Call a function until it succeeds, with pauses between the attempts. Raises: DataError, after the last one."""
     pauses = iter(PAUSES)
     while True:
@@ -266,7 +320,7 @@ def _retry(name: str, attempt: Callable[[], T]) -> T:
             pause = None if _is_final(error) else next(pauses, None)
             if pause is None:
                 tried = "" if _is_final(error) else f" (tried {len(PAUSES) + 1} times)"
-                raise DataError(f"{name}: expected a file that can be read, got: {_describe(error)}{tried}") from error
+                raise DataError(f"{name}: expected {what}, got: {_describe(error)}{tried}") from error
         time.sleep(pause)
 
 

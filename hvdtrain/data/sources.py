@@ -434,6 +434,11 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
                     "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
+            if datasets[child].mix is not None and not isinstance(keys, KINDS["MapDataset"]):
+                raise DataError(
+                    f"{spec.name}: expected a MixingDataset around other datasets, or inside a MapDataset, got one inside {name} "
+                    "(mix all datasets in one dict, with weights that are products)"
+                )
         try:
             scanning = (context.scanning,) if keys.scans else ()
             dataset: Dataset = resolve(keys.opener)(name, keys, datasets, *scanning)

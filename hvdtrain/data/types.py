@@ -50,6 +50,36 @@ class Padded:
     values: Array
     seq_lens: Array
 
+    def sequences(self) -> list[Array]:
+        """The values of every sequence, without padding."""
+        return [row[:length] for row, length in zip(self.values, self.seq_lens.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Packed(Padded):
+    """One data key of a batch without padding: the frames of one sequence after the other.
+
+    Attributes:
+        values: shape (frames, ...).
+    """
+
+    def sequences(self) -> list[Array]:
+        ends = self.seq_lens.cumsum().tolist()
+        return [self.values[end - length : end] for end, length in zip(ends, self.seq_lens.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """The datasets that the sequences of a batch come from, if an epoch mixes several.
+
+    Attributes:
+        names: of all these datasets.
+        numbers: of each sequence, the number of its dataset; int64 of shape (batch,).
+    """
+
+    names: tuple[str, ...]
+    numbers: Array
+
 
 Broken = tuple[int, str]
 """The index of a sequence that cannot be read, and the message about it."""
@@ -57,14 +87,15 @@ Broken = tuple[int, str]
 
 @dataclass(frozen=True)
 class Batch:
-    """Several sequences, padded to the longest; or pieces of sequences, joined to one row without padding.
+    """Several sequences, padded to the longest, or packed; or pieces of sequences, joined to one row without padding.
 
     Attributes:
         data: by data key.
         indices: of the sequences in the dataset, int64 of shape (batch,), or (number of pieces,).
         seq_tags: reads the names of the sequences.
-        joined: the number of frames of every piece, int64 of shape (number of pieces,); None: sequences are padded.
+        joined: the number of frames of every piece, int64 of shape (number of pieces,); None: sequences are padded or packed.
         broken: sequences of the plan that are left out.
+        parts: where the sequences come from; None: an epoch does not mix datasets.
     """
 
     data: Mapping[str, Padded]
@@ -72,6 +103,12 @@ class Batch:
     seq_tags: Callable[[], list[str]] | None = None
     joined: Array | None = None
     broken: Sequence[Broken] = ()
+    parts: BatchParts | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a data key is packed."""
+        return any(isinstance(padded, Packed) for padded in self.data.values())
 
     @property
     def row_tags(self) -> Callable[[], list[str]] | None:

@@ -13,6 +13,7 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.contents import BASE
 from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
 from hvdtrain.learner.model_format import FORMAT, is_safetensors, verified_read
 
@@ -51,6 +52,8 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
         model = contents["model"]
         if differing := sorted(set(model) ^ set(newest.get("model", model))):
             raise CheckpointError(f"{file}: expected the tensors of {files[0]}, got others: {', '.join(differing[:5])}")
+        if contents.get(BASE) != newest.get(BASE, contents.get(BASE)):
+            raise CheckpointError(f"{file}: expected parameters trained with the base model of {files[0]}, got another base")
         for name, tensor in model.items():
             values = io.widen(tensor)
             if (values is None) != (name not in sums) and newest:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
+from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share, signature_error
+from hvdtrain.config.source import is_reference
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.optimizer_spec import spec_problems
 
@@ -115,6 +116,11 @@ class Learner(Protocol):
         """Compute a batch's losses and errors. Only the scores change."""
         ...
 
+    def try_batch(self, batch: Batch) -> bool:
+        """Compute a batch's losses and gradients and drop them; False if memory does not suffice. Collective if it is the first
+        step of a training."""
+        ...
+
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
         the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
@@ -198,6 +204,10 @@ class Meter(Protocol):
         """The peak use of the device's memory so far, in bytes; None on a CPU."""
         ...
 
+    def take_splits(self) -> int:
+        """The number of training batches since the last call that did not fit into memory and were split."""
+        ...
+
 
 class Profiler(Protocol):
     """A framework's profiler, for the steps of one rank."""
@@ -272,6 +282,14 @@ class LearnerKeys(Section):
     get_model: Callable[..., Any] | str = key(
         REQUIRED, "function {signature} that returns the model; in JSON 'module:name'", signature="*, epoch, step, device, **_"
     )
+    extra_models: dict[str, Any] = key(
+        {},
+        "further models for train_step and forward_step, such as the teacher of a distillation: for each name a dict of "
+        "get_model and load, the file with its parameters; get_run_ctx().extra_models[NAME] is frozen, in evaluation mode, and "
+        "not saved",
+        needs="torch",
+        instead="with TensorFlow, load it in get_model into a variable of the module, and make its layers not trainable",
+    )
     train_step: Callable[..., Any] | str = key(
         REQUIRED,
         "function {signature} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
@@ -342,6 +360,12 @@ class LearnerKeys(Section):
         needs="torch",
         instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
     )
+    split_on_oom: bool = key(
+        False,
+        "split a batch that does not fit into a rank's memory, and add up the gradients of its pieces, which are those of the "
+        "batch; gradients are then sent after backward, not during it",
+        needs="torch",
+    )
     deterministic: bool = key(
         False,
         "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
@@ -350,12 +374,43 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
+        return [*self._extra_problems(), *self._update_problems()]
+
+    def _extra_problems(self) -> list[Problem]:
+        found: list[Problem] = []
+        for name, entry in self.extra_models.items():
+            where = f"extra_models.{name}"
+            if not isinstance(entry, dict) or entry.get("get_model") is None:
+                found += problem("wrong-type", f"{where}: expected a dict with the entry 'get_model', got {entry!r}")
+                continue
+            found += [
+                Problem.of("unknown-key", f"{where}.{other}: expected one of get_model, load, got {other!r}")
+                for other in entry
+                if other not in ("get_model", "load")
+            ]
+            get_model, load = entry["get_model"], entry.get("load")
+            if not callable(get_model) and not is_reference(get_model):
+                found += problem("wrong-type", f"{where}.get_model: expected a function or 'module:name', got {get_model!r}")
+            elif wrong := "" if isinstance(get_model, str) else signature_error(get_model, "*, epoch, step, device, **_"):
+                found += problem(
+                    "wrong-signature", f"{where}.get_model: expected a function (*, epoch, step, device, **_), got {wrong}"
+                )
+            if load is not None and not isinstance(load, str):
+                found += problem("wrong-type", f"{where}.load: expected a model's file, got {load!r}")
+        return found
+
+    def _update_problems(self) -> list[Problem]:
         if problems := spec_problems(self.optimizer):
             return problems
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
                 "conflict",
                 "checkpoint_modules: expected torch_compile = False, got both (a compiled graph itself decides what it keeps)",
+            )
+        if self.split_on_oom and self.sync_batch_norm:
+            return problem(
+                "conflict",
+                "split_on_oom: expected sync_batch_norm = False, got both (ranks that split batches communicate more often)",
             )
         if self.torch_compile is not False and self.sync_batch_norm:
             return problem(

@@ -22,6 +22,9 @@ SHAPES = "shapes"
 """An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
 none."""
 
+BASE = "base"
+"""An entry of a model's file without the frozen parameters: the hash of their values, their number, and the model's class."""
+
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
 

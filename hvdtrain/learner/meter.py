@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.learner.base import NotFinite, Outputs
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
+
+NO_LOSSES: Mapping[str, Loss] = {}
 
 TINY = 1e-30
 """The smallest divisor of a sum: if no elements were counted, the sum is also zero."""
@@ -71,12 +74,20 @@ def check_marked_losses(losses: Mapping[str, Loss], is_tensor: Callable[[Any], b
         raise ConfigError(problems)
 
 
-def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses) -> None:
-    """Raises: ConfigError, if a step's normalized losses differ from those of the first step."""
-    if own != first:
-        raise ConfigError.of(
-            "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"
-        )
+def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES) -> None:
+    """Raises: ConfigError, if a step's normalized losses differ from those of the first step.
+
+    Args:
+        losses: what the step marked. The scale of a loss may have become zero since the first step: its elements still count.
+    """
+    faded = {name for name, loss in losses.items() if not loss.as_error and loss.scale == 0}
+    if own == first or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*own.names]):
+        return
+    late = sorted(set(own.names) - set(first.names))
+    hint = f" (a loss whose scale grows from zero begins with a small one, such as 1e-9: {', '.join(late)})" if late else ""
+    raise ConfigError.of(
+        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}{hint}"
+    )
 
 
 def nothing_to_minimize() -> ConfigError:
@@ -119,6 +130,22 @@ def split_by_sequence(
     return sequences
 
 
+def split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
+    """The rows of an output of packed data, whose frames come one sequence after the other.
+
+    Raises:
+        ConfigError: the output has another number of frames.
+    """
+    if len(value) != sum(lengths):
+        raise ConfigError.of(
+            "wrong-result",
+            f"forward_step: expected the {sum(lengths)} frames that seq_lens says in the output {name!r} of a packed batch, got "
+            f"{len(value)}",
+        )
+    ends = accumulate(lengths)
+    return [value[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
 MAX_PENDING = 1000
 """The number of batches whose scores may be pending; at this number all are fetched, which waits for the device."""
 
@@ -146,6 +173,7 @@ class LearnerMeter:
         scale: the loss scale; None: losses are not scaled.
         peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
         gradient_norm: returns the global norm of an update's gradients, as in `Meter`.
+        take_splits: as in `Meter`.
     """
 
     def __init__(
@@ -155,10 +183,12 @@ class LearnerMeter:
         scale: LossScale | None,
         peak_memory: Callable[[], int | None],
         gradient_norm: Callable[[], float | None],
+        take_splits: Callable[[], int] = lambda: 0,
     ) -> None:
         self.scores = scores
         self.clock = clock
         self.gradient_norm = gradient_norm
+        self.take_splits = take_splits
         self._scale = scale
         self._peak_memory = peak_memory
 

@@ -56,6 +56,7 @@ class StateBase(ABC):
 
     Attributes:
         running: the sums of a running average, on rank 0; None: there are none.
+        other_checksums: those of models that are neither trained nor saved, by name; they have to be the same on all ranks.
     """
 
     num_pretrain_epochs = 0
@@ -66,6 +67,7 @@ class StateBase(ABC):
         self._average = average
         self._scale = scale
         self.running: RunningAverage | None = None
+        self.other_checksums: Mapping[str, str] = {}
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 
@@ -84,6 +86,14 @@ class StateBase(ABC):
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
+
+    @property
+    def base_hash(self) -> str | None:
+        """The hash of the frozen parameters, if checkpoints leave them out."""
+        return None
+
+    def check_base(self) -> None:  # noqa: B027 most checkpoints leave nothing out
+        """Check that frozen parameters which checkpoints leave out are as the model was made with. Raises: ConfigError."""
 
     # The moving average
 

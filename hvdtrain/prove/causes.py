@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Array, Batch, Packed
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
@@ -134,7 +134,7 @@ def _with_padding(batch: Batch) -> Batch:
     """The same sequences, each followed by `MORE_PADDING` more frames of zeros, unless its batches never have padding."""
     data = dict(batch.data)
     for key, padded in batch.data.items() if batch.joined is None else ():
-        if padded.values.dtype != object:
+        if padded.values.dtype != object and not isinstance(padded, Packed):
             widths = [(0, MORE_PADDING if axis == 1 else 0) for axis in range(padded.values.ndim)]
             data[key] = replace(padded, values=numpy.pad(padded.values, widths))
     return replace(batch, data=data)

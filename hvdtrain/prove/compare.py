@@ -63,7 +63,7 @@ def checksum(batch: Batch) -> int:
     total = 0
     for key, padded in sorted(batch.data.items()):
         if batch.joined is None:
-            sequences = [sequence[:length] for sequence, length in zip(padded.values, padded.seq_lens.tolist(), strict=True)]
+            sequences = padded.sequences()
         else:
             sequences = numpy.split(padded.values[0], numpy.cumsum(batch.joined)[:-1])
         for values in sequences:

@@ -33,6 +33,7 @@ class EpochReport:
         seconds_before: seconds of training before the epoch was resumed; included in `elapsed`, but not in `seconds`.
         learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
         losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
+        splits: how many training batches did not fit into a rank's memory and were split.
         broken: the number of broken sequences that the epoch's batches went without; None: none.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
     """
@@ -54,6 +55,7 @@ class EpochReport:
     learning_rates: Mapping[str, float] | None = None
     epoch_learning_rate: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
+    splits: int = 0
     broken: int | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
@@ -74,6 +76,8 @@ class EpochReport:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
         lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
+        if self.splits:
+            lines.append((2, f"{start}: {self.splits} batches did not fit into memory and were split (split_on_oom)"))
         late = straggler_line(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
         return lines + [(1, line) for line in self._score_lines(datasets)]

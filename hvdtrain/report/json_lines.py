@@ -21,11 +21,12 @@ from hvdtrain.runtime import log
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file, without entries that are None, seconds_before = 0 and empty losses; scores that are
-    not finite become strings.
+    """A report as it is written to the file, without entries that are None, zero seconds_before and splits, and empty losses;
+    scores that are not finite become strings.
     """
     scores = {name: _finite(value) for name, value in report.scores.items()}
-    line = {**asdict(report), "scores": scores, "seconds_before": report.seconds_before or None, "losses": report.losses or None}
+    if_any = {name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits")}
+    line = {**asdict(report), "scores": scores, **if_any}
     return {name: value for name, value in line.items() if value is not None}
 
 

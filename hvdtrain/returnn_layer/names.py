@@ -11,6 +11,7 @@ ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",
     "learning_rate_growth": "newbob_learning_rate_growth",
     "torch_amp": "mixed_precision",
+    "packed_tensors": "packed",
 }
 """By RETURNN's name of a key, hvdtrain's name."""
 
@@ -26,8 +27,7 @@ UNSUPPORTED = {
     "gradient_clip_norm": "set gradient_clip_global_norm",
     "gradient_clip_avg_norm": "set gradient_clip_global_norm",
     "inc_seq_length": "set max_seq_length",
-    "packed_batch_cost": "set packed_batch_size",
-    "packed_tensors": "batches are padded: pack them in train_step, with rf.pack_padded or pack_padded_sequence",
+    "packed_batch_cost": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size",
     "use_last_best_model": "none",
     "torch_batching": "batches are planned from the lengths, on every rank, not made from a stream: set batch_size, max_seqs or "
     "max_pad_size, seq_ordering in the dataset's dict, shuffle_batches; docs/batches.md has all limits",

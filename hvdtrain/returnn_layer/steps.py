@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy
 import returnn.frontend as rf
 import torch
+from returnn.datasets.packing import packed_batch_key_opts
 from returnn.frontend._backend import get_backend_by_raw_tensor_type
 from returnn.frontend.run_ctx import reset_run_ctx
 from returnn.tensor import Dim, Tensor, TensorDict, batch_dim
@@ -26,6 +27,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx, is_size, size_name
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.torch.packed import PackedData
 from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
 from hvdtrain.returnn_layer.older_data import older_extern_data
 from hvdtrain.returnn_layer.older_steps import with_older_arguments
@@ -57,10 +59,17 @@ def wrap_functions(source: Source, imports: WatchedImports) -> Source:
     templates, of_data = _templates("extern_data", values.get("extern_data", older_extern_data(values)))
     outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
     precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
+    packing: Any = None
+    for name in ("packed_tensors", "packed"):  # overrides have hvdtrain's names already
+        packing = values.get(name, packing)
+        if isinstance(values.get(name), dict) and packing:
+            values[name], of_packing = _packed_keys(packing, templates)
+            problems += of_packing
     steps = Steps(
         templates,
         outputs,
         precision,
+        packing=packing if isinstance(packing, dict) else {},
         hands_on=values.get("forward_callback") is not None or bool(values.get("search_output_file")),
     )
     values |= _wrapped_functions(values, steps, precision)
@@ -158,6 +167,26 @@ def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
     return templates, problems
 
 
+def _packed_keys(packing: dict[str, Any], templates: TensorDict | None) -> tuple[list[str], list[Problem]]:
+    """The data keys that RETURNN's dict `packed_tensors` packs, and problems with the dict."""
+    unknown = ", ".join(sorted(map(str, packing.keys() - {"gap", "align", "per_key"})))
+    if unknown:
+        return [], problem("unknown-key", f"packed_tensors: expected gap, align and per_key, got {unknown}")
+    if templates is None:
+        return [], problem("missing", "packed_tensors: expected extern_data with a dict, which has options by data key, got none")
+    return [name for name in templates.data if _has_time(templates.data[name]) and _packing_of(packing, name)], []
+
+
+def _has_time(template: Tensor) -> bool:
+    return len(template.dims) > 1 and template.dims[1].dimension is None
+
+
+def _packing_of(packing: dict[str, Any], name: str) -> dict[str, int] | None:
+    """The options with which a data key is packed; None: it is padded."""
+    options: dict[str, int] | None = packed_batch_key_opts(packing, name)
+    return options
+
+
 def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precision: Precision) -> Callable[..., torch.nn.Module]:
     """A get_model that returns a torch.nn.Module, initialized with RETURNN's random numbers."""
 
@@ -194,13 +223,23 @@ class Steps:
         templates: for `extern_data`; None: they are derived from the data.
         outputs: templates for `model_outputs`; None: the config has none.
         precision: the type of the data.
+        packing: how data without padding is laid out in memory: the dict `packed_tensors`; empty: as it comes.
         hands_on: whether the outputs go to a forward_callback or into search_output_file.
 
     Attributes:
         seen: by output, a template of a marked tensor, from which a callback gets the dims.
     """
 
-    def __init__(self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, hands_on: bool) -> None:
+    def __init__(
+        self,
+        templates: TensorDict | None,
+        outputs: TensorDict | None,
+        precision: Precision,
+        *,
+        packing: dict[str, Any],
+        hands_on: bool,
+    ) -> None:
+        self._packing = packing
         self._templates = templates
         self._precision = precision
         self._outputs = outputs
@@ -241,9 +280,7 @@ class Steps:
         """A batch as a TensorDict. Raises: ConfigError, if the data does not match `extern_data`."""
         templates = self._templates
         if templates is None:
-            templates = extern_data_template_from_config_opts(
-                {name: _options_of(entry.raw_tensor) for name, entry in batch.items()}
-            )
+            templates = extern_data_template_from_config_opts({name: _options_of(entry) for name, entry in batch.items()})
         is_training = stage == "train_step"
         wanted = TensorDict()
         raw: dict[str, Any] = {}
@@ -252,6 +289,8 @@ class Steps:
                 continue
             wanted.data[name] = template
             raw[name], raw[f"{name}:seq_len"] = _raw_values(name, template, batch)
+            if isinstance(batch[name], PackedData) and _is_tensor(raw[name]) and _has_time(template):
+                raw[f"{name}:packed"] = _packing_of(self._packing, name) or {"gap": 0, "align": 1}
         tensors: TensorDict = raw_dict_to_extern_data(
             raw,
             extern_data_template=wanted,
@@ -283,7 +322,8 @@ class Steps:
             raise ConfigError.of(
                 "wrong-result", f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"
             )
-        for name, tensor in marked.outputs.data.items():
+        for name, output in marked.outputs.data.items():
+            tensor = rf.unpack(output)
             axis = next((number for number, dim in enumerate(tensor.dims) if self.is_batch_axis(dim)), None)
             if axis is None:
                 raise ConfigError.of(
@@ -314,6 +354,7 @@ def mark_losses(losses: Mapping[str, Any], context: RunContext) -> None:
             as_error=loss.as_error,
             use_normalized_loss=loss.use_normalized_loss,
             custom_inv_norm_factor=count.raw_tensor if isinstance(count, Tensor) else count,
+            seq_lens=1 if len(loss.loss.dims) == 1 and loss.loss.dims[0].is_batch_dim() else None,
         )
 
 
@@ -403,9 +444,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _options_of(raw: Any) -> dict[str, Any]:
+def _options_of(entry: BatchEntry) -> dict[str, Any]:
     """An entry of `extern_data`, derived from the data."""
-    sizes = tuple(raw.shape[2:])
+    raw = entry.raw_tensor
+    sizes = tuple(raw.shape[1:] if isinstance(entry, PackedData) else raw.shape[2:])
     is_sparse = not sizes and not (_is_tensor(raw) and raw.is_floating_point())
     dtype = str(raw.dtype).removeprefix("torch.") if _is_tensor(raw) else "string"
     return {"shape": (None, *sizes), "dim": None if is_sparse or not sizes else sizes[-1], "sparse": is_sparse, "dtype": dtype}
@@ -418,6 +460,10 @@ def _raw_values(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) ->
             "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
         )
     raw, seq_lens, dims = batch[name].raw_tensor, batch[name].seq_lens, template.dims
+    if isinstance(batch[name], PackedData) and _has_time(template):
+        dims = template.dims[1:]  # the frames of all sequences are one axis
+    elif isinstance(batch[name], PackedData) and bool((seq_lens == 1).all()):
+        raw = raw[:, None]
     if raw.ndim == len(dims) + 1 and bool((seq_lens == 1).all()):  # one frame per sequence: one value per sequence
         raw = raw[:, 0]
     if raw.ndim != len(dims) or any(dim.dimension not in (None, size) for dim, size in zip(dims, raw.shape, strict=True)):

@@ -62,6 +62,7 @@ OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mixed_precision": ((None,), DEFAULT),
     "online_shuffle_batches": (FALSE, DEFAULT),
     "output_file": ((None, ""), DEFAULT),
+    "packed": (FALSE, DEFAULT),
     "preload_from_files": (FALSE, DEFAULT),
     "search_data": (NO_DATA, DEFAULT),
     "search_output_file": ((None, ""), DEFAULT),

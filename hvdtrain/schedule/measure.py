@@ -316,6 +316,21 @@ def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None
     return f"{', '.join(names)}: the name implies that higher is better, so no best epoch is chosen by it ({_remedy(*names)})"
 
 
+def changed_scales_line(history: Sequence[EpochRecord], measure: Measure) -> str | None:
+    """The warning that epochs are compared by a sum of losses whose weights changed in the last epoch; None: they are not."""
+    name = measure.name(history)
+    if len(history) < 2 or name is None or base_of(name) not in TOTALS:
+        return None
+    before, last = history[-2].losses, history[-1].losses
+    changed = sorted(loss for loss in {*before, *last} if before.get(loss, 0.0) != last.get(loss, 0.0))
+    if not before or not last or not changed:
+        return None
+    return (
+        f"{name}: the weights of {', '.join(changed)} differ between epochs {history[-2].epoch} and {history[-1].epoch}, so "
+        "their sums cannot be compared: name the score that chooses the best epoch (early_stopping_measure)"
+    )
+
+
 DIVERGENCE_FACTOR = 1000.0
 """A loss above this multiple of the initial loss has diverged."""
 

@@ -17,7 +17,7 @@ from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.batch_keys import COST, BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
@@ -125,7 +125,7 @@ def open_feeds(
 def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
     """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        absent = [key for key in keys if key not in streams]
+        absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
             raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
         if absent:

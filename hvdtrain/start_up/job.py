@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
 from hvdtrain.checkpoint.lock import lock_model
+from hvdtrain.checkpoint.mirror import Mirror, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
@@ -156,6 +157,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         best=best,
     )
     progress = Progress()
+    _fetch_checkpoint(settings, purpose, comm, checkpoints)
     if purpose in ("train", "dry_run"):
         progress = _resume(settings, comm, saver, checkpoints, learner)
         watchdog.beat("comparing the data with that of the checkpoint")
@@ -178,6 +180,8 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if state.base_hash is not None:
+        together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:
         state.running.begin(progress.step)
     _note_keys(progress, settings)
@@ -270,7 +274,12 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:
         learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
+        shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+    if settings.learner.extra_models:
+        hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
+        check_alike(comm, learner.state.other_checksums, of="extra_models: ", hint=hint, name="extra_models")
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
@@ -283,7 +292,19 @@ def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> l
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     """The folder of the training's checkpoints."""
     framework = FRAMEWORKS[settings.run.backend]
-    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format)
+    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
+
+
+def _fetch_checkpoint(settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder) -> None:
+    """Collective. Fetch the newest checkpoint from `checkpoint_mirror`, unless the job starts with another model."""
+    mirror = mirror_of(settings)
+    if mirror is not None and settings.start.start_epoch == "auto" and settings.start.load is None and purpose != "measure":
+        fetch_newest(comm, checkpoints, mirror)
+
+
+def mirror_of(settings: Settings) -> Mirror | None:
+    """Where the training's checkpoints are copied to."""
+    return None if settings.saving.checkpoint_mirror is None else Mirror(settings.saving.checkpoint_mirror)
 
 
 def writing_nothing(settings: Settings) -> Settings:
@@ -292,7 +313,7 @@ def writing_nothing(settings: Settings) -> Settings:
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
         reduce=replace(settings.reduce, horovod_timeline=None),
-        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None, checkpoint_mirror=None),
         evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
         trace=replace(settings.trace, profile_steps=None),
     )

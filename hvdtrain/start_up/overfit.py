@@ -22,7 +22,7 @@ def in_overfit_folder(settings: Settings) -> Settings:
         run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
         start=replace(settings.start, start_epoch=1),
         schedule=replace(settings.schedule, learning_rate_file=None),
-        saving=replace(settings.saving, average_checkpoints=None),
+        saving=replace(settings.saving, average_checkpoints=None, checkpoint_mirror=None),
     )
 
 

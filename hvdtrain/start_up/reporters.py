@@ -27,7 +27,7 @@ from hvdtrain.report.trackers import (
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
-from hvdtrain.schedule.measure import fallback_line, unclear_line
+from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 
@@ -61,6 +61,7 @@ class BestReporter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._is_first = True
+        self._has_warned = False  # of sums that cannot be compared
 
     def evaluation(self, report: EvaluationReport) -> None:
         """After an evaluation within an epoch, if these compete."""
@@ -84,6 +85,9 @@ class BestReporter:
                 log.warning(line)
         if best is not None and name is not None and best.epoch == report.epoch and best.at_step is None:
             log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+        if not self._has_warned and (line := changed_scales_line(self._session.progress.history, measure)) is not None:
+            self._has_warned = True
+            log.warning(line)
         self._is_first = False
         self._session.best.update(history)
 

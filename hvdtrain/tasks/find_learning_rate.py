@@ -209,7 +209,7 @@ def report(points: Sequence[Point], folder: Path, updates: int) -> None:
     found = suggest(points, losses)
     folder.mkdir(parents=True, exist_ok=True)
     data = {
-        "points": [asdict(point) for point in points],
+        "points": [{"rate": one.rate, "loss": one.loss if isfinite(one.loss) else None} for one in points],
         "smoothed": losses,
         "suggestion": None if found is None else asdict(found),
     }

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
-from hvdtrain.checkpoint.folder import CleanupRule, folder_of, parse_rule
+from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -28,7 +28,6 @@ from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predict_speed, spread
 from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
@@ -40,7 +39,7 @@ from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_direction
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
-from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.job import checkpoint_folder, open_session, writing_nothing
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
@@ -108,7 +107,7 @@ def clean_up_all(settings: Settings) -> None:
         prefix = Path(settings.run.model)
         higher = settings.scoring.higher_is_better
         rule = parse_rule(settings.saving.cleanup_old_models, higher) or CleanupRule(higher_is_better=higher)
-        checkpoints = folder_of(FRAMEWORKS[settings.run.backend], prefix)
+        checkpoints = checkpoint_folder(settings)
 
         def remove() -> None:
             history = _history(prefix.parent / "scores.jsonl")
@@ -193,7 +192,7 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
         train, *evaluations = session.epochs.feeds(session.feeds, epoch)
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            phases = [_measure_phase(session, train, epoch, _trainer(settings, session, limits, tried), closing=1)]
+            phases = [_measure_phase(session, train, epoch, trainer(settings, session, limits, tried), closing=1)]
             phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in evaluations]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(phases, comm.size, limits.num_epochs - epoch + 1), *_memory_lines(session)]:
@@ -221,7 +220,7 @@ Run = Callable[[Feed], float]
 """Processes the batches that a feed selects; returns the seconds that this took."""
 
 
-def _trainer(settings: Settings, session: Session, limits: TrainingLimits, record: EpochRecord) -> Run:
+def trainer(settings: Settings, session: Session, limits: TrainingLimits, record: EpochRecord) -> Run:
     """Trains with the engine. Measures all of a step except waiting for data, and excludes the last step.
 
     Args:
@@ -299,7 +298,7 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
         measured=len(chosen),
         computing=scale * computing,
         reading=scale * maximum(reading),
-        padding=plan.padding(rounds.lengths),
+        padding=feed.padding(plan, epoch),
     )
 
 

@@ -162,7 +162,7 @@ def epoch_report(
         learning_rate=last_rate,
         num_sequences=feed.num_sequences(epoch.plan) if order is None else feed.sequences_among(order),
         scores=scores,
-        padding=epoch.plan.padding(feed.lengths_in(current.epoch)),
+        padding=feed.padding(epoch.plan, current.epoch),
         seconds=seconds,
         loss_scale=meter.loss_scale,
         syncs=current.syncs,
@@ -171,6 +171,7 @@ def epoch_report(
         learning_rates=rates.summary(),
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
+        splits=current.splits,
         broken=current.left_out or None,
     )
 

@@ -60,13 +60,15 @@ class TrainScores:
             DataError: the ranks did not train on exactly what was planned.
         """
         self._learner.flush()
+        splits = self._learner.meter.take_splits()
         broken = self._left_out, self._feed.broken.take()
         self._left_out = 0
-        own = self.buffer.take_all(), self.is_broken(), broken, self._account.take(current.position)
+        own = self.buffer.take_all(), self.is_broken(), splits, broken, self._account.take(current.position)
         gathered = self._comm.gather(own, name="train_scores")
         if not current.scores.counts():
             current.initial = Scores.merge(scores for scores, *_ in gathered).first()
         current.scores = Scores.merge([current.scores, *(scores for scores, *_ in gathered)]).compact()
+        current.splits += sum(number for _, _, number, *_ in gathered)
         if any(is_broken for _, is_broken, *_ in gathered):
             raise self.not_finite_error(current)
         current.left_out += sum(left_out for *_, (left_out, _), _ in gathered)
@@ -77,6 +79,24 @@ class TrainScores:
     def not_finite_error(self, current: EpochProgress) -> HvdtrainError:
         """Collective. The error with the losses of all ranks that are not finite."""
         return not_finite_error(self._comm, self._feed.dataset, self._not_finite, current.epoch, current.first_step)
+
+
+def note_missing_parts(feed: Feed, counts: Mapping[str, float]) -> None:
+    """Log which losses have no scores of the datasets of a mix.
+
+    Args:
+        counts: by name of a score, the number of its elements.
+    """
+    if feed.dataset.mix is None:
+        return
+    endings = tuple(f".{name}" for name in feed.dataset.mix.names)
+    losses = [name for name in counts if not name.endswith(endings)]
+    missing = [name for name in losses if not any(f"{name}{ending}" in counts for ending in endings)]
+    if missing:
+        log.info(
+            f"{feed.name}: no score of each dataset for {', '.join(missing)}: pass seq_lens=... to mark_as_loss, the number of "
+            "elements of each sequence (docs/datasets.md)"
+        )
 
 
 def warn_of_means(counts: Mapping[str, float], num_batches: int, num_sequences: int) -> None:

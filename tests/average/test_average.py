@@ -248,3 +248,18 @@ def test_a_model_without_batch_norm_has_no_statistics(corpus: Path, tmp_path: Pa
 def test_an_average_of_other_models_is_no_mistake_of_the_training(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing.pt: expected a checkpoint's file, got: no such file"):
         mean_of_files([tmp_path / "nothing.pt"], FRAMEWORKS["torch"])
+
+
+def test_averages_of_trained_parameters_only(corpus: Path, tmp_path: Path) -> None:
+    """With save_parameters = 'trained', averages and models within epochs have no others, either, and say what base they need."""
+    keys = {"save_parameters": "trained", "layers": "plain", "num_epochs": 2, "eval_interval_steps": 7, "learning_rate": 0.0003}
+    ended = toy(corpus, tmp_path, average_checkpoints={"best": 2}, **keys)
+    assert ended.status == 0, ended.err
+    [made] = json.loads((tmp_path / "averages.json").read_text())
+    for name in ("model.best-2.pt", *(name for name in made["of"])):
+        contents = read_model(tmp_path / name)
+        assert "frozen" not in contents["model"]
+        assert contents["base"]["parameters"] == 3
+    again = toy(corpus, tmp_path, task="eval", load=tmp_path / "model.best-2.pt", **keys)
+    assert again.status == 0, again.err
+    assert f"dev: ce {made['scores']['dev_loss_ce']:.4g}" in again.out

@@ -18,8 +18,8 @@ from hvdtrain.errors import BrokenSequence
 
 def test_each_sequence_counts_once_over_ranks_and_epochs() -> None:
     ranks = [BrokenSequences("train", 3) for _ in range(2)]
-    ranks[0].leave_out(["no audio"])
-    ranks[1].leave_out(["no audio"])
+    ranks[0].leave_out(["no audio"], 9)
+    ranks[1].leave_out(["no audio"], 9)
     ranks[0].add([(5, "a.wav")])
     for _ in range(2):
         found = [rank.take() for rank in ranks]

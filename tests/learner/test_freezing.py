@@ -11,6 +11,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.tasks.average import main
 
 
 class Model(nn.Module):
@@ -135,6 +136,14 @@ def test_a_file_with_everything_goes_on_with_less_if_the_base_is_the_same(tmp_pa
     assert torch.load(result.checkpoint, weights_only=True)["model"].keys().isdisjoint({"base.0.weight"})
 
 
+def test_a_base_from_another_file_is_refused_before_training(tmp_path: Path) -> None:
+    train(tmp_path / "first", lambda: adapted(2), num_epochs=1)
+    preload = {"base": {"filename": str(tmp_path / "first" / "model.001.pt"), "init_for_train": True}}
+    with pytest.raises(ConfigError, match="init_for_train = 'always'"):
+        train(tmp_path, adapted, save_parameters="trained", preload_from_files=preload)
+    assert not (tmp_path / "scores.jsonl").exists()
+
+
 def test_a_base_that_changes_is_not_lost_in_silence(tmp_path: Path) -> None:
     class Changes:
         def on_epoch_end(self, training: Any) -> None:
@@ -143,3 +152,24 @@ def test_a_base_that_changes_is_not_lost_in_silence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which 'trained' does not save, got others in base.3.bias \(load them in get_model"):
         train(tmp_path, adapted, save_parameters="trained", callbacks=[Changes()])
     assert not list(tmp_path.glob("model.*"))
+
+
+def test_an_average_of_trained_parameters_has_the_hash_of_their_base(tmp_path: Path) -> None:
+    keys = {"save_parameters": "trained", "average_checkpoints": {"last": 2}}
+    result = train(tmp_path, adapted, num_epochs=3, **keys)
+    average, models = tmp_path / "average.pt", [tmp_path / f"model.00{epoch}.pt" for epoch in (2, 3)]
+    assert main([*map(str, models), "--out", str(average)]) == 0
+    stored = [torch.load(file, weights_only=True) for file in (*models, average)]
+    assert len({file["base"]["sha256"] for file in stored}) == 1
+    mean = (stored[0]["model"]["new.weight"] + stored[1]["model"]["new.weight"]) / 2
+    loaded = hvdtrain.load_model(average, keys_of(tmp_path, adapted, **keys)).state_dict()
+    torch.testing.assert_close(loaded["new.weight"], mean)
+    assert torch.equal(loaded["base.0.weight"], result.model.state_dict()["base.0.weight"])
+    with pytest.raises(HvdtrainError, match="expected the base model that its parameters were trained with"):
+        hvdtrain.load_model(average, keys_of(tmp_path, lambda: adapted(2), **keys))
+    del stored[2]["base"]
+    torch.save(stored[2], tmp_path / "without.pt")
+    with pytest.raises(HvdtrainError, match=r"expected all parameters, or the hash of a base model, got neither again\.bias, "):
+        hvdtrain.load_model(tmp_path / "without.pt", keys_of(tmp_path, adapted, **keys))
+    train(tmp_path / "other", lambda: adapted(2), num_epochs=1, save_parameters="trained")
+    assert main([str(models[0]), str(tmp_path / "other" / "model.001.pt"), "--out", str(tmp_path / "mixed.pt")]) == 2

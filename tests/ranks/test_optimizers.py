@@ -17,9 +17,13 @@ SPECS: dict[str, Any] = {
     "schedule_free": {"class": "schedulefree.AdamWScheduleFree", "warmup_steps": 5},
     "lion": {"class": "lion_pytorch.Lion", "learning_rate_multiplier": 0.1},
     "lamb": {"class": "torch_optimizer.Lamb"},
+    "frozen": {"class": "adamw"},
     "random": {"class": "pytorch_optimizer.Kron"},
 }
 """`random` draws random numbers in its updates: the same on all ranks."""
+
+KEYS: dict[str, dict[str, object]] = {"frozen": {"freeze_until_step": {"first.*": 9}, "gradient_clip_global_norm": 1.0}}
+"""More keys of some of these trainings."""
 
 SHARDED = "{'backend': 'gloo', 'sharded': True}"
 
@@ -29,10 +33,10 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     for name, spec in SPECS.items():
         keys: dict[str, object] = {"optimizer": spec, "num_epochs": 2, "evaluated": True, "losses": "mean", "ordering": "sorted"}
-        made[name] = keys
+        made[name] = keys | KEYS.get(name, {})
         if name != "random":
             stops = {"fault": f"SIGTERM,{run.size - 1},3,24", "save_interval_steps": 8}
-            made[f"{name}.stopped"] = keys | stops | ({"torch_distributed": SHARDED} if run == TWO else {})
+            made[f"{name}.stopped"] = made[name] | stops | ({"torch_distributed": SHARDED} if run == TWO else {})
     return made
 
 

@@ -20,6 +20,7 @@ from hvdtrain.schedule.file import read_learning_rate_file
 
 TOY = ROOT / "tests" / "toy" / "returnn.config"
 WORDS = ROOT / "tests" / "toy" / "rf.config"
+PACKING = ROOT / "tests" / "toy" / "packing.config"
 DEMO = ROOT / "data" / "returnn" / "demo-rf.config"
 NAMES = ("flat", "padded", "tensor", "total", "sequences", "mean", "fer", "bad")
 
@@ -66,6 +67,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
         "forwarded": (TOY, {"load": folder / "trained.001", "task": "forward", "kept": made / "forwarded.kept"}),
         "words": (WORDS, {}),
         "begun": (WORDS, {}),
+        "packed": (PACKING, {}),
         "double": (WORDS, {"default_float_dtype": "float64", "halved": True, "num_epochs": 1}),
         "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
     }
@@ -155,6 +157,31 @@ def test_a_model_of_returnns_frontend(folder: Path, by_returnn: Trainings, tmp_p
     assert last["dev_loss_ctc"] < first["dev_loss_ctc"]
     names = torch.load(f"{model}.002.pt", weights_only=True)["model"].keys()
     assert {"encoder.layers.0.conv_block.norm.running_mean", "lstm.ff_weight", "embedding.weight"} <= names
+
+
+def test_packed_tensors(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """Batches without padding, in RETURNN's own packing: its scores and weights, which are those with padding, too."""
+    packed, padded = tmp_path / "packed" / "model", tmp_path / "padded" / "model"
+    out = ours(PACKING, folder=folder, model=packed)
+    assert "train epoch 1, padding: data 0.0%, classes 0.0%" in out
+    assert_same_training(packed, by_returnn, "packed", (1,))
+    out = ours(PACKING, folder=folder, model=padded, packed_tensors=False)
+    assert re.search(r"train epoch 1, padding: data [1-9]", out)
+    assert_same_training(padded, by_returnn, "packed", (1,))
+    options = "{'gap': 3, 'align': 2, 'per_key': {'classes': {'packed': False}}}"  # the loss is of both
+    out = ours(PACKING, folder=folder, model=tmp_path / "gaps" / "model", packed_tensors=options)
+    assert re.search(r"train epoch 1, padding: data 0.0%, classes [1-9]", out)
+    assert_same_training(tmp_path / "gaps" / "model", by_returnn, "packed", (1,))
+    outputs = []
+    for name, is_packed in (("packed", True), ("padded", False)):
+        written = tmp_path / f"{name}.hdf"
+        keys = {"task": "forward", "load": f"{packed}.001", "output_file": written, "packed_tensors": is_packed}
+        ours(PACKING, folder=folder, model=tmp_path / "forward" / "model", **keys)
+        with_outputs = open_hdf([written])
+        outputs.append([with_outputs.sequence(number)["data"] for number in range(with_outputs.num_sequences)])
+        with_outputs.close()
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
 def test_keys_of_the_model(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:

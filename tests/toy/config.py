@@ -130,12 +130,12 @@ def train_step(*, model, extern_data, **_):
         and context.step in map(int, fault_steps)
     ):
         entropies = entropies * 1e9  # finite, but its gradient overflows in float16
-    context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
+    context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum", seq_lens=classes.seq_lens)
     if losses == "several":
         energy = scores.square().sum(-1)[targets > 2]  # has its own count, which may be zero in a batch
         context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
         context.mark_as_loss(scores[:, 0].square(), "first", scale=0.001)
-    context.mark_as_loss(scores.argmax(-1) != targets, "fer", as_error=True)
+    context.mark_as_loss(scores.argmax(-1) != targets, "fer", as_error=True, seq_lens=classes.seq_lens)
     if fault == "no_score" and not context.train_flag:
         quality = float("nan") if context.epoch in map(int, fault_steps) else 1.0 / context.epoch
         context.mark_as_loss(torch.full((1,), quality), "quality_error", as_error=True)

@@ -99,12 +99,12 @@ def train_step(*, model, extern_data, **_):
     if fault == "overflow" and context.train_flag and hvdtrain.rank() == int(fault_rank):
         planted = tf.reduce_any(context.step == tf.constant([int(step) for step in fault_steps], tf.int64))
         entropies *= tf.where(planted, 1e9, 1.0)  # finite, but its gradient overflows in float16
-    context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
+    context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum", seq_lens=classes.seq_lens)
     if losses == "several":
         energy = tf.reduce_sum(tf.square(scores), -1)[targets > 2]  # has its own count, which may be zero in a batch
         context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
         context.mark_as_loss(tf.square(scores[:, 0]), "first", scale=0.001)
-    context.mark_as_loss(tf.argmax(scores, -1, tf.int32) != targets, "fer", as_error=True)
+    context.mark_as_loss(tf.argmax(scores, -1, tf.int32) != targets, "fer", as_error=True, seq_lens=classes.seq_lens)
 
 
 def note(epoch, step, ids):

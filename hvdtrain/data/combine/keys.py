@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
@@ -72,6 +72,47 @@ class ConcatDatasetKeys(DatasetKeys):
 
     def problems(self) -> list[Problem]:
         return [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "MixingDataset"`: corpora with the same data keys, mixed in given proportions."""
+
+    opener: ClassVar[str] = "hvdtrain.data.combine.union:open_mixing"
+
+    datasets: dict[str, Any] = key(
+        REQUIRED, "the datasets by name, each a dataset dict or HDF files, with the data keys of the first one"
+    )
+    weights: dict[str, float] | None = key(
+        None, "by name, the share of a dataset in an epoch; only ratios matter; None: in proportion to the sizes of the datasets"
+    )
+    temperature: float = key(
+        1.0, "raise the weights to the power of 1 / temperature: larger numbers make the shares more equal", positive
+    )
+    by: Literal["sequences", "frames"] = key(
+        "sequences", "what the weights are shares of; frames are those of the data key by which sequences are sorted"
+    )
+    stop: Literal["first", "all"] | int = key(
+        "all",
+        "the end of an epoch: 'first', when a dataset was used once; 'all', when each was used at least once, so that smaller "
+        "ones are repeated; or after this many sequences (or frames)",
+        positive,
+    )
+
+    def problems(self) -> list[Problem]:
+        problems = [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
+        for name in self.datasets:
+            if not name.isidentifier():
+                problems += problem(
+                    "wrong-format", f"datasets: expected names of letters, digits and _, as scores get them, got {name!r}"
+                )
+        if self.weights is not None:
+            if self.weights.keys() != self.datasets.keys():
+                names = ", ".join(map(str, self.datasets))
+                problems += problem("wrong-type", f"weights: expected a number for each of {names}, got {self.weights}")
+            elif not all(0 < weight < float("inf") for weight in self.weights.values()):
+                problems += problem("out-of-range", f"weights: expected a positive number for each, got {self.weights}")
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ class MapDataset(Dataset):
         self._others = others
         self.has_fixed_order = dataset.has_fixed_order
         self.window = dataset.window
+        self.mix = dataset.mix
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed

@@ -1,4 +1,4 @@
-"""CombinedDataset, ConcatDataset and FilesDataset: the sequences of several datasets or files, one after the other."""
+"""CombinedDataset, ConcatDataset, MixingDataset, FilesDataset: the sequences of several datasets, one after the other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.padding import merge_batches
+from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -147,6 +148,21 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a ConcatDataset. Raises: DataError."""
     return concatenate(where, datasets)
+
+
+def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Open a MixingDataset. Raises: DataError."""
+    for name, dataset in datasets.items():
+        if dataset.selected(1) is not None:
+            raise DataError(
+                f"{where}.datasets.{name}: expected a dataset without sampling_sizes, got them (weights and stop say how many "
+                "sequences an epoch takes)"
+            )
+    made = concatenate(where, datasets)
+    ends = numpy.cumsum([dataset.num_sequences for dataset in datasets.values()]).tolist()
+    bounds = dict(zip(datasets, zip([0, *ends[:-1]], ends, strict=True), strict=True))
+    made.mix = Mix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
+    return made
 
 
 def concatenate(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:

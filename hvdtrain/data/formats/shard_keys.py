@@ -58,6 +58,7 @@ class TarDatasetKeys(ShardDatasetKeys):
     """Keys of a dataset dict with `"class": "TarDataset"`: tar files as WebDataset writes them."""
 
     opener: ClassVar[str] = "hvdtrain.data.formats.tar:open_tar"
+    scans: ClassVar[bool] = True
 
     files: str | list[str] = key(
         REQUIRED, "the tar file, or a list of them: paths or URLs, in which {000..127} stands for a range of numbers"

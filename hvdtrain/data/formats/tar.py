@@ -1,27 +1,33 @@
 """Tar files as WebDataset writes them: consecutive files whose names differ only in their suffixes form a sample.
 
-Tar files have no index. Opening one reads its headers, after which every file in it can be read by its place. Python's tarfile
-takes a damaged header, or the end of a file that was cut off, for the end of the archive. What follows the last header is
-therefore checked here: the end mark, and nothing else.
+Tar files have no index. One is made of their headers, and kept in `lengths_dir`; every file can then be read by its place.
+
+Python's tarfile takes a damaged header, or the end of a file that was cut off, for the end of the archive. What follows the last
+header is therefore checked here: the end mark, and nothing else.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import tarfile
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy
 
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.conversions import Convert, sound
-from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.formats.found_lengths import LengthsFile, identity_of
 from hvdtrain.data.formats.shard_keys import TarDatasetKeys
 from hvdtrain.data.formats.shards import Shards, check_vocabulary, text_conversions
 from hvdtrain.data.types import Array
@@ -55,12 +61,16 @@ class TarIndex:
 
     Attributes:
         tags: as UTF-8; numpy bytes of shape (samples,).
-        starts, sizes: the place of every file, in bytes: int64 of shape (samples, suffixes).
+        starts, sizes: the place of every file, in bytes: int64 of shape (samples, entries).
+        frames: the length of every array, int64 of the same shape; -1: only known from reading it.
+        largest: the largest class of every entry, int64 of shape (entries,); -1: none, or only known from reading.
     """
 
     tags: Array
     starts: Array
     sizes: Array
+    frames: Array
+    largest: Array
 
 
 class TarShards(Shards):
@@ -68,12 +78,13 @@ class TarShards(Shards):
 
     Args:
         where: the config key, for messages.
+        scanning: where the indices of the files are kept.
 
     Raises:
         DataError: a file is damaged, or a sample lacks a file.
     """
 
-    def __init__(self, where: str, keys: TarDatasetKeys) -> None:
+    def __init__(self, where: str, keys: TarDatasetKeys, scanning: Scanning) -> None:
         paths = keys.data_files()
         entries = keys.entries or _entries_of(where, paths[0])
         self._entries = {key: suffix.lstrip(".").lower() for key, suffix in entries.items()}
@@ -89,12 +100,19 @@ class TarShards(Shards):
         self.labels = {key: labels for key, (_, labels) in texts.items()}
         self._convert = {key: _conversion(kind, texts[key][0] if key in texts else None) for key, kind in kinds.items()}
         self._decode = dict(keys.decode)
-        suffixes = list(self._entries.values())
-        self._indices = [read_index(path, suffixes) for path in paths]
+        read = {key: (suffix, kinds.get(key, "")) for key, suffix in self._entries.items()}
+        found: dict[str, TarIndex] = {}
+        first = scanning.rank * len(paths) // scanning.size  # so that each rank begins with other archives
+        for path in (*paths[first:], *paths[:first]):
+            found[path] = _stored_index(path, list(read.values()), scanning)
+        self._indices = [found[path] for path in paths]
         self._open: OrderedDict[int, BinaryIO] = OrderedDict()
         super().__init__(paths, [len(index.tags) for index in self._indices], [index.tags for index in self._indices])
-        if set(kinds.values()) <= {"npy", *NUMBERS} and not self._decode:
-            self._measure(kinds)
+        frames = numpy.concatenate([index.frames for index in self._indices])
+        if (frames >= 0).all():
+            self.lengths = {key: frames[:, column].astype(numpy.int32) for column, key in enumerate(read)}
+            largest = numpy.max([index.largest for index in self._indices], axis=0).tolist()
+            self.dims = {key: number + 1 for key, number in zip(read, largest, strict=True) if number >= 0}
 
     def item(self, shard: int, row: int) -> dict[str, Array]:
         arrays = {}
@@ -114,21 +132,10 @@ class TarShards(Shards):
     def identity(self) -> str:
         return f"{super().identity()} {identity_of([self._entries, self._decode])}"
 
-    def _bytes(self, shard: int, row: int, column: int, most: int | None = None) -> bytes:
-        """The content of a file, or its beginning. Raises: DataError."""
+    def _bytes(self, shard: int, row: int, column: int) -> bytes:
+        """The content of a file. Raises: DataError."""
         index = self._indices[shard]
-        start, size = int(index.starts[row, column]), int(index.sizes[row, column])
-        size = size if most is None else min(size, most)
-        try:
-            content = os.pread(self._file(shard).fileno(), size, start)
-        except OSError as error:
-            raise DataError(f"{self.paths[shard]}: expected a tar file that can be read, got: {error.strerror}") from None
-        if len(content) != size:
-            raise DataError(
-                f"{self.paths[shard]}: expected {size} bytes of {self._name(shard, row)} at byte {start}, got {len(content)} "
-                "(was it cut off meanwhile?)"
-            )
-        return content
+        return _read(self.paths[shard], self._file(shard), int(index.starts[row, column]), int(index.sizes[row, column]))
 
     def _file(self, shard: int) -> BinaryIO:
         """An archive; a file that is closed while another thread reads from it stays open until that thread is done."""
@@ -141,61 +148,78 @@ class TarShards(Shards):
     def _name(self, shard: int, row: int) -> str:
         return bytes(self._indices[shard].tags[row]).decode("utf-8")
 
-    def _measure(self, kinds: Mapping[str, str]) -> None:
-        """Find the lengths and the numbers of classes from headers and numbers, unless there are classes in arrays."""
-        lengths = {key: numpy.ones(len(self), numpy.int32) for key in kinds}
-        dims: dict[str, int] = {}
-        for column, (key, kind) in enumerate(kinds.items()):
-            for shard, start in enumerate(self.bounds[:-1].tolist()):
-                for row in range(len(self._indices[shard].tags)):
-                    if kind in NUMBERS:
-                        dims[key] = max(dims.get(key, 1), int(self._array(shard, row, column, key)[0]) + 1)
-                        continue
-                    shape, dtype = self._npy_header(shard, row, column)
-                    if len(shape) < 2 and dtype.kind in "iub":
-                        return  # only reading the classes shows how many there are
-                    lengths[key][start + row] = shape[0] if shape else 1
-        self.lengths, self.dims = lengths, dims
 
-    def _array(self, shard: int, row: int, column: int, key: str) -> Array:
-        """One array of an item. Raises: DataError."""
-        where = f"{self.paths[shard]}, {self._name(shard, row)}.{self._entries[key]}"
-        return self._convert[key](self._bytes(shard, row, column), where)
-
-    def _npy_header(self, shard: int, row: int, column: int) -> tuple[tuple[int, ...], numpy.dtype[Any]]:
-        """Shape and type of an array. Raises: DataError, also if its size does not fit them."""
-        where = f"{self.paths[shard]}, {self._name(shard, row)}"
-        size = int(self._indices[shard].sizes[row, column])
-        for most in (HEADER, None):
-            stream = io.BytesIO(self._bytes(shard, row, column, most))
-            try:
-                version = numpy.lib.format.read_magic(stream)
-                read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
-                shape, _, dtype = read(stream)
-            except ValueError as error:
-                if most is not None and size > most:
-                    continue
-                raise DataError(f"{where}: expected a .npy file of numbers, got: {error}") from None
-            break
-        expected = stream.tell() + int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
-        if not dtype.hasobject and size != expected:
-            raise DataError(f"{where}: expected a .npy file of {expected} bytes, as its header says, got {size}")
-        return shape, dtype
+def _read(path: str, file: BinaryIO, start: int, size: int) -> bytes:
+    """Some bytes of an archive. Raises: DataError."""
+    try:
+        content = os.pread(file.fileno(), size, start)
+    except OSError as error:
+        raise DataError(f"{path}: expected a tar file that can be read, got: {error.strerror}") from None
+    if len(content) != size:
+        raise DataError(f"{path}: expected {size} bytes at byte {start}, got {len(content)} (was it cut off meanwhile?)")
+    return content
 
 
-def open_tar(where: str, keys: TarDatasetKeys, datasets: Mapping[str, Dataset]) -> TarShards:
+def open_tar(where: str, keys: TarDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> TarShards:
     """Open a TarDataset. Raises: DataError."""
-    return TarShards(where, keys)
+    return TarShards(where, keys, scanning)
 
 
-def read_index(path: str, suffixes: Sequence[str]) -> TarIndex:
-    """The samples of an archive, with the places of their files with certain suffixes; other files are ignored.
+FORMAT = 1
+"""Version of the files with indices."""
+
+
+def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scanning) -> TarIndex:
+    """The index of an archive as `read_index` finds it, from the folder of lengths if it is there; else it is stored there.
+
+    Raises:
+        DataError: as of `read_index`.
+    """
+    try:
+        about = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: expected a tar file, got: {error.strerror}") from None
+    identity = repr(("tar", FORMAT, os.path.basename(path), about.st_size, about.st_mtime_ns, list(entries)))
+    file = LengthsFile(scanning.folder, identity)
+    stored = file.path("tar")
+    with file.turn(scanning.waiting):
+        if stored is not None and (known := _load_index(stored, identity)) is not None:
+            return known
+        index = read_index(path, entries)
+        scanning.waiting()
+        if stored is not None:
+            unfinished = stored.with_name(f"{stored.name}.{os.getpid()}.new_tmp")
+            with suppress(OSError):  # the next start reads the headers again
+                with unfinished.open("wb") as target:
+                    numpy.savez(target, identity=numpy.array(identity), **vars(index))
+                unfinished.replace(stored)
+    return index
+
+
+def _load_index(stored: Path, identity: str) -> TarIndex | None:
+    """The index in a file; None if there is none of this archive."""
+    try:
+        with numpy.load(stored, allow_pickle=False) as arrays:
+            if str(arrays["identity"]) == identity:
+                return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
+        pass
+    return None
+
+
+def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:
+    """The samples of an archive, with the places and lengths of some of their files.
+
+    Args:
+        entries: the suffixes of the files, each with its last part, or '' if a function of the config decodes them. Other files
+            are ignored.
 
     Raises:
         DataError: the file is no tar file, it is damaged, or a sample lacks one of the files.
     """
     tags: list[bytes] = []
     places: list[list[tuple[int, int]]] = []
+    suffixes = [suffix for suffix, _ in entries]
     for sample, files in _samples(path):
         missing = [suffix for suffix in suffixes if suffix not in files]
         if missing:
@@ -209,7 +233,44 @@ def read_index(path: str, suffixes: Sequence[str]) -> TarIndex:
         twice = next(tag for number, tag in enumerate(tags) if tag in tags[:number])
         raise DataError(f"{path}: expected the files of a sample one after the other, got sample {twice.decode()!r} again")
     both = numpy.array(places, dtype=numpy.int64).reshape(len(tags), len(suffixes), 2)
-    return TarIndex(numpy.array(tags, dtype=bytes), both[:, :, 0].copy(), both[:, :, 1].copy())
+    frames = numpy.full((len(tags), len(suffixes)), -1, dtype=numpy.int64)
+    largest = numpy.full(len(suffixes), -1, dtype=numpy.int64)
+    if all(kind == "npy" or kind in NUMBERS for _, kind in entries):
+        with open(path, "rb", buffering=0) as file:
+            for row, (tag, of_sample) in enumerate(zip(tags, places, strict=True)):
+                for column, ((suffix, kind), place) in enumerate(zip(entries, of_sample, strict=True)):
+                    where = f"{path}, {tag.decode()}.{suffix}"
+                    if kind == "npy":
+                        frames[row, column] = _npy_frames(path, file, *place, where)
+                    else:
+                        frames[row, column] = 1
+                        largest[column] = max(largest[column], _number(_read(path, file, *place), where)[0])
+    return TarIndex(numpy.array(tags, dtype=bytes), both[:, :, 0].copy(), both[:, :, 1].copy(), frames, largest)
+
+
+def _npy_frames(path: str, file: BinaryIO, start: int, size: int, where: str) -> int:
+    """The number of frames of an array, by its header; -1 for classes, of which only reading shows how many there are.
+
+    Raises:
+        DataError: it is no array, or its size is not what the header says.
+    """
+    for most in (HEADER, size):
+        stream = io.BytesIO(_read(path, file, start, min(most, size)))
+        try:
+            version = numpy.lib.format.read_magic(stream)
+            read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+        except ValueError as error:
+            if most < size:
+                continue
+            raise DataError(f"{where}: expected a .npy file of numbers, got: {error}") from None
+        break
+    expected = stream.tell() + math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and size != expected:
+        raise DataError(f"{where}: expected a .npy file of {expected} bytes, as its header says, got {size}")
+    if len(shape) < 2 and dtype.kind in "iub":
+        return -1
+    return int(shape[0]) if shape else 1
 
 
 def _entries_of(where: str, path: str) -> dict[str, str]:
@@ -307,6 +368,12 @@ def _conversion(kind: str, text: Convert | None) -> Callable[[bytes, str], Array
 
 
 def _npy(content: bytes, where: str) -> Array:
+    if content.startswith(NPY_1_0):  # numpy.load takes several times as long, mostly for the header
+        start = len(NPY_1_0) + 2 + int.from_bytes(content[len(NPY_1_0) : len(NPY_1_0) + 2], "little")
+        with suppress(ValueError):
+            shape, in_fortran_order, dtype = _npy_header(content[:start])
+            if not in_fortran_order and not dtype.hasobject and len(content) == start + math.prod(shape) * dtype.itemsize:
+                return numpy.frombuffer(content, dtype, offset=start).reshape(shape)
     try:
         values: Any = numpy.load(io.BytesIO(content), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -314,6 +381,15 @@ def _npy(content: bytes, where: str) -> Array:
     if not isinstance(values, numpy.ndarray):
         raise DataError(f"{where}: expected a .npy file of numbers, got an archive of several arrays")
     return values
+
+
+NPY_1_0 = b"\x93NUMPY\x01\x00"
+
+
+@lru_cache(maxsize=4096)
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, numpy.dtype[Any]]:
+    """Shape, whether the order is Fortran's, and type, by the whole header of version 1.0. Raises: ValueError."""
+    return numpy.lib.format.read_array_header_1_0(io.BytesIO(header[len(NPY_1_0) :]))
 
 
 def _json(content: bytes, where: str) -> Array:

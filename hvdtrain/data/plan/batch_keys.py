@@ -11,6 +11,9 @@ from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negati
 from hvdtrain.data.plan.order_keys import call_for_epoch
 from hvdtrain.errors import DataError, Problem, problem
 
+COST = "cost"
+"""The name of the cost of a sequence in limits, next to the data keys."""
+
 LARGEST = 2**62
 """The largest limit, as sums of lengths are int64."""
 
@@ -84,6 +87,14 @@ class BatchKeys(Section):
         "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key",
         not_negative,
     )
+    batch_cost: Callable[..., Any] | dict[str, Any] | None = key(
+        None,
+        "the cost of a sequence, in which batch_size and packed_batch_size then count instead of in frames: a function "
+        "{signature} that gets the lengths of all sequences by data key and returns their costs, in any unit; or "
+        "{'class': 'quadratic', 'at': N}: n + n * n / N for n frames of the data key 'data' (or the first one; or of the entry "
+        "'key'); None: frames",
+        signature="lengths",
+    )
     max_seq_length: Frames = key(
         None,
         "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut "
@@ -91,6 +102,11 @@ class BatchKeys(Section):
         not_negative,
     )
     min_seq_length: Frames = key(None, "drop sequences with fewer frames, like max_seq_length", not_negative)
+    packed: bool | list[str] = key(
+        False,
+        "batches without padding: the frames of one sequence after the other, so that raw_tensor is (frames, ...); True, or the "
+        "data keys that are packed",
+    )
     frame_batches: bool = key(
         False,
         "for models that treat every frame by itself: join the sequences of an epoch and cut them after every batch_size frames, "
@@ -104,6 +120,11 @@ class BatchKeys(Section):
         "train on N batches after the other in random order, then on the next N, so that batches stay near their "
         "place in the order of the sequences; a number, or {'buffer_size': N}",
         positive,
+    )
+    largest_batches_first: bool = key(
+        False,
+        "train on the largest batches of an epoch, and those with the longest sequences, first: if memory does not suffice for "
+        "them, the training fails at the beginning of the epoch",
     )
     balance_ranks: int = key(
         0,
@@ -125,7 +146,7 @@ class BatchKeys(Section):
                 "missing",
                 "batch_size_dev: expected batch_size_dev or max_seqs_dev, as training has separate keys, got neither",
             )
-        found = []
+        found = self._cost_problems()
         if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
             found += problem(
                 "wrong-type",
@@ -138,6 +159,11 @@ class BatchKeys(Section):
                 "conflict",
                 f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both",
             )
+        for name in ("packed", "batch_cost", "largest_batches_first"):
+            if self.frame_batches and getattr(self, name):
+                found += problem(
+                    "conflict", f"{name}: expected it without frame_batches, whose batches have equally many frames, got both"
+                )
         if self.frame_batches and self.packed_batch_size is not None:
             found += problem(
                 "conflict",
@@ -148,6 +174,25 @@ class BatchKeys(Section):
         for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
             found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
         return found
+
+    def _cost_problems(self) -> list[Problem]:
+        cost = self.batch_cost
+        if not isinstance(cost, dict):
+            return []
+        if cost.get("class") != "quadratic":
+            return problem(
+                "unknown-value",
+                f"batch_cost: expected a function, or a dict with the class 'quadratic', got {cost.get('class')!r} as its class",
+            )
+        at = cost.get("at")
+        if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 < at < float("inf"):
+            return problem(
+                "out-of-range", f"batch_cost.at: expected the frames at which the cost of a frame has doubled, got {at!r}"
+            )
+        unknown = ", ".join(sorted(map(str, cost.keys() - {"class", "at", "key"})))
+        return (
+            problem("unknown-key", f"batch_cost.{unknown}: unknown key of 'quadratic', which has at and key") if unknown else []
+        )
 
     @property
     def shuffle_window(self) -> int:
@@ -195,7 +240,7 @@ class BatchKeys(Section):
     def of_evaluation(self) -> BatchKeys:
         """The keys that apply in evaluation, where batches stay in order."""
         keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev)
-        return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None)
+        return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None, largest_batches_first=False)
 
     def of_whole_sequences(self) -> BatchKeys:
         """The keys that apply where every sequence needs a row, as in `forward`."""

@@ -8,7 +8,7 @@ refers to chunks as it does to sequences: by index.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,9 @@ class ChunkedDataset(Dataset):
         self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
         return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
 
-    def batch(self, indices: Array) -> Batch:
-        return Batch(self.padded(indices), self._chunks.sequences[indices], partial(self.tags, indices.tolist()))
+    def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
+        data = self.packed(indices, packed) if packed else self.padded(indices)
+        return Batch(data, self._chunks.sequences[indices], partial(self.tags, indices.tolist()))
 
     def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         number = int(self._chunks.numbers[index])

@@ -17,8 +17,10 @@ import numpy
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, blocks_of, bounds, group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
+from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.frames import cut_frames, frames_of
-from hvdtrain.data.plan.order import order, order_in_windows
+from hvdtrain.data.plan.mix import Mix
+from hvdtrain.data.plan.order import order, order_in_windows, order_mixed
 from hvdtrain.data.plan.order_keys import OrderKeys, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -145,6 +147,7 @@ def plan(
     file_bounds: Array | None = None,
     chunks: Chunks | None = None,
     window: int | None = None,
+    mix: Mix | None = None,
 ) -> Plan:
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
@@ -154,12 +157,17 @@ def plan(
         file_bounds: as in `Dataset.file_bounds`.
         chunks: the chunks of all sequences, if they are cut; the plan then consists of chunks.
         window: as in `Dataset`; only without `subset`.
+        mix: as in `Dataset`. Sequences of other lengths than allowed are then left out before the parts are mixed.
 
     Raises:
-        DataError: none of the epoch's sequences is left, or the order keys do not fit the data.
+        DataError: none of the epoch's sequences is left, or the keys of the order or the cost do not fit the data.
     """
-    by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-    if window is None:
+    by = sorting_lengths(lengths)
+    if mix is not None:
+        in_use = numpy.arange(len(by)) if subset is None else subset
+        in_use = select_by_length(lengths, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
+        ordered = order_mixed(by, order_keys, epoch, mix, in_use)
+    elif window is None:
         ordered = order(by, order_keys, epoch, subset, file_bounds)
     else:
         ordered = order_in_windows(by, order_keys, epoch, window)
@@ -172,23 +180,53 @@ def plan(
             f"epoch {epoch}: expected at least one of its {len(ordered)} sequences to be left, got none that min_seq_length, "
             "max_seq_length and min_chunk_size allow"
         )
-    limits = batch_keys.limits(epoch)
+    sizes, limits, times = count_in_cost(batch_keys, lengths, batch_keys.limits(epoch))
     made = (
-        Plan(*cut_frames(lengths, indices, limits))
-        if batch_keys.frame_batches
-        else Plan(indices, bounds(lengths, indices, limits))
+        Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(sizes, indices, limits))
     )
-    if not batch_keys.shuffle_batches and not batch_keys.balance_ranks and not batch_keys.shuffle_window:
-        return made
+    if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
+        made = _reordered(made, times, order_keys, batch_keys, epoch)
+    return _with_largest_first(made, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else made
+
+
+def _reordered(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:
+    """The plan with its batches in random order.
+
+    Args:
+        sizes: of sequences, which say how much time they take.
+    """
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:
-        batches = group_by_cost(_costs(made, lengths), batch_keys.balance_ranks, generator)
+        batches = group_by_cost(_costs(made, sizes), batch_keys.balance_ranks, generator)
     else:
         batches = random_order(made.num_batches, generator, batch_keys.shuffle_window)
     return made.with_batches(batches)
 
 
-def _costs(made: Plan, lengths: Mapping[str, Array]) -> Array:
-    """The cost of batches: padded frames, then the longest sequence, summed over data keys; shape (number of batches, 2)."""
-    columns = made.padded(lengths), made.longest(lengths)
+FIRST = 16
+"""How many of the largest batches come first, and of those with the longest sequences: one for each of so many ranks."""
+
+
+def _with_largest_first(made: Plan, lengths: Mapping[str, Array], group: int) -> Plan:
+    """The plan with its largest batches first, and then those with the longest sequences.
+
+    Args:
+        group: the number of successive batches that stay together, as they are of similar size.
+    """
+    numbers = numpy.arange(made.num_batches)
+    whole = made.num_batches // group  # an incomplete group stays last
+    if not whole:
+        return made
+    costs = _costs(made, lengths)[: whole * group].reshape(whole, group, 2).max(axis=1)
+    first: dict[int, None] = {}
+    for column in costs.T:
+        first |= dict.fromkeys(numpy.argsort(-column, kind="stable")[: -(-FIRST // group)].tolist())
+    groups = [*first, *(number for number in range(whole) if number not in first)]
+    order = numpy.concatenate([numbers[: whole * group].reshape(whole, group)[groups].reshape(-1), numbers[whole * group :]])
+    return made.with_batches(order)
+
+
+def _costs(made: Plan, sizes: Mapping[str, Array]) -> Array:
+    """The cost of batches: padded frames (or `batch_cost`), then the longest sequence, over data keys; shape (batches, 2)."""
+    columns = made.padded(sizes), made.longest(sizes)
     return numpy.stack([numpy.sum(list(column.values()), axis=0) for column in columns], axis=1)

@@ -7,7 +7,7 @@ its last one, the same in every data key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import numpy
@@ -129,8 +129,9 @@ class FrameDataset(Dataset):
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)
 
-    def batch(self, pieces: Array) -> Batch:
+    def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
         """A batch of pieces, int64 of shape (pieces, 3). Raises: DataError."""
+        pieces = indices
         owners = pieces[:, 0].tolist()
         sequences = self._sequences(owners)
 

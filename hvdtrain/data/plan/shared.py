@@ -25,7 +25,9 @@ import numpy
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.data.plan.epoch import Plan, crc32, plan
+from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.plan.order_keys import OrderKeys, call_for_epoch, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 
@@ -48,6 +50,7 @@ class PlanInputs:
     file_bounds: Array | None
     chunks: Chunks | None
     window: int | None = None
+    mix: Mix | None = None
 
     @property
     def size(self) -> int:
@@ -65,6 +68,7 @@ class PlanInputs:
             file_bounds=self.file_bounds,
             chunks=self.chunks,
             window=self.window,
+            mix=self.mix,
         )
 
     def as_text(self) -> dict[str, str]:
@@ -85,12 +89,20 @@ class PlanInputs:
                 name: getattr(batches, name)
                 for name in ("frame_batches", "shuffle_batches", "online_shuffle_batches", "balance_ranks")
             },
+            **({"largest_batches_first": True} if batches.largest_batches_first else {}),
             "window": self.window,
             "chunking": self.chunks and f"{len(self.chunks.sequences)} chunks in steps of {dict(self.chunks.steps)}",
             "seq_list_filter_file": None if self.subset is None else f"{len(self.subset)} sequences",
+            **({} if self.mix is None else {"the mix": self.mix.text()}),
+            **({} if batches.batch_cost is None else {"batch_cost": f"costs with the checksum {crc32(self._costs())}"}),
             "the data": f"{len(next(iter(self.lengths.values())))} sequences, {_frames_text(self.lengths)}",
         }
         return {name: str(value) for name, value in inputs.items()}
+
+    def _costs(self) -> Array:
+        """The costs of sequences or chunks; empty if the config defines none. Raises: DataError."""
+        costs = costs_of(self.batch_keys, self.lengths if self.chunks is None else self.chunks.lengths)
+        return numpy.zeros(0) if costs is None else costs
 
     def checksum(self) -> int:
         """A checksum: the same on two ranks if they would make the same plan, and faster to compute. Raises: DataError."""
@@ -100,11 +112,12 @@ class PlanInputs:
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
             *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
             *(batches.shuffle_batches, batches.balance_ranks, batches.shuffle_window, list(self.lengths)),
-            *(self.window, batches.frame_batches),
+            *(self.window, batches.frame_batches, batches.largest_batches_first),
+            None if self.mix is None else self.mix.text(),
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
         chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]
-        for array in (*self.lengths.values(), self.subset, self.file_bounds, *chunks):
+        for array in (*self.lengths.values(), self.subset, self.file_bounds, *chunks, self._costs()):
             found = crc32(numpy.zeros(0) if array is None else array, found)
         return found
 

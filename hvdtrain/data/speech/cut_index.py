@@ -238,7 +238,9 @@ def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Found]:
                         if name != cut.id and not problem:
                             raise ValueError(f"cut {cut.id!r}, whose place in {shard.data} has the data of {name!r}")
                     yield _Found(cut, line.strip(), number, row, member, problem)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # of a damaged file, gzip's, zlib's, json's and Lhotse's own
             raise DataError(f"{shard.cuts}, line {row}: expected a cut of Lhotse, got: {error}") from None
 
 

@@ -212,10 +212,11 @@ def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncod
 
 def _leave_out(size: int, broken: Sequence[tuple[int, str]], scanning: Scanning) -> Array:
     """The numbers of the cuts that are not broken. Raises: BrokenSequence, if too many are."""
-    scanning.broken.leave_out([message for _, message in broken])
     good = numpy.ones(size, bool)
     good[[number for number, _ in broken]] = False
-    return numpy.flatnonzero(good)
+    used = numpy.flatnonzero(good)
+    scanning.broken.leave_out([message for _, message in broken], len(used))
+    return used
 
 
 def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:

@@ -110,14 +110,15 @@ class _Opening:
         broken = list(self._incomplete({id(table): table for table in tables.values()}.values()))
         used = numpy.all([column >= 0 for column in positions.values()], axis=0)
         positions = {name: numpy.where(used, column, -1) for name, column in positions.items()}
-        self._scanning.broken.leave_out(broken)
+        self._scanning.broken.leave_out(broken, int(used.sum()))
         if not used.any():
             raise DataError(f"{self._base.path}: expected at least one utterance, got none")
         columns = {name: self._column(name, tables[name], positions[name]) for name in self._files}
         lengths = self._lengths(columns, used)
         unreadable = numpy.any([column < 0 for column in lengths.values()], axis=0) & used
-        self._scanning.broken.leave_out(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
+        messages = list(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
         chosen = numpy.flatnonzero(used & numpy.all([column >= 0 for column in lengths.values()], axis=0))
+        self._scanning.broken.leave_out(messages, len(chosen))
         return KaldiFolder(self._ids, columns, lengths, chosen, self._lengths_file)
 
     def _table(self, name: str) -> Table:

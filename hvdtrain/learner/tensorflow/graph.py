@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Batch, Packed
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import (
     TINY,
@@ -46,7 +46,11 @@ from hvdtrain.learner.tensorflow.tensors import (
     total_of,
     totals_of,
     variables_of,
+    with_parts,
 )
+
+PARTS = ""
+"""Among the inputs of a graph, which are by data key: the number of each sequence's dataset in a mix (`Batch.parts`)."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class StepGraphs:
         self._exchange: Exchange | None = None
         self._steps: dict[Any, TracedGraph] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
+        self._part_names: tuple[str, ...] = ()  # this and the next describe the batch that a graph is traced for
+        self._packed: frozenset[str] = frozenset()
 
     # What the learner calls
 
@@ -196,13 +202,18 @@ class StepGraphs:
     ) -> tuple[TracedGraph, list[Any]]:
         """The graph that computes `function` for batches of this kind, and its arguments."""
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
+        self._packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
+        specs: list[Any] = [{key: specs_of(values, key in self._packed) for key, (values, _) in data.items()}]
+        kinds = tuple((key, spec.dtype, tuple(spec.shape), key in self._packed) for key, (spec, _) in specs[0].items())
+        if batch.parts is not None:
+            data[PARTS] = tf.constant(batch.parts.numbers, tf.int64)
+            specs[0][PARTS] = tf.TensorSpec([None], tf.int64)
+            self._part_names = batch.parts.names
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
-        kinds = tuple((key, values.dtype, tuple(values.shape[2:])) for key, (values, _) in data.items())
         reduced = function == self._train and self.are_exchanged
         traced = self._steps.get((function.__name__, reduced, kinds))
         if traced is None:
             names: dict[str, float] = {}
-            specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
             traced = self._steps[function.__name__, reduced, kinds] = TracedGraph(graph, names)
@@ -275,15 +286,18 @@ class StepGraphs:
         if self._functions.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with running(RunContext(epoch, step, False)) as context:
-            self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(data))
+            tensors = {key: of_key for key, of_key in data.items() if key != PARTS}
+            self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(tensors, self._packed))
         check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
     def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
         """Run the config's train_step."""
         self.traces += 1
+        parts = data.get(PARTS)
+        data = {key: tensors for key, tensors in data.items() if key != PARTS}
         with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
-            self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data))
+            self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data, self._packed))
         check_marked_losses(context.losses, lambda value: True)  # any value is accepted: TensorFlow converts numbers to tensors
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
         if before != after:
@@ -292,8 +306,9 @@ class StepGraphs:
                 f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
                 "(Keras layers get theirs when they are first called: call the model once in get_model)",
             )
-        names.update(scales_of(context.losses, train))
-        return context.losses
+        losses = with_parts(context.losses, parts, self._part_names)
+        names.update(scales_of(losses, train))
+        return losses
 
     def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
         """Collective, when the graph runs. Reduce the gradients, and with them the count of a normalized loss that is the only

@@ -17,7 +17,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence
+from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence, split_packed
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -200,6 +200,14 @@ class TensorFlowLearner:
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
 
+    def try_batch(self, batch: Batch) -> bool:
+        seeds = mix_seeds(len(self.variables.generators), *self._seed, self._step)
+        try:
+            self.graphs.collect(batch, self._epoch, self._step, seeds, None)
+        except (tf.errors.ResourceExhaustedError, MemoryError):
+            return False
+        return True
+
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         kind = keras.layers.BatchNormalization
         norms = {name: layer for name, layer in self.modules() if isinstance(layer, kind) and layer.built}
@@ -226,10 +234,13 @@ class TensorFlowLearner:
 
     def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
-        rows = {
-            name: (list(values.numpy()), None if seq_lens is None else seq_lens.numpy().tolist())
-            for name, (values, seq_lens) in outputs.items()
-        }
+        rows: dict[str, tuple[Sequence[Array], Sequence[int] | None]] = {}
+        for name, (values, seq_lens) in outputs.items():
+            lengths = None if seq_lens is None else seq_lens.numpy().tolist()
+            if lengths is not None and batch.is_packed:
+                rows[name] = split_packed(name, values.numpy(), lengths), None
+            else:
+                rows[name] = list(values.numpy()), lengths
         vectors = (
             name
             for name, (values, seq_lens) in outputs.items()

@@ -5,7 +5,7 @@ Also finds the variables of a Keras model or tf.Module, by name and kind, and it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,22 +60,78 @@ class TensorFlowData:
     mask: tf.Tensor
 
 
+@dataclass(frozen=True)
+class TensorFlowPackedData:
+    """One data key of a batch without padding, as passed to `train_step`.
+
+    Attributes:
+        raw_tensor: shape (frames, ...), the frames of one sequence after the other.
+        seq_lens: int32 of shape (batch,).
+    """
+
+    raw_tensor: tf.Tensor
+    seq_lens: tf.Tensor
+
+    @property
+    def offsets(self) -> tf.Tensor:
+        """Where each sequence begins, then the number of frames: int32 of shape (batch + 1,)."""
+        return tf.concat([[0], tf.cumsum(self.seq_lens)], 0)
+
+    @property
+    def ragged(self) -> tf.RaggedTensor:
+        """The same as a ragged tensor, of shape (batch, time of each sequence, ...)."""
+        return self.as_ragged(self.raw_tensor)
+
+    def as_ragged(self, values: tf.Tensor) -> tf.RaggedTensor:
+        """Values with the same frames as a ragged tensor."""
+        return tf.RaggedTensor.from_row_lengths(values, tf.cast(self.seq_lens, tf.int64))
+
+
 def tensor_of(values: Array) -> tf.Tensor:
     """An array as a tensor, in a type that TensorFlow supports; strings as tf.string."""
     return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widen(values))
 
 
-def specs_of(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
+def specs_of(values: tf.Tensor, is_packed: bool) -> tuple[tf.TensorSpec, tf.TensorSpec]:
     """The signature of values and seq_lens, for any number of sequences of any length."""
-    return tf.TensorSpec([None, None, *values.shape[2:]], values.dtype), tf.TensorSpec([None], tf.int32)
+    shape = [None, *values.shape[1:]] if is_packed else [None, None, *values.shape[2:]]
+    return tf.TensorSpec(shape, values.dtype), tf.TensorSpec([None], tf.int32)
 
 
-def extern_data_of(data: Mapping[str, tuple[tf.Tensor, tf.Tensor]]) -> dict[str, TensorFlowData]:
-    """The tensors to pass to `train_step`, by data key."""
+def extern_data_of(
+    data: Mapping[str, tuple[tf.Tensor, tf.Tensor]], packed: Collection[str] = ()
+) -> dict[str, TensorFlowData | TensorFlowPackedData]:
+    """The tensors to pass to `train_step`, by data key.
+
+    Args:
+        packed: the data keys without padding.
+    """
     return {
-        key: TensorFlowData(values, seq_lens, tf.sequence_mask(seq_lens, tf.shape(values)[1]))
+        key: TensorFlowPackedData(values, seq_lens)
+        if key in packed
+        else TensorFlowData(values, seq_lens, tf.sequence_mask(seq_lens, tf.shape(values)[1]))
         for key, (values, seq_lens) in data.items()
     }
+
+
+def with_parts(losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Sequence[str]) -> dict[str, Loss]:
+    """The losses, and if an epoch mixes datasets, those of the sequences of each dataset as errors, `loss.dataset`.
+
+    Part of a graph. A loss without seq_lens is left out: it is unknown which of its elements belong to a sequence.
+
+    Args:
+        numbers: of every sequence, the number of its dataset; None: there is no mix.
+        names: of the datasets.
+    """
+    found = dict(losses)
+    for name, loss in losses.items() if numbers is not None else ():
+        value = tf.convert_to_tensor(loss.value)
+        if loss.seq_lens is None or loss.count is not None:
+            continue
+        owners = numbers if value.shape.rank > 1 else tf.repeat(numbers, loss.seq_lens)
+        for number, part in enumerate(names):
+            found[f"{name}.{part}"] = Loss(tf.boolean_mask(value, owners == number), 0.0, True, False, None)
+    return found
 
 
 def numbers_of(losses: Mapping[str, Loss]) -> tf.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import random
 import time
@@ -45,6 +46,21 @@ def device_of(wanted: str | None, local_rank: int) -> torch.device:
 def device_name(device: torch.device) -> str:
     """The GPU's name, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory did not suffice, of a GPU or, where the system limits it, of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what no tensor uses any more from PyTorch's cache to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -10,9 +10,6 @@ import torch
 
 from hvdtrain.errors import ConfigError
 
-BASE = "base"
-"""An entry of a model's file without the frozen parameters: the hash of their values, their number, and the model's class."""
-
 
 class FrozenBase:
     """The frozen parameters, as get_model returned them. Whoever loads a file without them must have the same ones.

@@ -70,6 +70,32 @@ class Gradients:
         elif losses is not None:
             self._accumulate(losses, normal, scale)
 
+    def add_piece(self, losses: dict[str, Loss], scale: Factor) -> None:
+        """Add the gradients of one batch, or of a piece of it, and send none; changes nothing if memory does not suffice.
+
+        Collective in the first step of a training. The rest is as in `add`.
+        """
+        normal = self._agree(losses)
+        names = () if normal.is_only_loss else normal.names
+        sums = self._loss_gradients.compute(losses, names, scale)
+        if normal.names:
+            self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
+        if names:
+            self._loss_gradients.add_in_place(sums)
+            return
+        for parameter, gradient in zip(self._parameters, sums.get(None, ()), strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+    def compute(self, losses: dict[str, Loss], scale: Factor) -> None:
+        """Compute the gradients of a batch and drop them: needs the memory of a step."""
+        normal = normalized_losses(losses)
+        self._loss_gradients.compute(losses, () if normal.is_only_loss else normal.names, scale)
+
     def finish(self) -> None:
         """Collective. Wait for the reduction; the gradients are then in the parameters."""
         self._stream.finish()
@@ -87,7 +113,7 @@ class Gradients:
         if self._normalized is None:
             self._normalized = self._exchange.agree(marked)
         if marked is not None:
-            check_same_normalized(self._normalized, marked)
+            check_same_normalized(self._normalized, marked, losses or {})
         return self._normalized
 
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
@@ -228,6 +254,25 @@ class LossGradients:
         Raises:
             ConfigError: no loss depends on a parameter.
         """
+        for key, found in self.compute(losses, names, scale).items():
+            before = self._sums.get(key, [None] * len(found))
+            self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
+
+    def add_in_place(self, sums: Mapping[str | None, list[torch.Tensor | None]]) -> None:
+        """Add gradients from `compute`, without memory for the results."""
+        for key, found in sums.items():
+            before = self._sums.setdefault(key, [None] * len(found))
+            for place, gradient in enumerate(found):
+                so_far = before[place]
+                if so_far is None:
+                    before[place] = gradient
+                elif gradient is not None:
+                    so_far += gradient
+
+    def compute(
+        self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor
+    ) -> dict[str | None, list[torch.Tensor | None]]:
+        """The gradients of a batch, dense, by normalized loss; None: of all other losses. The rest is as in `add`."""
         groups: dict[str | None, torch.Tensor] = {}
         for name, term in terms_of(losses, scale).items():
             key = name if name in names else None
@@ -235,13 +280,13 @@ class LossGradients:
         groups = {key: total for key, total in groups.items() if total.requires_grad}
         if not groups:
             raise nothing_to_minimize()
+        computed: dict[str | None, list[torch.Tensor | None]] = {}
         for remaining, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
             wanted = [parameter for parameter in self._parameters if parameter.requires_grad]  # others are frozen for some time
             gradients = torch.autograd.grad(total, wanted, retain_graph=remaining > 0, allow_unused=True)
-            by_id = {id(parameter): gradient for parameter, gradient in zip(wanted, gradients, strict=True)}
-            found = [by_id.get(id(parameter)) for parameter in self._parameters]
-            before = self._sums.get(key, [None] * len(found))
-            self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
+            by_id = {id(parameter): _sum(None, gradient) for parameter, gradient in zip(wanted, gradients, strict=True)}
+            computed[key] = [by_id.get(id(parameter)) for parameter in self._parameters]
+        return computed
 
     def combine(self, divisors: Mapping[str, torch.Tensor]) -> None:
         """Divide each normalized loss's gradients by its divisor, and add all gradients to those of the parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.feed import Staging
+from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
@@ -25,13 +25,16 @@ from hvdtrain.learner.meter import (
     Transfer,
     check_marked_losses,
     check_marked_outputs,
+    minimized_losses,
     scales_of,
     split_by_sequence,
+    split_packed,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import OF_OPTIMIZER
+from hvdtrain.learner.splitting import BatchSplitter
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
@@ -44,9 +47,12 @@ from hvdtrain.learner.torch.device import (
     device_name,
     device_of,
     enable_determinism,
+    free_memory,
+    is_out_of_memory,
     peak_memory,
     seed_all,
 )
+from hvdtrain.learner.torch.extra_models import checksum, make_extra_models
 from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
@@ -59,7 +65,15 @@ from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
+from hvdtrain.learner.torch.tensors import (
+    CudaStaging,
+    array_of,
+    await_copy,
+    extern_data_of,
+    named_trained,
+    numbers_of,
+    with_parts,
+)
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
@@ -74,6 +88,7 @@ class ConfigFunctions:
         autocast: creates the context in which the functions compute in half precision.
         watch: creates the context around calls that may compile the model.
         staging: copies batches to the device ahead of time; None: the device is the CPU.
+        extra_models: by name, models that are neither trained nor saved.
     """
 
     model: torch.nn.Module
@@ -83,12 +98,13 @@ class ConfigFunctions:
     autocast: Autocast
     watch: Watch
     staging: Staging | None = None
+    extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -99,7 +115,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags))
+        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -109,6 +125,8 @@ class ConfigFunctions:
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
                 vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            if lengths is not None and batch.is_packed:
+                value, lengths = split_packed(name, value, lengths), None
             outputs[name] = [array_of(row) for row in value], lengths
         return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
@@ -124,6 +142,7 @@ class TorchLearner:
             between ranks, and are the same after a resume.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
         freezing: freezes parameters until a step; None: none are.
+        splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
 
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
@@ -138,7 +157,9 @@ class TorchLearner:
         seed: tuple[int, int],
         batch_norm: Exchange | None = None,
         freezing: Freezing | None = None,
+        splitter: BatchSplitter | None = None,
     ) -> None:
+        self._splitter = splitter
         self.model = functions.model
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -179,7 +200,9 @@ class TorchLearner:
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = None
-                if batch is not None:
+                if batch is not None and self._splitter is not None:
+                    self._splitter.run(batch, self._add_piece)
+                elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
@@ -243,6 +266,43 @@ class TorchLearner:
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
+    def try_batch(self, batch: Batch) -> bool:
+        await_copy(batch)
+        buffers = self._copy_buffers()
+        fits = True
+        try:
+            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+            self._gradients.compute(losses, self._update.loss_factor)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        self._restore_buffers(buffers)
+        free_memory(self._device)
+        return fits
+
+    def _add_piece(self, piece: Batch) -> None:
+        """Compute the gradients of a batch, or of a piece of one that did not fit, and its scores."""
+        buffers = self._copy_buffers()
+        try:
+            losses = self._functions.losses(piece, self._epoch, self._step, train=True)
+            for name, loss in minimized_losses(losses).items():
+                if self._splitter is not None and loss.count is None:
+                    self._splitter.check_loss(name, loss.value.ndim == 0, len(piece.indices))
+            self._gradients.add_piece(losses, self._update.loss_factor)
+        except BaseException:
+            self._restore_buffers(buffers)  # a piece is computed again
+            raise
+        self._record({name: replace(loss, value=loss.value.detach()) for name, loss in losses.items()}, piece, train=True)
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, copies: list[torch.Tensor]) -> None:
+        for buffer, copy in zip(self.model.buffers(), copies, strict=True):
+            buffer.copy_(copy)
+
     def _check_trained(self) -> None:
         """Check that the optimizer has all trained parameters: others would silently keep their values.
 
@@ -261,6 +321,7 @@ class TorchLearner:
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
+        losses = with_parts(losses, batch)
         self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
@@ -353,7 +414,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
 
     may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
+    splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
+    extra_models = make_extra_models(keys.extra_models, model, device)
+    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format, base)
+    state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -363,15 +428,38 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             autocast=autocast_of(options.precision.dtype, device),
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
+            extra_models=extra_models,
         ),
         gradients,
         update,
-        TorchState(model, optimizer, device, average, scale, constants, options.model_format, base),
-        _meter(keys, model, device, scale, update),
+        state,
+        _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
         exchange,
         Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None,
+        splitter,
     )
+
+
+def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:
+    """What splits batches, if the config asks for it."""
+    if not keys.split_on_oom:
+        return None
+    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        log.warning(
+            f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
+        )
+    noted: list[Batch] = []
+
+    def note(batch: Batch) -> None:
+        if not noted:
+            noted.append(batch)
+            log.warning(
+                f"split_on_oom: a batch does not fit into memory and is split, {batch_text(batch)} (later ones are counted)"
+            )
+
+    return BatchSplitter(is_out_of_memory, partial(free_memory, device), note)
 
 
 def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
@@ -402,7 +490,12 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
 
 
 def _meter(
-    keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None, update: Update
+    keys: LearnerKeys,
+    model: torch.nn.Module,
+    device: torch.device,
+    scale: LossScale | None,
+    update: Update,
+    splitter: BatchSplitter | None,
 ) -> LearnerMeter:
     on_cpu = device.type == "cpu"
 
@@ -420,4 +513,5 @@ def _meter(
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm)
+    take_splits = (lambda: 0) if splitter is None else splitter.take
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm, take_splits)

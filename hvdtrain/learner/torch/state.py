@@ -13,14 +13,14 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
+from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.frozen_base import BASE, FrozenBase, describe_base, entry_of, fingerprint
+from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
@@ -71,6 +71,14 @@ class TorchState(StateBase):
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
 
+    @property
+    def base_hash(self) -> str | None:
+        return None if self._base is None else str(self._base.entry["sha256"])
+
+    def check_base(self) -> None:
+        if self._base is not None:
+            self._base.check()
+
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = self._kind_tensors(kind)
         with torch.no_grad():
@@ -102,8 +110,7 @@ class TorchState(StateBase):
         return replace(contents, model=model, optimizer=optimizer)
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        if self._base is not None:
-            self._base.check()
+        self.check_base()
         contents = super().contents(progress)
         has_averages = TRAINED in contents.optimizer  # each under all names of its parameter
         aliases = {name: contents.model[first] for name, first in self._first_names.items() if has_averages}
@@ -111,19 +118,26 @@ class TorchState(StateBase):
         trained_names = [name for group in self._names_by_group() for name in group]
         names = dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())])
         stored_names = [name for name in names if name not in self._unsaved]
-        of_base = {} if self._base is None else {BASE: self._base.entry}
-        contents = replace(contents, progress={**contents.progress, **of_base})
+        contents = self._with_base(contents)
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
+
+    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        return self._with_base(super().model_contents(progress))
+
+    def _with_base(self, contents: CheckpointContents) -> CheckpointContents:
+        """The contents, with the entry about the base model whose parameters are left out, if there is one."""
+        of_base = {} if self._base is None else {BASE: self._base.entry}
+        return replace(contents, progress={**contents.progress, **of_base})
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
         stored = super().load(model_file, optimizer_file)
-        if self._base is not None:
-            self._base.check()
+        self.check_base()
         return stored
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
-        ours, taken = preload(self._model_tensors(), self._device, request)
+        of_model = self._model.state_dict().items()  # with a base that is not saved, so that check_base notices
+        ours, taken = preload({name: one for name, one in of_model if name not in self._constants}, self._device, request)
         if self._average is not None:
             self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
         return ours, taken
@@ -133,10 +147,15 @@ class TorchState(StateBase):
 
     def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
         entry = stored.pop(BASE, None)
+        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         if entry is None:
+            if missing and self._base is not None:
+                raise CheckpointError(
+                    f"{file}: expected all parameters, or the hash of a base model, got neither "
+                    f"{', '.join(sorted(missing)[:5])} nor that"
+                )
             return {}
         own = self._model.state_dict()
-        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
         named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
         if not isinstance(entry, dict) or fingerprint(named) != entry.get("sha256"):
             raise CheckpointError(
@@ -148,7 +167,8 @@ class TorchState(StateBase):
 
     def _set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._model.state_dict()
-        self._model.load_state_dict({**tensors, **{name: own[name] for name in self._constants}})
+        unsaved = {name: own[name] for name in self._unsaved}
+        self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
     def _kind_tensors(self, kind: Kind) -> list[torch.Tensor]:
         if kind == "parameters":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,11 @@ import numpy
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.data.types import Array, Batch, Padded
+from hvdtrain.data.types import Array, Batch, Packed, Padded
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.precision import widen
+from hvdtrain.learner.torch.packed import PackedData
 
 Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
@@ -97,15 +99,65 @@ class TorchData:
         return frames[None, :] < self.device_seq_lens[:, None]
 
 
-def tensors_of(batch: Batch) -> dict[str, TorchData]:
+Data = TorchData | PackedData
+
+
+def tensors_of(batch: Batch) -> dict[str, Data]:
     """The batch's arrays as CPU tensors that share their memory, by data key. Strings remain numpy arrays."""
     return {key: _data_of(padded) for key, padded in batch.data.items()}
 
 
-def _data_of(padded: Padded) -> TorchData:
+def _data_of(padded: Padded) -> Data:
     seq_lens = torch.from_numpy(padded.seq_lens)
-    values = padded.values
-    return TorchData(values if values.dtype == object else torch.from_numpy(widen(values)), seq_lens, seq_lens)
+    values = padded.values if padded.values.dtype == object else torch.from_numpy(widen(padded.values))
+    return (PackedData if isinstance(padded, Packed) else TorchData)(values, seq_lens, seq_lens)
+
+
+def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
+    """The losses, and for a batch from a mix of datasets, those of the sequences of each dataset as errors, `loss.dataset`.
+
+    A loss is left out if it is unknown which of its elements belong to a sequence.
+
+    Raises:
+        ConfigError: the seq_lens of a loss do not fit it.
+    """
+    found = dict(losses)
+    if batch.parts is None:
+        return found
+    numbers = torch.from_numpy(batch.parts.numbers)
+    for name, loss in losses.items():
+        owners = _owners(name, loss, batch, numbers)
+        if owners is None:
+            continue
+        for number in numpy.unique(batch.parts.numbers).tolist():
+            value = loss.value.detach()[(owners == number).to(loss.value.device)]
+            count = loss.count
+            if count is not None:  # one for each sequence, as `_owners` has checked
+                count = count[(numbers == number).to(count.device)]
+            found[f"{name}.{batch.parts.names[number]}"] = Loss(value, 0.0, True, False, count)
+    return found
+
+
+def _owners(name: str, loss: Loss, batch: Batch, numbers: torch.Tensor) -> torch.Tensor | None:
+    """The number of the dataset of every element on the first axis of a loss; None: unknown."""
+    shape = tuple(loss.value.shape)
+    if loss.seq_lens is None or (loss.count is not None and getattr(loss.count, "shape", None) != numbers.shape):
+        return None
+    if batch.joined is not None:
+        return numbers.repeat_interleave(torch.from_numpy(batch.joined)) if shape[:1] == (int(batch.joined.sum()),) else None
+    if isinstance(loss.seq_lens, int):
+        lengths = torch.full_like(numbers, loss.seq_lens)
+    else:
+        lengths = torch.as_tensor(loss.seq_lens).cpu().long()
+    if len(shape) >= 2 and shape[0] == len(numbers) == len(lengths):
+        return numbers  # padded
+    if lengths.shape != numbers.shape or shape[:1] != (int(lengths.sum()),):
+        raise ConfigError.of(
+            "wrong-result",
+            "train_step: expected a loss with the elements of all sequences, one after the other, for the seq_lens in "
+            f"mark_as_loss(..., {name!r}), {lengths.tolist()!r:.60}, got one of shape {shape}",
+        )
+    return numbers.repeat_interleave(lengths)
 
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
@@ -167,7 +219,7 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 class PinnedBatch(Batch):
     """A batch in pinned memory, from which the device copies directly. `data` has the same arrays."""
 
-    tensors: Mapping[str, TorchData]
+    tensors: Mapping[str, Data]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +231,7 @@ class SentBatch(Batch):
         copied: recorded after the copy.
     """
 
-    tensors: Mapping[str, TorchData]
+    tensors: Mapping[str, Data]
     copied: torch.cuda.Event
 
 
@@ -198,7 +250,7 @@ class CudaStaging:
     def pin(self, batch: Batch) -> PinnedBatch:
         tensors = {key: _pin(one) for key, one in tensors_of(batch).items()}
         data = {  # not the arrays that were read, which would take the memory twice
-            key: Padded(_values(one), one.seq_lens.numpy()) for key, one in tensors.items()
+            key: replace(batch.data[key], values=_values(one), seq_lens=one.seq_lens.numpy()) for key, one in tensors.items()
         }
         return PinnedBatch(**{**_fields(batch), "data": data}, tensors=tensors)
 
@@ -221,7 +273,7 @@ def await_copy(batch: Batch | None) -> None:
                     tensor.record_stream(stream)  # so that its memory is not reused before these kernels have finished
 
 
-def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
+def extern_data_of(batch: Batch, device: torch.device) -> dict[str, Data]:
     """The tensors to pass to `train_step`, by data key; call `await_copy` first."""
     if isinstance(batch, SentBatch):
         return dict(batch.tensors)
@@ -231,15 +283,17 @@ def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
     return {key: _send(_pin(one), device) for key, one in tensors.items()}
 
 
-def _pin(one: TorchData) -> TorchData:
+def _pin(one: Data) -> Data:
     values, seq_lens = one.raw_tensor, one.seq_lens.pin_memory()
-    return TorchData(values.pin_memory() if isinstance(values, torch.Tensor) else values, seq_lens, seq_lens)
+    values = values.pin_memory() if isinstance(values, torch.Tensor) else values
+    return replace(one, raw_tensor=values, seq_lens=seq_lens, device_seq_lens=seq_lens)
 
 
-def _send(one: TorchData, device: torch.device) -> TorchData:
+def _send(one: Data, device: torch.device) -> Data:
     values, seq_lens = one.raw_tensor, one.seq_lens.to(device, non_blocking=True)
-    return TorchData(values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values, one.seq_lens, seq_lens)
+    values = values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values
+    return replace(one, raw_tensor=values, device_seq_lens=seq_lens)
 
 
-def _values(one: TorchData) -> Array:
+def _values(one: Data) -> Array:
     return one.raw_tensor.numpy() if isinstance(one.raw_tensor, torch.Tensor) else one.raw_tensor

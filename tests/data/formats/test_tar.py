@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable, Mapping
@@ -15,9 +16,10 @@ import soundfile
 import webdataset
 from launching import faults
 
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats import tar as tar_files
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main as dump
 
@@ -84,6 +86,40 @@ def test_lengths_come_from_headers_if_that_is_enough(shards: list[str], monkeypa
     dataset = opened(shards, entries={"data": "npy", "classes": "cls"})
     assert {key: column.tolist() for key, column in dataset.lengths.items()} == {"data": list(LENGTHS), "classes": [1] * 7}
     assert dataset.streams["classes"].dim == 5
+
+
+def test_the_index_is_kept(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = tar_files.read_index
+
+    def note(path: str, entries: Any) -> Any:
+        read.append(path)
+        return original(path, entries)
+
+    monkeypatch.setattr(tar_files, "read_index", note)
+    spec, _ = parse("train", {"class": "TarDataset", "files": shards, "entries": {"data": "npy", "classes": "cls"}}, {})
+    assert spec is not None
+
+    def open_on(rank: int) -> Dataset:
+        read.clear()
+        return open_dataset(spec, OpeningContext(scanning=Scanning(tmp_path / "lengths", rank, 3)))
+
+    first = open_on(1)
+    assert read == [*shards[1:], shards[0]]
+    second = open_on(2)
+    assert read == []
+    for dataset in (first, second):
+        assert dataset.tags(range(7)) == [f"speaker/utt-ä{number}" for number in range(7)]
+        assert {key: column.tolist() for key, column in dataset.lengths.items()} == {"data": list(LENGTHS), "classes": [1] * 7}
+        assert numpy.array_equal(dataset.sequence(6)["data"], frames(6))
+        assert dataset.streams["classes"].dim == 5
+    for path in (tmp_path / "lengths").glob("*.tar.npz"):
+        path.write_bytes(path.read_bytes()[:-40])
+    assert open_on(0).lengths["data"].tolist() == list(LENGTHS)
+    assert read == shards
+    os.utime(shards[1])
+    open_on(0)
+    assert read == [shards[1]]
 
 
 def test_texts_sounds_and_formats_of_the_config(shards: list[str], tmp_path: Path) -> None:
@@ -180,9 +216,9 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "no number": (lambda: archive({**GOOD, "b.cls": b"two"}), "bad.tar, b.cls: expected an integer, got b'two'"),
     "short array": (
         lambda: archive({**GOOD, "b.npy": GOOD["b.npy"][:-9]}),
-        "bad.tar, b: expected a .npy file of 208 bytes, as its header says, got 199",
+        "bad.tar, b.npy: expected a .npy file of 208 bytes, as its header says, got 199",
     ),
-    "no array": (lambda: archive({**GOOD, "b.npy": b"two"}), "bad.tar, b: expected a .npy file of numbers, got: EOF"),
+    "no array": (lambda: archive({**GOOD, "b.npy": b"two"}), "bad.tar, b.npy: expected a .npy file of numbers, got: EOF"),
     "pickled array": (
         lambda: archive({**GOOD, "a.npy": npy(numpy.array([{}], dtype=object))}),
         "bad.tar, a.npy: expected a .npy file of numbers, got: Object arrays cannot be loaded",

@@ -1,6 +1,7 @@
-"""Trainings on shards in an object store: weights as on a local HDF file, on any number of ranks, stopped and resumed."""
+"""Trainings on shards and with checkpoints in an object store: weights as with local files, on any number of ranks."""
 
 import io
+import re
 import tarfile
 from collections.abc import Iterator
 from functools import partial
@@ -35,6 +36,10 @@ def sources_of(run: Run) -> list[str]:
     return list(SOURCES) if run.size == 2 else ["tar", "parquet"]
 
 
+SYNCED = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7, "layers": "statistics"}
+"""With which the ranks differ within an epoch, so that each has a file."""
+
+
 @trains(*RUNS, apart=True, again=AGAIN)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """A local HDF file, and the same sequences from elsewhere; on two ranks, each is stopped on its way."""
@@ -46,6 +51,11 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         made[name] = {**common, "train": train, "cache_dir": folder / "near"}
         if run.size == 2:
             made[name] |= {"fault": "SIGTERM,1,3,25", "save_interval_steps": 8}
+    if run.size == 2:
+        made["whole"] = common | SYNCED
+        mirrored = common | SYNCED | {"checkpoint_mirror": "s3://bucket/exp/synced/"}
+        made["stopped"] = mirrored | {"fault": "SIGTERM,1,3", "save_interval_steps": 3, "once": True}
+        made["moved"] = mirrored  # to another folder, as on another machine
     return made
 
 
@@ -119,6 +129,22 @@ def test_weights_and_scores_are_those_of_the_local_file(results: ResultsOf, stor
         assert made.scores(name) == made.scores("local")
         assert "stopped by SIGTERM" in made.out(name) or run.size != 2
     # One complete answer for each object, though there are several ranks, starts and trainings.
-    assert {(path, count) for (method, path, part), count in store.answered.items() if method == "GET" and "bytes=" in part} == {
-        (path, 1) for path in store.names() if any(path.endswith(f".{name}") for name in sources_of(run))
+    fetched = {
+        (path, count) for (_, path, part), count in store.answered.items() if path.startswith("train") and "bytes=" in part
     }
+    used = [path for path in store.names() if any(path.startswith("train") and path.endswith(name) for name in sources_of(run))]
+    assert fetched == {(path, 1) for path in used}
+
+
+def test_a_training_goes_on_elsewhere_from_its_mirror(results: ResultsOf, store: ObjectStore) -> None:
+    made = results(RUNS[0])
+    assert "Fetched " not in made.out("stopped")
+    assert "Fetched " in made.out("moved")
+    assert re.search(r"Loaded .*/moved/model.001.step-5.pt: training goes on", made.out("moved"))
+    for rank in range(2):
+        assert_same(made.weights("whole", rank), made.weights("moved", rank))
+    assert made.scores("moved")[-1] == made.scores("whole")[-1]
+    folder = made.models["moved"].parent
+    mirrored = {name.removeprefix("exp/synced/") for name in store.names() if name.startswith("exp/synced/")}
+    assert mirrored == {path.name for path in folder.glob("model.*.pt")}
+    assert all(store.get(f"exp/synced/{name}") == (folder / name).read_bytes() for name in mirrored)

@@ -1,0 +1,106 @@
+"""A copy of a training's checkpoints on object storage: `checkpoint_mirror`.
+
+The checkpoints on disk come first: a file is uploaded once it has its name there. An object appears when all of it has arrived,
+and the model's file is uploaded last and removed first. So a checkpoint in the mirror, too, exists once its model does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.data.remote import RemoteFile, list_names, remove, upload
+from hvdtrain.errors import CheckpointError, DataError
+from hvdtrain.runtime import log
+
+T = TypeVar("T")
+
+
+class Mirror:
+    """A folder on object storage with the files of checkpoints.
+
+    Args:
+        url: of the folder.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def names(self) -> list[str]:
+        """The files in it. Raises: CheckpointError."""
+        return _checked(lambda: list_names(self._url))
+
+    def upload(self, file: Path) -> None:
+        """Store a file, whole or not at all. Raises: CheckpointError."""
+        _checked(lambda: upload(file, self._at(file.name)), f" ({file} is written, and can be loaded)")
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there. Raises: CheckpointError."""
+        _checked(lambda: remove(self._at(name)))
+
+    def download(self, name: str, folder: Path) -> None:
+        """Fetch a file, whole or not at all. Raises: CheckpointError."""
+        unfinished = folder / f"{name}.{socket.gethostname()}-{os.getpid()}{UNFINISHED}"
+        file = RemoteFile(self._at(name))
+
+        def fetch() -> None:
+            size, version = file.size_and_version()
+            target = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                file.transfer(target, size, version, lambda number: None)
+            finally:
+                os.close(target)
+            os.replace(unfinished, folder / name)
+
+        try:
+            _checked(fetch)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: expected to write a checkpoint, got: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+
+def fetch_newest(comm: Communicator, checkpoints: CheckpointFolder, mirror: Mirror) -> None:
+    """Collective. If the newest checkpoint is in the mirror, fetch it to every host that does not have it.
+
+    Raises:
+        CheckpointError: the mirror cannot be read, or a folder cannot be written to.
+    """
+
+    def find() -> tuple[Checkpoint | None, list[str]]:
+        names = mirror.names()
+        there, here = checkpoints.newest_of(names), checkpoints.newest()
+        newest = here if there is None or (here is not None and here.age >= there.age) else there
+        return newest, names
+
+    newest, names = on_rank_zero(comm, find, name="newest_in_mirror")
+    if newest is None or newest.model_file.name not in names:
+        return
+
+    def fetch() -> bool:
+        if comm.local_rank != 0 or newest.model_file.exists():
+            return False
+        newest.model_file.parent.mkdir(parents=True, exist_ok=True)
+        for name in checkpoints.other_files(newest, names):
+            mirror.download(name, newest.model_file.parent)
+        mirror.download(newest.model_file.name, newest.model_file.parent)
+        return True
+
+    if together(comm, fetch, name="fetch_checkpoint"):
+        log.info(f"Fetched {newest.model_file} and its other files from checkpoint_mirror.")
+
+
+def _checked(call: Callable[[], T], hint: str = "") -> T:
+    """The result of a call. Its DataError becomes a CheckpointError."""
+    try:
+        return call()
+    except DataError as error:
+        raise CheckpointError(f"checkpoint_mirror: {error}{hint}") from error

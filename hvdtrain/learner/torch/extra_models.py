@@ -1,0 +1,72 @@
+"""The models of the key `extra_models`: used by train_step and forward_step, but neither trained nor saved."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain.config.source import as_function
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.torch.model_file import read_file
+from hvdtrain.runtime import log
+
+
+def make_extra_models(entries: Mapping[str, Any], trained: torch.nn.Module, device: torch.device) -> dict[str, torch.nn.Module]:
+    """The models by name, loaded, frozen and in evaluation mode.
+
+    Args:
+        entries: the key's value.
+        trained: the model that is trained.
+
+    Raises:
+        ConfigError: a get_model returns no module, or one that shares parameters with the trained model, which would freeze them.
+        CheckpointError: a file cannot be read, or has other parameters.
+    """
+    own = {id(parameter): name for name, parameter in trained.named_parameters()}
+    made: dict[str, torch.nn.Module] = {}
+    for name, entry in entries.items():
+        where = f"extra_models.{name}"
+        model = as_function(entry["get_model"], f"{where}.get_model")(epoch=1, step=0, device=str(device))
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError.of(
+                "wrong-result", f"{where}.get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"
+            )
+        shared = [other for other, parameter in model.named_parameters() if id(parameter) in own]
+        if shared:
+            raise ConfigError.of(
+                "wrong-result",
+                f"{where}.get_model: expected a model of its own, got one that shares parameters with the trained model: "
+                f"{', '.join(shared[:5])} (they would be frozen)",
+            )
+        if entry.get("load") is not None:
+            _load(model, Path(entry["load"]), where)
+        made[name] = model.to(device).requires_grad_(False).eval()
+        log.detail(f"{where}: {sum(one.numel() for one in model.parameters())} parameters, neither trained nor saved")
+    return made
+
+
+def _load(model: torch.nn.Module, file: Path, where: str) -> None:
+    """Load all parameters and buffers. Raises: CheckpointError."""
+    contents = read_file(file, torch.device("cpu"))
+    inner = contents.get("model")
+    state = inner if isinstance(inner, dict) else contents
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where}.load: expected the parameters of its get_model in {file}, got others: {error}") from None
+
+
+def checksum(model: torch.nn.Module) -> str:
+    """A checksum of all parameters and buffers: the ranks compare them."""
+    total = 0
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            values = (
+                tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+            )
+            total = zlib.crc32(values.numpy().tobytes(), zlib.crc32(name.encode(), total))
+    return f"{total:08x}"

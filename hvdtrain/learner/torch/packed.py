@@ -1,0 +1,249 @@
+"""A data key of a batch without padding, and what models do with it.
+
+Attention, convolutions and recurrent layers treat every sequence by itself, without a frame of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+STEP_COST = 4
+"""The cost of a time step of a recurrent layer on a CPU, apart from its sequences, in sequences."""
+
+
+@dataclass
+class PackedData:
+    """One data key of a batch without padding, as passed to `train_step`.
+
+    The methods take values with the same frames as `raw_tensor`, such as the output of a layer.
+
+    Attributes:
+        raw_tensor: shape (frames, ...), the frames of one sequence after the other, on the device. Strings remain a numpy array.
+        seq_lens: int32 of shape (batch,), on the CPU.
+        device_seq_lens: the same on the device.
+    """
+
+    raw_tensor: Any
+    seq_lens: torch.Tensor
+    device_seq_lens: torch.Tensor
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """Where each sequence begins, then the number of frames: int32 of shape (batch + 1,), on the device."""
+        return nn.functional.pad(self.device_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """The number of frames of the longest sequence."""
+        return int(self.seq_lens.max())
+
+    @cached_property
+    def num_frames(self) -> int:
+        """The number of frames of all sequences."""
+        return int(self.seq_lens.sum())
+
+    @cached_property
+    def owners(self) -> torch.Tensor:
+        """The number of every frame's sequence in the batch; int64 of shape (frames,), on the device."""
+        numbers = torch.arange(len(self.seq_lens), device=self.device_seq_lens.device)
+        return numbers.repeat_interleave(self.device_seq_lens, output_size=self.num_frames)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """The number of every frame in its sequence; int64 of shape (frames,), on the device."""
+        return torch.arange(self.num_frames, device=self.offsets.device) - self.offsets[self.owners]
+
+    def with_values(self, values: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackedData:
+        """Other values as packed data, with other lengths of the sequences if they changed."""
+        if seq_lens is None:
+            return PackedData(values, self.seq_lens, self.device_seq_lens)
+        seq_lens = seq_lens.to("cpu", torch.int32)
+        return PackedData(values, seq_lens, seq_lens.to(values.device))
+
+    def split(self, values: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+        """The values of every sequence."""
+        return torch.split(self._values(values), self.seq_lens.tolist())
+
+    def padded(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """The values with padding, for a part of a model that cannot do without: shape (batch, time, ...)."""
+        values = self._values(values)
+        places = self.owners * self.max_seq_len + self.positions
+        rows = values.new_zeros((len(self.seq_lens) * self.max_seq_len, *values.shape[1:]))
+        return rows.index_copy(0, places, values).reshape(len(self.seq_lens), self.max_seq_len, *values.shape[1:])
+
+    def packed(self, padded: torch.Tensor) -> torch.Tensor:
+        """The values without padding of a tensor of shape (batch, time, ...)."""
+        return padded[self.owners, self.positions]
+
+    def nested(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """The values as a jagged tensor of torch.nested, of shape (batch, time of each sequence, ...)."""
+        return torch.nested.nested_tensor_from_jagged(
+            self._values(values), self.offsets.long(), min_seqlen=int(self.seq_lens.min()), max_seqlen=self.max_seq_len
+        )
+
+    def packed_sequence(self, values: torch.Tensor | None = None) -> PackedSequence:
+        """The values as PyTorch's recurrent layers take them: the first frames of all sequences, then the second ones, ..."""
+        order, places, batch_sizes = self._time_major
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return PackedSequence(self._values(values)[places], batch_sizes, order, inverse)
+
+    def from_packed_sequence(self, sequence: PackedSequence) -> torch.Tensor:
+        """The output of a recurrent layer for `packed_sequence`, in the order of the frames here."""
+        _, places, _ = self._time_major
+        inverse = torch.empty_like(places)
+        inverse[places] = torch.arange(len(places), device=places.device)
+        return sequence.data[inverse]
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, dropout: float = 0.0
+    ) -> torch.Tensor:
+        """Scaled dot-product attention within every sequence.
+
+        Args:
+            query, key, value: shape (frames, heads, features).
+
+        Returns:
+            Shape (frames, heads, features).
+        """
+        attend = partial(nn.functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
+        if query.device.type == "cuda":
+            found = attend(*(self.nested(values).transpose(1, 2) for values in (query, key, value)))
+            return found.transpose(1, 2).values()
+        of_sequences = zip(*(self.split(values) for values in (query, key, value)), strict=True)
+        return torch.cat([attend(*(values.transpose(0, 1) for values in one)).transpose(0, 1) for one in of_sequences])
+
+    def conv1d(self, layer: nn.Conv1d, values: torch.Tensor | None = None) -> PackedData:
+        """A convolution over the frames of every sequence, with zeros around it as the layer's padding says.
+
+        Args:
+            values: shape (frames, features).
+
+        Returns:
+            Fewer frames if the layer has a stride.
+        """
+        [size], [stride], [dilation] = layer.kernel_size, layer.stride, layer.dilation
+        if layer.padding_mode != "zeros":
+            raise ValueError(f"conv1d: expected a layer with padding_mode='zeros', got {layer.padding_mode!r}")
+        if isinstance(layer.padding, str):
+            around = dilation * (size - 1) if layer.padding == "same" else 0
+            before, after = around // 2, around - around // 2
+        else:
+            before = after = layer.padding[0]
+        values = self._values(values)
+        # Every sequence has a slot with its padding, which begins at a multiple of the stride: a window at any of the valid
+        # places lies within the slot.
+        lengths = self.seq_lens.long()
+        slots = (lengths + before + after + stride - 1).div(stride, rounding_mode="floor") * stride
+        starts = slots.cumsum(0) - slots
+        rows = values.new_zeros((int(slots.sum()), *values.shape[1:]))
+        rows = rows.index_copy(0, (starts.to(values.device) + before)[self.owners] + self.positions, values)
+        sizes = (lengths + before + after - dilation * (size - 1) - 1).div(stride, rounding_mode="floor") + 1
+        sizes = sizes.clamp(min=0)
+        # As a picture of height 1 whose features are the channels, which come last in memory: no copy in another order.
+        picture = rows[None, None].permute(0, 3, 1, 2)
+        kernel = layer.weight[:, :, None]
+        made = nn.functional.conv2d(picture, kernel, layer.bias, (1, stride), 0, (1, dilation), layer.groups)
+        made = made.permute(0, 2, 3, 1)[0, 0]
+        result = self.with_values(made, sizes)
+        places = (starts // stride).to(values.device)[result.owners] + result.positions
+        result.raw_tensor = made[places]
+        return result
+
+    def recurrent(self, layer: nn.LSTM | nn.GRU | nn.RNN, values: torch.Tensor | None = None) -> torch.Tensor:
+        """The output of a recurrent layer of PyTorch for every sequence, of shape (frames, features).
+
+        On a CPU, PyTorch computes a PackedSequence several times slower than padded sequences. So there, sequences of similar
+        length are computed together, each direction by itself: what follows the end of a sequence reaches none of its frames.
+        """
+        if self.device_seq_lens.device.type != "cpu":
+            output, _ = layer(self.packed_sequence(values))
+            return self.from_packed_sequence(output)
+        values = self._values(values)
+        directions = 2 if layer.bidirectional else 1
+        for number in range(layer.num_layers):
+            weights = layer.all_weights[number * directions : (number + 1) * directions]
+            parts = [self._one_direction(layer, values, own, direction) for direction, own in enumerate(weights)]
+            values = torch.cat(parts, dim=1) if directions == 2 else parts[0]
+            if number < layer.num_layers - 1:
+                values = nn.functional.dropout(values, layer.dropout, layer.training)
+        return values
+
+    def _one_direction(
+        self, layer: nn.LSTM | nn.GRU | nn.RNN, values: torch.Tensor, weights: Sequence[torch.Tensor], direction: int
+    ) -> torch.Tensor:
+        """One layer of a recurrent layer in one direction; 1: backwards."""
+        is_lstm = isinstance(layer, nn.LSTM)
+        compute: Any = torch.lstm if is_lstm else torch.gru if isinstance(layer, nn.GRU) else getattr(torch, layer.mode.lower())
+        groups, places = self._groups[direction]
+        found = []
+        for rows, is_valid in groups:
+            size = getattr(layer, "proj_size", 0) or layer.hidden_size
+            state = values.new_zeros(1, rows.shape[1], size)
+            first = (state, values.new_zeros(1, rows.shape[1], layer.hidden_size)) if is_lstm else state
+            output = compute(values[rows], first, weights, layer.bias, 1, 0.0, layer.training, False, False)[0]
+            found.append(output[is_valid])
+        return torch.cat(found)[places]
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor], ...]:
+        """For each direction: the groups of sequences of similar length, and the place of every frame in what they return.
+
+        A group has its frames, of shape (time, sequences), and whether they are those of a sequence or come after its end.
+        """
+        lengths = self.seq_lens.long()
+        starts = lengths.cumsum(0) - lengths
+        order = lengths.argsort(descending=True, stable=True).tolist()
+        sizes_of = lengths.tolist()
+        of_groups: list[list[int]] = []
+        for place, number in enumerate(order):
+            left = len(order) - place
+            # Whether the rest is faster in the group so far, padded to its longest sequence, or in a new one.
+            if not of_groups or sizes_of[of_groups[-1][0]] * left > sizes_of[number] * (left + STEP_COST):
+                of_groups.append([])
+            of_groups[-1].append(number)
+        directions = []
+        for direction in (0, 1):
+            groups = []
+            for numbers in of_groups:
+                sizes, frames = lengths[numbers], torch.arange(int(lengths[numbers[0]]))[:, None]
+                is_valid = frames < sizes
+                inside = torch.minimum(frames, (sizes - 1).clamp(min=0))
+                rows = starts[numbers] + (inside if direction == 0 else (sizes - 1).clamp(min=0) - inside)
+                if len(frames):
+                    groups.append((rows.clamp(max=self.num_frames - 1), is_valid))
+            order_of_frames = torch.cat([rows[is_valid] for rows, is_valid in groups])
+            places = torch.empty_like(order_of_frames)
+            places[order_of_frames] = torch.arange(len(places))
+            directions.append((groups, places))
+        return tuple(directions)
+
+    def _values(self, values: torch.Tensor | None) -> torch.Tensor:
+        """The values that a method was given. Raises: ValueError, if they have other frames."""
+        if values is None:
+            return self.raw_tensor  # type: ignore[no-any-return]
+        if len(values) != self.num_frames:
+            raise ValueError(
+                f"expected values of shape ({self.num_frames}, ...), as the sequences have frames, got {tuple(values.shape)}"
+            )
+        return values
+
+    @cached_property
+    def _time_major(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequences from the longest to the shortest, the frames in the order of PackedSequence, and how many sequences have
+        a first frame, a second one, ... (on the CPU)."""
+        order = self.seq_lens.argsort(descending=True, stable=True)
+        lengths = self.seq_lens[order]
+        frames = torch.arange(self.max_seq_len)
+        valid = frames[:, None] < lengths[None, :]
+        starts = (self.seq_lens.long().cumsum(0) - self.seq_lens)[order]
+        places = (starts[None, :] + frames[:, None])[valid]
+        device = self.device_seq_lens.device
+        return order.to(device), places.to(device), valid.sum(1)

@@ -1,0 +1,178 @@
+"""`--find-batch-size`: the largest batches that fit into memory, found by trying; nothing is written."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.base import Communicator, together
+from hvdtrain.data.combine.cache import host_memory
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.costs import costs_of
+from hvdtrain.errors import DataError
+from hvdtrain.runtime import log
+from hvdtrain.runtime.log import silence
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.limits import open_limits
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.tasks.tasks import Rounds, trainer
+
+PRECISION = 0.02
+"""The search ends when a limit fits and one that is larger by this share does not."""
+
+HOST_SHARE = 0.8
+"""The share of a host's free memory that its ranks may use together. Beyond the memory, the system would kill them instead of
+refusing it."""
+
+
+def find_batch_size(settings: Settings) -> None:
+    """Find the largest value of the key that limits batches with which every rank can train. Raises: HvdtrainError."""
+    settings = writing_nothing(settings)
+    with open_communicator(settings) as comm, open_session(settings, "dry_run", comm) as session:
+        epoch = session.progress.epoch + 1
+        feed = session.epochs.feeds(session.feeds, epoch)[0]
+        search = Search(session, feed, epoch)
+        with silence(), _limited_memory(session):
+            search.train_once(settings)
+            found = search.run()
+        for line in found:
+            log.result(line)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A key that limits batches.
+
+    Attributes:
+        name: batch_size, packed_batch_size or max_seqs.
+        given: its value in the config, for the epoch.
+    """
+
+    name: str
+    given: int | Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """The value that the search changes: of several, the first one."""
+        return self.given if isinstance(self.given, int) else next(iter(self.given.values()))
+
+    def at(self, number: int) -> Any:
+        """The key's value in a trial: limits by data key keep their ratios."""
+        if isinstance(self.given, int):
+            return number
+        return {name: max(1, round(size * number / self.number)) for name, size in self.given.items()}
+
+
+class Search:
+    """Tries limits on batches: the largest batches of a plan, on every rank, without changing the model."""
+
+    def __init__(self, session: Session, feed: Feed, epoch: int) -> None:
+        self._session = session
+        self._comm: Communicator = session.comm
+        self._feed = feed
+        self._epoch = epoch
+        limits = feed.batch_keys.limits(epoch)
+        given = {name: getattr(limits, name) for name in ("batch_size", "packed_batch_size", "max_seqs")}
+        [(name, value), *_] = [(name, value) for name, value in given.items() if value is not None]
+        self._limit = Limit(name, value)
+        self._tried = ""  # the largest batch of the last trial, in words
+
+    def train_once(self, settings: Settings) -> None:
+        """Collective. Train on the smallest batches, so that the optimizer has its state, which takes memory, too."""
+        feed = self._feed
+        plan = self._with(self._smallest()).plan(self._epoch)
+        rounds = Rounds(plan, feed.lengths_in(self._epoch), self._comm.size if feed.distribution == "shard" else 1)
+        smallest = int(rounds.costs.argmin())
+        limits = open_limits(settings, self._session.epochs)
+        trainer(settings, self._session, limits, EpochRecord(self._epoch, 0.0))(replace(feed, only=rounds.only([smallest])))
+
+    def run(self) -> list[str]:
+        """Collective. Lines about the result. Raises: DataError, if a single sequence does not fit."""
+        low = self._smallest()
+        if not self._fits(low):
+            raise DataError(
+                f"{self._limit.name}: expected memory for single sequences, got too little for {self._tried} (set "
+                "max_seq_length, or chunking)"
+            ).on_all_ranks()
+        fitting = self._tried
+        high: int | None = None
+        number = max(low, self._limit.number)
+        while high is None or high - low > max(1, int(low * PRECISION)):
+            if number > low and self._fits(number):
+                low, fitting = number, self._tried
+            elif number > low:
+                high = number
+            if high is None and self._is_whole(low):
+                return [f"find batch size: {self._limit.name} = {self._limit.at(low)} fits, {fitting}; no other batch is larger"]
+            number = 2 * low if high is None else (low + high) // 2
+        more = f"{self._limit.name} = {self._limit.at(high)} does not"
+        return [
+            f"find batch size: {self._limit.name} = {self._limit.at(low)} fits on every rank, {more}; the largest batch that "
+            f"fits: {fitting}",
+            "find batch size: memory also depends on the sequences that come together: leave some room, and try split_on_oom",
+        ]
+
+    def _smallest(self) -> int:
+        """The limit with which every sequence makes a batch by itself, or fits into one."""
+        lengths, keys = self._feed.lengths_in(self._epoch), self._feed.batch_keys
+        if self._limit.name == "max_seqs":
+            return 1
+        costs = costs_of(keys, lengths)
+        if costs is not None:
+            return max(1, int(costs.max()) + 1)
+        named = (
+            lengths
+            if isinstance(self._limit.given, int)
+            else {name: lengths[name] for name in self._limit.given if name in lengths}
+        )
+        return max(1, *(int(column.max()) for column in named.values()))
+
+    def _with(self, number: int) -> Feed:
+        return replace(self._feed, batch_keys=replace(self._feed.batch_keys, **{self._limit.name: self._limit.at(number)}))
+
+    def _fits(self, number: int) -> bool:
+        """Collective. Whether every rank can compute the largest batches under a limit, and that with the longest sequence."""
+        self._session.watchdog.beat(f"trying {self._limit.name} = {number}")
+        feed = self._with(number)
+
+        def attempt() -> bool:
+            plan = feed.plan(self._epoch)
+            rounds = Rounds(plan, feed.lengths_in(self._epoch), 1)
+            largest = rounds.largest()
+            self._tried = rounds.describe(largest[0])
+            with feed.read([plan.batch(batch) for batch in largest], self._epoch, self._session.learner.staging) as batches:
+                return all(self._session.learner.try_batch(batch) for batch in batches)
+
+        return all(self._comm.gather(together(self._comm, attempt, name="try_batch"), name="fits"))
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether a larger limit would not make the batches larger."""
+        plans = [self._with(limit).plan(self._epoch) for limit in (number, 2 * number)]
+        return plans[0].num_batches <= self._comm.size or plans[0].num_batches == plans[1].num_batches
+
+
+@contextmanager
+def _limited_memory(session: Session) -> Iterator[None]:
+    """Inside the `with` block, a rank that computes on the CPU gets no more than its share of the host's memory."""
+    free = host_memory()
+    status = Path("/proc/self/status")
+    if session.learner.device_name != "CPU" or free is None or not status.exists():
+        yield
+        return
+    used = int(re.search(r"^VmData:\s+(\d+) kB", status.read_text(), re.MULTILINE)[1]) << 10  # type: ignore[index]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = used + int(HOST_SHARE * free) // session.comm.local_size
+    soft = wanted if before[1] == resource.RLIM_INFINITY else min(wanted, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

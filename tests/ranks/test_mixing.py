@@ -1,0 +1,60 @@
+"""Training on a mix of datasets: the same on any number of ranks, resumed within an epoch, with the scores of each dataset."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import TOY
+from trainings import CONFIGS, Run, Trained, assert_alike, assert_same, trains
+
+RUNS = [Run("torch", "horovod", size) for size in (1, 2, 3)]
+TENSORFLOW = Run("tensorflow", "horovod", 2)
+
+
+@trains(*RUNS, TENSORFLOW)
+def mixed(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    keys: dict[str, object] = {
+        "configs": [CONFIGS[run.framework], TOY.with_name("mix.py")],
+        "num_epochs": 2,
+        "max_seqs": 12 // run.size,
+        "record": True,
+    }
+    made = {"whole": keys}
+    if run == RUNS[1]:
+        made["stopped"] = keys | {"fault": "SIGTERM,1,3,20"}
+    return made
+
+
+@pytest.mark.parametrize("run", RUNS[1:], ids=str)
+def test_ranks_train_the_same_model(trained: Trained, run: Run) -> None:
+    alone, several = trained(mixed, RUNS[0]), trained(mixed, run)
+    assert several.trained_on("whole") == alone.trained_on("whole")
+    assert sum(alone.trained_on("whole").values()) == 400
+    assert_alike(several.weights("whole"), alone.weights("whole"))
+    for mine, theirs in zip(several.scores("whole"), alone.scores("whole"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_resumed_epoch_mixes_the_same(trained: Trained) -> None:
+    results = trained(mixed, RUNS[1])
+    assert results.out("stopped").count("stopped by SIGTERM in epoch") == 2
+    assert results.trained_on("stopped") == results.trained_on("whole")
+    assert results.scores("stopped") == results.scores("whole")
+    assert_same(results.weights("stopped"), results.weights("whole"))
+
+
+@pytest.mark.parametrize("run", [*RUNS, TENSORFLOW], ids=str)
+def test_reports_have_the_scores_of_each_dataset(trained: Trained, run: Run) -> None:
+    """The mean of all is that of the parts, weighted by their frames."""
+    for scores in trained(mixed, run).scores("whole"):
+        for score in ("train_loss_ce", "train_loss_fer", "dev_loss_ce"):
+            large, small = scores[f"{score}.large"], scores[f"{score}.small"]
+            assert min(large, small) < scores[score] < max(large, small)
+        assert json.dumps(sorted(scores)) == json.dumps(
+            sorted(
+                f"{where}_loss_{name}{part}"
+                for where in ("train", "dev")
+                for name in ("ce", "fer")
+                for part in ("", ".large", ".small")
+            )
+        )

@@ -25,7 +25,7 @@ TRAININGS: dict[str, dict[str, str]] = {
     "adam": {"optimizer": "None", "adam": "True", "optimizer_epsilon": "1e-5", "gradient_clip_norm": "3.0", "losses": "several"},
     "rmsprop": {
         "optimizer": "None",
-        "rmsprop": "0.8",
+        "rmsprop": "True",
         "momentum": "0.5",
         "learning_rate": "0.0001",
         "gradient_clip": "5.0",
@@ -47,7 +47,7 @@ OURS: dict[str, dict[str, str]] = {
 FLAWS = {
     "class": r"network: layer 'conv' of class 'convolution' \(network_config.py, line \d+\): .*'convolution'",
     "from": r"network: layer '\w+'.* \(network_config.py, line \d+\): .*'lstn'",
-    "target": r"network: layer 'output' of class 'softmax' \(network_config.py, line \d+\): .*'phones'",
+    "target": r"network: layer 'data:phones' \(network_config.py, line \d+\): .*unknown key 'phones'",
     "key": r"network: expected the data key 'phones', which its layers use, got the keys data, classes",
 }
 """A mistake in the network, and what the program says."""
@@ -92,11 +92,14 @@ def _named(start: str, text: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What all jobs left; they are run in one start of Python."""
     folder = tmp_path_factory.mktemp("networks")
 
     def job(program: str, name: str, given: dict[str, str], saved_as: str | None = None) -> list[Any]:
         model = folder / program / (saved_as or name) / "model"
-        overrides = {"corpus": str(corpus), "evaluated": "True", "num_epochs": "2", "log_verbosity": "5", **given}
+        overrides = {"corpus": str(corpus), "num_epochs": "2", "log_verbosity": "5", **given}
+        if name != "attention":
+            overrides["evaluated"] = "True"
         return [program, ATTENTION if name == "attention" else TOY, {**overrides, "model": str(model)}]
 
     wanted = [job(program, name, given) for name, given in TRAININGS.items() for program in ("returnn", "hvdtrain")]
@@ -142,7 +145,7 @@ def test_scores_are_those_of_returnn(jobs: Jobs, name: str) -> None:
 def test_each_program_goes_on_from_the_other_ones_checkpoint(jobs: Jobs) -> None:
     [ours, theirs] = [jobs.weights(program, "imported") for program in ("hvdtrain", "returnn")]
     assert jobs.scores("imported")[0] == pytest.approx(jobs.theirs("imported")[0], rel=1e-5)
-    assert ours["global_step"] == theirs["global_step"] == 40
+    assert (ours["global_step"], theirs["global_step"]) == (40, 80)  # RETURNN goes on counting
 
 
 def test_nadam_trains_although_the_key_is_broken_in_returnn(jobs: Jobs) -> None:

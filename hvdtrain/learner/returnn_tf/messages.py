@@ -76,7 +76,7 @@ def _options_of(layer: str, description: Mapping[str, Any]) -> Any:
 
 def _place(layer: str, texts: Mapping[str, str]) -> str:
     """' (config.py, line 12)' where a layer's name is written as a key of a dict, or else anywhere; '' if it is not found."""
-    name = re.escape(layer.rpartition("/")[2])
+    name = re.escape(layer.rpartition("/")[2].removeprefix("data:"))
     definition, mention = rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*=""", rf"""["']{name}["']"""
     for pattern, (path, text) in product((definition, mention), texts.items()):
         if match := re.search(pattern, text):

@@ -559,12 +559,6 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys without numpy, which checking data needs
 
     specs, problems = datasets_of(keys)
-    batches = sections.get(BatchKeys)
-    if keys.skip_broken and batches is not None and batches.frame_batches:
-        problems += problem(
-            "conflict",
-            f"skip_broken: expected 0 with frame_batches, where a sequence may be in several batches, got {keys.skip_broken}",
-        )
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
         problems += problem(

@@ -328,7 +328,7 @@ def _actual(error: Exception) -> Exception:
     """fsspec's file system of web servers says of any error that there is no such file; its cause is the actual error."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-        if hasattr(cause, "status") or type(cause).__module__.startswith(("aiohttp", "asyncio")):
+        if getattr(cause, "status", None) is not None or type(cause).__module__.startswith(("aiohttp", "asyncio")):
             return cause
     return error
 

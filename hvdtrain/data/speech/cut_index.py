@@ -230,7 +230,7 @@ def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Found]:
             with _open(shard.cuts) as file:
                 for row, line in enumerate(file, start=1):
                     cut = deserialize_item(json.loads(line))
-                    if not hasattr(cut, "supervisions"):
+                    if getattr(cut, "supervisions", None) is None:
                         raise ValueError(f"a manifest of {type(cut).__name__}")
                     member, problem = NO_MEMBER, ""
                     if members is not None:

@@ -185,7 +185,7 @@ class Lengths:
     """As much of a dataset as a plan takes."""
 
     streams = {"data": Stream(numpy.dtype("float32"), (2,), 2, False)}
-    has_fixed_order, window = False, None
+    has_fixed_order, window, mix = False, None, None
 
     def __init__(self, lengths: numpy.ndarray) -> None:
         self.lengths, self.num_sequences = {"data": lengths}, len(lengths)

@@ -6,7 +6,11 @@ import pytest
 from launching import faults
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.returnn_tf.descriptions import Descriptions
+from hvdtrain.learner.returnn_tf.learner import prepare
+
+prepare("cpu", 0, 1)  # RETURNN turns eager execution off when it is imported, which other tests in this process need
+
+from hvdtrain.learner.returnn_tf.descriptions import Descriptions  # noqa: E402
 
 NETWORK = {
     "one": {"class": "linear", "n_out": 3, "from": ["data"]},

@@ -36,7 +36,12 @@ def test_a_framework_is_a_folder_with_these_files_and_functions(name: str) -> No
     framework = FRAMEWORKS[name]
     folder = PACKAGE.parent / framework.package.replace(".", "/")
     functions = {
-        path.stem: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        path.stem: {
+            name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ImportFrom)
+            for name in ([node.name] if isinstance(node, ast.FunctionDef) else [alias.name for alias in node.names])
+        }
         for path in folder.glob("*.py")
     }
     assert "build_learner" in functions["learner"]
@@ -60,8 +65,10 @@ def test_no_module_asks_for_a_framework_by_its_name() -> None:
 def test_a_key_of_one_framework_is_refused_with_another_and_says_so_in_the_help(tmp_path: Path) -> None:
     values = {"torch_compile": "True", "sync_batch_norm": "True", "checkpoint_modules": "['first']", "torch_distributed": "{}"}
     values["load_model_post_hooks"] = "[lambda **_: None]"
-    needing = {key.name: key for key in all_keys() if key.needs}
-    assert needing.keys() == values.keys()
+    values |= {"freeze_until_step": "{'first.*': 10}", "save_parameters": "'trained'", "split_on_oom": "True"}
+    values["extra_models"] = "{'teacher': {'model': print}}"
+    needing = {key.name: key for key in all_keys() if key.needs and "tensorflow" not in key.needs}
+    assert needing.keys() == {*values, "objective_per_rank"}
     for name, value in values.items():
         assert problems(tmp_path, f"{name} = {value}\n", backend="tensorflow") == [f"{name}: needs-backend"]
     assert describe(needing["torch_compile"]) == "True or False or a dict; backend 'torch' only; default False"

@@ -7,6 +7,7 @@ backward, the exchange of gradients and the update together, unless something ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,26 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
     tensorflow_learner.prepare(device, local_rank, threads)
 
 
+@dataclass(frozen=True)
+class UpdateGuard:
+    """What an update depends on besides its gradients.
+
+    Attributes:
+        check: decides whether an update with gradients that are not finite is skipped.
+        scale: of the loss; None: none.
+        norm: gets the global norm of the newest gradients, for the meter.
+    """
+
+    check: GradientCheck
+    scale: LossScale | None
+    norm: list[float | None]
+
+
 class NetworkLearner:
     """A network of RETURNN, its optimizers and its losses: `Learner` of `learner/base.py`.
 
     Args:
         seed: the training's seed, and the rank.
-        layers: by the names of outputs, the layers that `forward` returns; None: the network's output layer.
-        norm: gets the global norm of the newest gradients, for the meter.
     """
 
     def __init__(
@@ -58,12 +72,9 @@ class NetworkLearner:
         networks: Networks,
         exchange: GradientExchange,
         state: NetworkState,
-        check: GradientCheck,
-        scale: LossScale | None,
+        guard: UpdateGuard,
         meter: LearnerMeter,
         seed: tuple[int, int],
-        norm: list[float | None],
-        layers: Mapping[str, str | None],
     ) -> None:
         self.device_name = tensorflow_learner.device_name()
         self.state = state
@@ -72,16 +83,16 @@ class NetworkLearner:
         self.staging = None
         self._networks = networks
         self._exchange = exchange
-        self._check = check
-        self._scale = scale
+        self._check = guard.check
+        self._scale = guard.scale
         self._seed = seed
         self._epoch = 0
         self._first_step = 0
         self._step = 0
         self._batch: Batch | None = None  # the last one of the next update
         self._sum: _Sum | None = None  # of the batches before it
-        self._norm = norm
-        self._layers = layers
+        self._norm = guard.norm
+        self._layers = layers_of(networks.config)  # by the names of outputs, what `forward` returns; None: the output layer
 
     @property
     def _graph(self) -> NetworkGraph:
@@ -362,9 +373,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     norm: list[float | None] = [None]
     meter = LearnerMeter(scores, CpuClock(), scale, tensorflow_learner.peak_memory, lambda: norm[0])
-    return NetworkLearner(
-        networks, gradient_exchange, state, check, scale, meter, (options.seed, options.rank), norm, layers_of(networks.config)
-    )
+    guard = UpdateGuard(check, scale, norm)
+    return NetworkLearner(networks, gradient_exchange, state, guard, meter, (options.seed, options.rank))
 
 
 def searches(values: Mapping[str, Any]) -> bool:

@@ -184,6 +184,7 @@ class Trained:
         wanted = [request for request in REQUESTS if request.module in modules]
         self._requests = [replace(one, runs=(*one.runs, *one.again)) if soak else one for one in wanted]
         self._errors: dict[str, str | None] = {}
+        self._begun: set[str] = set()
 
     def __call__(self, function: Trainings, run: Run) -> Results:
         """The results of a module's trainings in one run."""
@@ -201,6 +202,8 @@ class Trained:
         name = launch_of(wanted, run)
         if name in self._errors:
             return
+        assert name not in self._begun, f"a cycle of launches: {name} goes on with what another one leaves that goes on with it"
+        self._begun.add(name)
         jobs = []
         for transport in TRANSPORTS:  # connecting the ranks costs time: each transport once
             same = Run(run.framework, transport, run.size)

@@ -173,9 +173,8 @@ class StateBase(ABC):
         """
         stored = self._format.read_model(model_file)
         tensors = stored.pop("model")
-        missing = self._left_out(stored, tensors, model_file)
         try:
-            self._set_model({**tensors, **missing})
+            self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})
         except UNSUITABLE as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:

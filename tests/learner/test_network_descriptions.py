@@ -1,90 +1,19 @@
-"""Which network, which learning rate and which keys RETURNN's `pretrain` and `get_network` give an epoch. Nothing is built."""
+"""What RETURNN's descriptions of networks mean for an epoch: the tests of tests/toy/network_descriptions.py, in another process.
 
-from typing import Any
+Importing RETURNN's code for TensorFlow changes TensorFlow for the whole process (no eager execution, other shapes), in which the
+tests of Keras models would fail.
+"""
 
-import pytest
-from launching import faults
+import subprocess
+import sys
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.learner.returnn_tf.learner import prepare
-
-prepare("cpu", 0, 1)  # RETURNN turns eager execution off when it is imported, which other tests in this process need
-
-from hvdtrain.learner.returnn_tf.descriptions import Descriptions  # noqa: E402
-
-NETWORK = {
-    "one": {"class": "linear", "n_out": 3, "from": ["data"]},
-    "two": {"class": "linear", "n_out": 3, "from": ["one"]},
-    "output": {"class": "softmax", "loss": "ce", "from": ["two"]},
-}
+from launching import ROOT, clean_environment
 
 
-def described(**values: Any) -> Descriptions:
-    from returnn.config import Config
-
-    config = Config()
-    config.typed_dict = {"network": NETWORK, "learning_rate": 0.1, **values}
-    return Descriptions(config)
-
-
-def shrink(idx: int, net_dict: dict[str, Any]) -> dict[str, Any] | None:
-    if idx == 2:
-        return None
-    net_dict["one"]["n_out"] = idx + 1
-    net_dict["#config"] = {"batch_size": 100 * (idx + 1)}
-    net_dict["#copy_param_mode"] = "subset"
-    if idx == 0:
-        net_dict["#repetition"] = 2
-    return net_dict
-
-
-def test_pretraining_has_its_learning_rate_and_the_epoch_after_it_that_of_the_config() -> None:
-    made = described(pretrain={"construction_algo": shrink}, pretrain_learning_rate=0.02)
-    assert made.num_pretrain_epochs == 4
-    assert [made.of(epoch).layers["one"]["n_out"] for epoch in range(1, 7)] == [1, 1, 2, 3, 3, 3]
-    assert [made.keys(epoch) for epoch in range(1, 7)] == [
-        {"batch_size": 100, "learning_rate": 0.02},
-        {"batch_size": 100, "learning_rate": 0.02},
-        {"batch_size": 200, "learning_rate": 0.02},
-        {"learning_rate": 0.02},
-        {"learning_rate": 0.1},
-        {},
-    ]
-    assert [made.of(epoch).differs_from(made.of(epoch - 1).layers) for epoch in range(2, 7)] == [False, True, True, False, False]
-    assert (made.of(1).copies, made.of(4).copies, made.of(5).allows_others) == ("subset", None, False)
-    assert not made.are_equal
-
-
-def test_rates_in_config_entries_need_learning_rate_control_in_every_epoch() -> None:
-    def with_rate(idx: int, net_dict: dict[str, Any]) -> dict[str, Any] | None:
-        return {**net_dict, "#config": {"learning_rate": 0.5}} if idx == 0 else None
-
-    with pytest.raises(ConfigError) as caught:
-        described(pretrain={"construction_algo": with_rate}).keys(1)
-    assert faults(caught.value.problems) == ["pretrain: conflict"]
-    made = described(pretrain={"construction_algo": with_rate}, use_learning_rate_control_always=True)
-    assert [made.keys(epoch) for epoch in (1, 2, 3)] == [{"learning_rate": 0.5}, {}, {}]
-
-
-def test_all_forms_of_pretraining_are_returnns() -> None:
-    default = described(pretrain="default", pretrain_repetitions=[2, 1])
-    assert [sorted(default.of(epoch).layers) for epoch in (1, 2, 3)] == [
-        ["one", "output"],
-        ["one", "output"],
-        ["one", "output", "two"],
-    ]
-    kept = described(pretrain={"construction_algo": "from_input", "copy_output_layer": False})
-    assert [sorted(kept.of(epoch).layers) for epoch in (1, 2)] == [["one", "output"], ["one", "output", "two"]]
-    assert (kept.of(1).skips_output, default.of(1).skips_output) == (True, False)
-    with pytest.raises(ConfigError, match="pretrain: .*invalid construction_algo 'nowhere'"):
-        described(pretrain={"construction_algo": "nowhere"})
-
-
-def test_get_network_is_asked_for_every_epoch() -> None:
-    made = described(get_network=lambda epoch: NETWORK | {"#config": {"max_seqs": epoch}} if epoch < 3 else None)
-    assert [made.keys(epoch) for epoch in (1, 2)] == [{"max_seqs": 1}, {"max_seqs": 2}]
-    assert made.of(2).allows_others
-    with pytest.raises(ConfigError, match="get_network: expected a dict of layers, got NoneType"):
-        made.of(3)
-    assert described().are_equal
-    assert described().keys(1) == {}
+def test_the_networks_and_keys_of_epochs() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", "tests/toy/network_descriptions.py"]
+    finished = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert " passed" in finished.stdout

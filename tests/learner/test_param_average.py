@@ -23,7 +23,7 @@ from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import build_learner
-from hvdtrain.learner.torch.state import TorchState
+from hvdtrain.learner.torch.state import TorchState, Unsaved
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 
@@ -48,7 +48,7 @@ class Job:
             for number, parameter in enumerate(self.model.parameters()):
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (number + 1))
         self.state = TorchState(
-            self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
+            self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, Unsaved()
         )
         self.reducer = ReduceKeys(reduce_type="param", **keys).reducer(comm, Timer())
         self.done = 0

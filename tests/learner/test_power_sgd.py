@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.learner.reducer import EpochStart
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.state import TorchState
+from hvdtrain.learner.torch.state import TorchState, Unsaved
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 
@@ -29,7 +29,7 @@ class Job:
         self.comm = comm
         self.model = torch.nn.Linear(COLUMNS, ROWS)
         self.state = TorchState(
-            self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
+            self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, Unsaved()
         )
         keys = ReduceKeys(compression="powersgd", compression_rank=rank, average_gradients=average)
         self.reducer = keys.reducer(comm, Timer())

@@ -119,7 +119,7 @@ def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     wanted.append(job("hvdtrain", "attention", {**forward, "output_file": str(folder / "encoder.hdf")}, "forward"))
     wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw}) for flaw in FLAWS]
     (folder / "jobs.json").write_text(json.dumps(wanted))
-    command = [sys.executable, str(ROOT / "tests" / "returnn_layer" / "network_jobs.py"), str(folder / "jobs.json")]
+    command = [sys.executable, str(ROOT / "tests" / "toy" / "network_jobs.py"), str(folder / "jobs.json")]
     subprocess.run(command, env=clean_environment() | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=900)
     return Jobs(folder)
 

@@ -63,7 +63,7 @@ from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
 from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
-from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
+from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import (
     CudaStaging,
@@ -74,7 +74,7 @@ from hvdtrain.learner.torch.tensors import (
     numbers_of,
     with_parts,
 )
-from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
+from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Skips, Update
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
@@ -131,6 +131,21 @@ class ConfigFunctions:
         return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does only if the config asks for it.
+
+    Attributes:
+        batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
+        freezing: freezes parameters until a step; None: none are.
+        splitter: splits batches that do not fit into memory; None: such a batch is an error.
+    """
+
+    batch_norm: Exchange | None = None
+    freezing: Freezing | None = None
+    splitter: BatchSplitter | None = None
+
+
 class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses: `Learner` of `learner/base.py`.
 
@@ -140,9 +155,6 @@ class TorchLearner:
         update: from reduced gradients to new parameters.
         seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
             between ranks, and are the same after a resume.
-        batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
-        freezing: freezes parameters until a step; None: none are.
-        splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
 
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
@@ -155,11 +167,9 @@ class TorchLearner:
         state: TorchState,
         meter: LearnerMeter,
         seed: tuple[int, int],
-        batch_norm: Exchange | None = None,
-        freezing: Freezing | None = None,
-        splitter: BatchSplitter | None = None,
+        options: StepOptions,
     ) -> None:
-        self._splitter = splitter
+        self._splitter = options.splitter
         self.model = functions.model
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -172,8 +182,8 @@ class TorchLearner:
         self._gradients = gradients
         self._update = update
         self._seed = seed
-        self._batch_norm = batch_norm
-        self._freezing = freezing
+        self._batch_norm = options.batch_norm
+        self._freezing = options.freezing
         self._begins_update = True
         self._device = functions.device
         self._epoch = 0
@@ -415,9 +425,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
-    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device, seed)
+    update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, scale, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
-    state = TorchState(model, optimizer, device, average, scale, constants, options.model_format, base)
+    state = TorchState(model, optimizer, device, average, scale, Unsaved(constants, base), options.model_format)
     state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
     return TorchLearner(
         ConfigFunctions(
@@ -435,9 +445,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         state,
         _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
-        exchange,
-        Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None,
-        splitter,
+        StepOptions(exchange, Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None, splitter),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,25 @@ NAMES = "param_names"
 order."""
 
 
+@dataclass(frozen=True)
+class Unsaved:
+    """Parameters that the model's file does not have.
+
+    Attributes:
+        constants: the names of those that are neither saved nor loaded, as they always come from another model's file.
+        base: frozen ones; None: these are saved.
+    """
+
+    constants: frozenset[str] = frozenset()
+    base: FrozenBase | None = None
+
+
 class TorchState(StateBase):
     """The state of a torch.nn.Module and its optimizer.
 
     Args:
         average: a moving average, or the optimizer's own weights for evaluations.
-        constants: the names of parameters that are neither saved nor loaded, as they always come from another model's file.
         model_format: of the model's file: "pt" or "safetensors".
-        base: frozen parameters that are not saved; None: all are.
     """
 
     def __init__(
@@ -53,17 +64,16 @@ class TorchState(StateBase):
         device: torch.device,
         average: WeightAverage | OptimizerModes | None,
         scale: LossScale | None,
-        constants: frozenset[str],
+        unsaved: Unsaved,
         model_format: str = "pt",
-        base: FrozenBase | None = None,
     ) -> None:
         super().__init__(file_format(device, model_format), average, scale)
         self._model = model
         self._optimizer = optimizer
         self._device = device
-        self._constants = constants
-        self._base = base
-        self._unsaved = constants if base is None else constants | base.names
+        self._constants = unsaved.constants
+        self._base = base = unsaved.base
+        self._unsaved = self._constants if base is None else self._constants | base.names
         self._trained = named_trained(model)
         first_names = {id(parameter): name for name, parameter in self._trained.items()}
         every_name = model.named_parameters(remove_duplicate=False)

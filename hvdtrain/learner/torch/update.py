@@ -56,7 +56,7 @@ class DeviceSkips:
     """
 
     def __init__(self, check: GradientCheck, scale: LossScale | None, device: torch.device) -> None:
-        self._check = check
+        self._check = skips.check
         self._scale = scale
         self._device = device
         self._decided: _DeviceDecision | None = None
@@ -110,15 +110,27 @@ class DeviceSkips:
 Optimizer = AnyOptimizer | ShardedOptimizer
 
 
+@dataclass(frozen=True)
+class Skips:
+    """What decides whether an update is skipped.
+
+    Attributes:
+        check: on the host.
+        on_device: on the device, if the optimizer supports it; None: the host always decides.
+    """
+
+    check: GradientCheck
+    on_device: DeviceSkips | None = None
+
+
 class Update:
     """One optimizer step, and the changes to the gradients before it.
 
     Args:
         change: changes the gradients before they are applied.
-        check: decides whether an update is skipped.
+        skips: decides whether an update is skipped.
         noise: the noise that `change` may add.
         scale: the loss scale; None: the loss is not scaled.
-        on_device: decides on the device whether to skip an update, if the optimizer supports it; None: the host always decides.
         seed: seeds the random numbers that the optimizer may draw in a step; None: it draws none.
     """
 
@@ -127,10 +139,9 @@ class Update:
         model: torch.nn.Module,
         optimizer: Optimizer,
         change: Callable[[UpdateGradients], None],
-        check: GradientCheck,
+        skips: Skips,
         noise: GradientNoise,
         scale: LossScale | None = None,
-        on_device: DeviceSkips | None = None,
         seed: Callable[[int], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -138,10 +149,10 @@ class Update:
         self._names, self._trained = list(named), list(named.values())
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._change = change
-        self._check = check
+        self._check = skips.check
         self._scale = scale
         self._noise = noise
-        self._on_device = on_device
+        self._on_device = skips.on_device
         self._seed = seed
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first

@@ -56,7 +56,7 @@ class DeviceSkips:
     """
 
     def __init__(self, check: GradientCheck, scale: LossScale | None, device: torch.device) -> None:
-        self._check = skips.check
+        self._check = check
         self._scale = scale
         self._device = device
         self._decided: _DeviceDecision | None = None

@@ -67,7 +67,8 @@ PAGE = """# The keys that RETURNN reads
 Written by `tools/returnn_keys.py --page` from the sources of RETURNN {version}: every name that it reads from a config, the
 defaults in its code, the values that mean off or default there and that hvdtrain takes in the same sense, and what hvdtrain
 does with other values. To every key that is true or false, `True`, `1` and the strings `"true"`, `"yes"`, `"on"`, `"1"` are the
-same, and so are their opposites; None is False there. [returnn.md](returnn.md#keys) has the explanations,
+same, and so are their opposites; None is False there. The column *here* is about configs for PyTorch: those with a `network`
+have more of these keys ([returnn.md](returnn.md#tensorflow-networks)). [returnn.md](returnn.md#keys) has the explanations,
 [keys.md](keys.md) hvdtrain's keys.
 
 | key | RETURNN's default | off or default | here |

@@ -66,7 +66,7 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
     from hvdtrain.learner.reducers import ReduceKeys
-    from hvdtrain.learner.torch.state import TorchState
+    from hvdtrain.learner.torch.state import TorchState, Unsaved
     from hvdtrain.runtime.timer import Timer
 
     torch.set_num_threads(1)  # further threads would not exist in a forked process
@@ -77,7 +77,7 @@ def saves(kills: int, seed: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer's state
-    state = TorchState(model, optimizer, torch.device("cpu"), None, None, frozenset())
+    state = TorchState(model, optimizer, torch.device("cpu"), None, None, Unsaved())
 
     def set_all(step: int) -> None:
         with torch.no_grad():

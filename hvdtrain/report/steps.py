@@ -110,6 +110,7 @@ def work_counter(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callab
         lengths: by data key, the frames of the sequences or chunks that the plan's indices refer to.
         num_sequences: counts the sequences among such indices.
 
+    >>> import numpy
     >>> plan = Plan(numpy.array([2, 0, 1]), numpy.array([0, 1, 3]))
     >>> work_counter(plan, {"data": numpy.array([5, 6, 7])})(1, 2)
     (2, {'data': 11})

@@ -174,7 +174,6 @@ forward_data, output_file = train, model + ".hdf"
         ),
         ("default_float_dtype = 'float8'", "default_float_dtype: a key of RETURNN that is not supported, .* such as 'bfloat16'"),
         ("torch_batching = print", "torch_batching: .*batches are planned from the lengths"),
-        ("packed_tensors = True", "packed_tensors: .*batches are padded: pack them in train_step, with rf.pack_padded"),
     ],
 )
 def test_what_is_wrong_with_such_keys(tmp_path: Path, text: str, message: str) -> None:

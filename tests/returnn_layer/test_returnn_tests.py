@@ -49,7 +49,7 @@ ROUNDED = {
 """They work; how far the scores may be apart, if they can be compared."""
 
 REFUSED = {
-    "test_torch_engine_train_packed": "packed_tensors: a key of RETURNN that is not supported",
+    "test_torch_engine_train_packed": "(True, [])",  # four trainings of one name: the second is complete already
 }
 
 OF_THE_ENGINE = (

@@ -5,7 +5,8 @@
 # make test-launchers   the tests of launchers, stops, faults and restarts, on this host and, as root, on several with Slurm
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make fuzz    random files, configs, logs, datagrams: many times what make test draws (TIMES=20), with a new seed, which it prints
-# make soak-faults  the table of faults and launchers in docs/resuming.md: each fault has to be named, or training goes on
+# make soak-faults  the table of faults and launchers in docs/resuming.md: each fault has to be named, or training continues
+# make docs    the site of the documents in site/, which needs no network, and the pages of docs/ that are generated
 # make test-soak   tests of rare failures, repeated many times, and what make test proves on fewer ranks or with fewer launchers
 # Every target first sets up the environment if it is missing; see tools/setup.sh.
 
@@ -21,7 +22,7 @@ endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config data/returnn/demo-rf-pt-benchmark.py \
-	data/returnn/tests/test_torch_engine.py
+	data/returnn/demo-tf-attention.config data/returnn/tests/test_torch_engine.py
 
 # Each of the many processes that tests start would compile the package anew where nothing may be written.
 export PYTHONDONTWRITEBYTECODE =
@@ -43,15 +44,15 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
-# RETURNN's demos for PyTorch and its tests, which our tests run. They are in the source distribution of the installed version, but
+# RETURNN's demos and its tests, which our tests run. They are in the source distribution of the installed version, but
 # not in its wheel. A pattern (% stands for the dot) makes all of them in one go.
 data/returnn/demo-torch%config data/returnn/demo-rf%config data/returnn/demo-rf-pt-benchmark%py \
-		data/returnn/tests/test_torch_engine%py: | setup
+		data/returnn/demo-tf-attention%config data/returnn/tests/test_torch_engine%py: | setup
 	@mkdir -p data/returnn/tests
 	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
 		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest data/returnn returnn==$$version
 	@tar --extract --gzip --file data/returnn/returnn-*.tar.gz --directory data/returnn --wildcards --strip-components 2 \
-		'*/demos/demo-torch.config' '*/demos/demo-rf.config' '*/demos/demo-rf-pt-benchmark.py'
+		'*/demos/demo-torch.config' '*/demos/demo-rf.config' '*/demos/demo-rf-pt-benchmark.py' '*/demos/demo-tf-*.config'
 	@tar --extract --gzip --file data/returnn/returnn-*.tar.gz --directory data/returnn/tests --wildcards --strip-components 2 \
 		'*/tests/*.py'
 	@rm data/returnn/returnn-*.tar.gz
@@ -99,9 +100,14 @@ format: setup
 	$(PYTHON_OF_VENV) -m ruff format .
 	$(PYTHON_OF_VENV) -m ruff check --fix .
 
+# The pages that are generated, and the site of all pages: open site/index.html.
 docs: setup
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
+	$(PYTHON_OF_VENV) tests/config/test_messages.py
 	$(PYTHON_OF_VENV) tests/test_extending.py
+	@$(PYTHON_OF_VENV) -c "import mkdocstrings" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_OF_VENV) -m mkdocs build --quiet --clean --config-file tools/site/mkdocs.yml
+	$(PYTHON_OF_VENV) tools/site/check.py site
 
 # How long --help takes, as a multiple of "import numpy". Above 2, something that --help does not need is imported.
 help-time: setup
@@ -121,4 +127,4 @@ benchmark-data: data
 	done
 
 clean:
-	rm -rf exp data build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf exp data build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how long a job takes to end after a fault, or to go on, for every launcher that this machine has, and whether the fault
-is named. The exit status is 1 if a fault has another outcome than fault_rows.py expects, which the table shows in bold letters.
+"""Measure how long a job takes to end after a fault, or to continue, for every launcher that this machine has, and whether the
+fault is named. The exit status is 1 if a fault has another outcome than fault_rows.py expects, which the table shows in bold.
 
 A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
 are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
-Launchers that start ranks again (docs/elastic.md) have separate columns: there, a job that goes on has done so when all ranks
+Launchers that start ranks again (docs/elastic.md) have separate columns: there, a job that continues has done so when all ranks
 that it has now have begun a step. srun has columns inside a job of Slurm that has one node:
 
     salloc -N1 -n3 python benchmarks/faults.py --launchers srun
@@ -83,7 +83,7 @@ class Launcher:
     Attributes:
         before: the command before `-m hvdtrain config.py`, made in a folder for its files.
         after: the arguments after it.
-        left: how many ranks go on after one was lost; 0: the job ends.
+        left: how many ranks continue after one was lost; 0: the job ends.
     """
 
     before: Callable[[Path], list[str]]
@@ -153,7 +153,7 @@ def prepared(has_disk: bool) -> Iterator[Path]:
 
 
 def outcome(launcher: Launcher, fault: str, patience: float, verbose: bool) -> tuple[str, bool]:
-    """Run a job with a fault: how long it took to end, with which exit status, or to go on; and whether that is as expected."""
+    """Run a job with a fault: how long it took to end, with which status, or to continue; and whether that is as expected."""
     row = ROWS[fault]
     with prepared(row.needs_root) as folder:
         trace = folder / "trace"

@@ -2,11 +2,14 @@
 """Kill trainings at random moments and verify that nothing is lost.
 
 kills.py saves --kills 200     a process that saves all the time; after every kill, the newest checkpoint has to be complete
-kills.py starts --kills 50     a training that mostly saves; after every kill, it has to resume
+kills.py starts --kills 50     a training that mostly saves (--background: in the background; --local: to another disk first);
+                               after every kill, it has to resume
 kills.py soak --kills 20       the demo on changing numbers of ranks; every epoch has to train on every sequence exactly once
 kills.py elastic --kills 50    the demo on 4 ranks that restart by themselves (max_restarts); the weights have to be the same, too
 kills.py elastic --kills 20 --least 2
-                               the same, and ranks that are killed twice before they save go on with fewer (min_ngpu)
+                               the same, and ranks that are killed twice before they save continue with fewer (min_ngpu)
+kills.py goodput --kills 10 --every 60
+                               the demo on 4 ranks, of which one is killed every minute; prints which share of the time was useful
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # found through the line above
+from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder  # noqa: E402  # found through the line above
+from hvdtrain.comm.fork_server import NAME as FORK_SERVER  # noqa: E402
+from hvdtrain.errors import TO_BE_CONTINUED  # noqa: E402
+from hvdtrain.runtime.goodput import Spent  # noqa: E402
 from hvdtrain.training.trace import has_begun, num_runs, trained_on  # noqa: E402
 
 NOTHING: Mapping[str, object] = {}
@@ -122,29 +129,37 @@ def saves(kills: int, seed: int) -> None:
     print(f"and not older than after the previous kill ({moved} times newer); {step} checkpoints were written in total")
 
 
-def starts(kills: int, seed: int) -> None:
-    """Kill a training that saves all the time; the next start has to resume it."""
+def starts(kills: int, seed: int, more: Mapping[str, object]) -> None:
+    """Kill a training that saves all the time; the next start has to resume it from the newest checkpoint.
+
+    Args:
+        more: further keys.
+    """
     import hvdtrain.learner.torch.learner  # noqa: F401  imported once for all child processes; not at the top, so that --help is fast
     from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 
     generator = random.Random(seed)
-    unfinished = stepped_back = 0
+    unfinished = stepped_back = behind = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.py").write_text(SAVING_CONFIG)
         checkpoints = CheckpointFolder(folder / "model")
+        keys = {"model": str(folder / "model"), **{name: str(value) for name, value in more.items()}}
+        if "checkpoint_local" in more:
+            keys["checkpoint_local"] = str(folder / "disk")
         before = None
         for number in range(kills):
             child = os.fork()  # everything is imported already: a new process would take seconds
             if child == 0:
                 try:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                    train(read_settings([folder / "config.py"], {"model": str(folder / "model")}))
+                    train(read_settings([folder / "config.py"], keys))
                 finally:
                     traceback.print_exc()
                     os._exit(1)
             deadline = time.monotonic() + 120
+            waiting = _on_disk(checkpoints)
             while checkpoints.newest() == before:  # until it has resumed and saved
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended or time.monotonic() > deadline:
@@ -154,6 +169,8 @@ def starts(kills: int, seed: int) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             left = checkpoints.newest()
+            behind += waiting is not None
+            stepped_back += waiting is not None and (left is None or left.age < waiting.age)
             unfinished += any(path.name.endswith(UNFINISHED) for path in folder.iterdir())
             stepped_back += left is None or (before is not None and left.age < before.age)
             lines = epochs_in(folder / "scores.jsonl")
@@ -165,6 +182,15 @@ def starts(kills: int, seed: int) -> None:
         last = checkpoints.newest()
         print(f"{kills} kills, {unfinished} of them while files were being written: training resumed {kills} times,")
         print(f"{stepped_back} times from an older checkpoint than before the kill; it reached epoch {last.epoch if last else 0}")
+        if "checkpoint_local" in more:
+            print(f"{behind} times from one that was on the local disk only")
+
+
+def _on_disk(checkpoints: CheckpointFolder) -> Checkpoint | None:
+    """The newest checkpoint, if it is on the local disk only."""
+    newest, note = checkpoints.newest(), checkpoints.note
+    found = checkpoints.models([json.loads(note.read_text())["model"]] if note.exists() else [])
+    return next((one for one in found if newest is None or one.age > newest.age), None)
 
 
 def epochs_in(path: Path) -> list[int]:
@@ -239,7 +265,7 @@ def elastic(kills: int, seed: int, data: Path, size: int, least: int, epochs: in
             at, first_run = time.time(), num_runs(killed / "trace")
             _wait_until(lambda: len(_restarts(killed)) == number + 1, process, killed)  # noqa: B023  # called here
             sizes = [size, *_restarts(killed)]
-            print(f"kill {number + 1}: after {first_run} runs; {sizes[-1]} ranks go on", flush=True)
+            print(f"kill {number + 1}: after {first_run} runs; {sizes[-1]} ranks continue", flush=True)
         if process.wait() or _start(whole, data, size, epochs, keys).wait():
             raise SystemExit(f"expected the training to finish, got {(killed / 'errors').read_text()}")
         fewer = f", fewer and fewer down to {sizes[-1]}" if sizes[-1] < size else ""
@@ -253,14 +279,76 @@ def elastic(kills: int, seed: int, data: Path, size: int, least: int, epochs: in
             _compare_weights(killed, whole, epochs)
 
 
+def goodput(kills: int, every: float, seed: int, data: Path, size: int, more: Mapping[str, object]) -> None:
+    """Kill a random rank of one job at equal intervals, stop it, and compare its goodput with two measurements from outside."""
+    generator = random.Random(seed)
+    keys = {
+        "use_horovod": False,
+        "ngpu": size,
+        "train.partition_epoch": 4,
+        "save_interval_steps": None,
+        "save_interval_minutes": "auto",
+        "log_verbosity": 4,
+        **more,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        whole, killed = Path(name, "whole"), Path(name, "killed")
+        seconds: dict[Path, float] = {}
+        for folder in (whole, killed):
+            folder.mkdir()
+            restarts = kills if folder is killed else 0
+            with (folder / "errors").open("w") as errors:
+                began = time.time()
+                process = _start(folder, data, size, 10**4, {**keys, "max_restarts": max(1, restarts)}, errors)
+            for number in range(restarts):
+                _wait_until(lambda: time.time() >= began + every * (number + 1), process, folder)  # noqa: B023  # called here
+                os.kill(generator.choice(sorted(_children(process))), signal.SIGKILL)
+                _wait_until(lambda: len(_restarts(folder)) == number + 1, process, folder)  # noqa: B023  # called here
+            _wait_until(lambda: time.time() >= began + every * (restarts + 1), process, folder)  # noqa: B023  # called here
+            process.send_signal(signal.SIGTERM)
+            if process.wait() != TO_BE_CONTINUED:
+                raise SystemExit(f"expected the training to stop, got {(folder / 'errors').read_text()}")
+            seconds[folder] = time.time() - began
+        spent, steps = {}, {}
+        for folder in (whole, killed):
+            spent[folder], steps[folder] = _progress(folder)
+        print(f"{kills} kills of one of {size} ranks, one every {every:g} s; {steps[killed]} steps stayed")
+        print(spent[killed].line())
+        print(
+            f"from outside: {seconds[killed]:.1f} s from the first start to the end, {spent[killed].seconds:.1f} s in the account"
+        )
+        rate = steps[whole] / spent[whole].useful
+        outside = steps[killed] / rate / seconds[killed]
+        print(f"without kills, a step takes {1000 / rate:.1f} ms: by the steps that stayed, the goodput is {outside:.1%}")
+        log = next(killed.glob("log.*-0-*")).read_text().splitlines()
+        print(*[line for line in log if "save_interval_minutes: " in line][-1:])
+
+
+def _progress(folder: Path) -> tuple[Spent, int]:
+    """Where the seconds of a stopped training went, and the number of its steps, by its last checkpoint."""
+    import torch
+
+    checkpoint = CheckpointFolder(folder / "model").newest()
+    state = {} if checkpoint is None else torch.load(checkpoint.model_file, weights_only=True)
+    spent = Spent.from_state(state.get("spent"))
+    if spent is None:
+        raise SystemExit(f"expected a checkpoint, got {sorted(path.name for path in folder.iterdir())}")
+    return spent, state["step"]
+
+
 def _restarts(folder: Path) -> list[int]:
     """How many ranks went on after each restart, as the launcher says."""
-    return list(map(int, re.findall(r"^restart .*; (\d+) ranks? go", (folder / "errors").read_text(), re.MULTILINE)))
+    return list(map(int, re.findall(r"^restart .*; (\d+) ranks? continue", (folder / "errors").read_text(), re.MULTILINE)))
 
 
 def _children(process: subprocess.Popen[bytes]) -> set[int]:
     """The process ids of the ranks that a launcher has started."""
-    return set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    found = set()
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() != FORK_SERVER:
+                found.add(int(pid))
+    return found
 
 
 def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -268,7 +356,7 @@ def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], fol
     while not is_so():
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(
-                f"expected training to go on until the last kill, got status {process.returncode} (raise --epochs, if it has "
+                f"expected training to continue until the last kill, got status {process.returncode} (raise --epochs, if it has "
                 f"finished): {(folder / 'errors').read_text()}"
             )
         time.sleep(0.02)
@@ -347,13 +435,17 @@ def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: ra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saves", "starts", "soak", "elastic"])
+    parser.add_argument("what", choices=["saves", "starts", "soak", "elastic", "goodput"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak, elastic: folder of train.hdf")
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak, elastic, goodput: folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks to cycle through")
-    parser.add_argument("--size", type=int, default=4, help="elastic: the number of ranks")
-    parser.add_argument("--least", type=int, help="elastic: go on with fewer ranks, down to this number (as many as before)")
+    parser.add_argument("--size", type=int, default=4, help="elastic, goodput: the number of ranks")
+    parser.add_argument("--every", type=float, default=60.0, help="goodput: seconds between two kills")
+    parser.add_argument("--background", action="store_true", help="starts: checkpoints are written in the background")
+    parser.add_argument("--local", action="store_true", help="starts: checkpoints are written to another folder, and copied")
+    parser.add_argument("--keys", nargs="*", default=[], metavar="KEY=VALUE", help="goodput: more keys of the training")
+    parser.add_argument("--least", type=int, help="elastic: continue with fewer ranks, down to this number (as many as before)")
     parser.add_argument(
         "--epochs",
         type=int,
@@ -364,7 +456,11 @@ def main() -> None:
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)
     elif arguments.what == "starts":
-        starts(arguments.kills, arguments.seed)
+        more = {"save_in_background": True} if arguments.background else {}
+        starts(arguments.kills, arguments.seed, more | ({"checkpoint_local": True} if arguments.local else {}))
+    elif arguments.what == "goodput":
+        more = dict(pair.split("=", 1) for pair in arguments.keys)
+        goodput(arguments.kills, arguments.every, arguments.seed, arguments.data, arguments.size, more)
     elif arguments.what == "elastic":
         least, epochs = arguments.least or arguments.size, max(arguments.epochs, 2 * arguments.kills)
         elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, least, epochs)

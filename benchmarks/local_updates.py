@@ -6,7 +6,7 @@
 
 Two ranks train with the same sequences in each method: 2 epochs with each of its tries, which differ in the learning rate or the
 momentum, then, with the try of the lowest development WER, 4 epochs with each of three seeds. All methods have equally many
-tries. Every training appends a line to --results, and the command goes on where it was stopped: in all, it takes some four
+tries. Every training appends a line to --results, and the command continues where it was stopped: in all, it takes some six
 hours on two quiet cores. The speed of the machine has no influence on the results.
 """
 
@@ -48,8 +48,13 @@ METHODS: dict[str, tuple[Keys, list[Keys]]] = {
 }
 """By name: what all of its trainings have in common, and its tries."""
 
-NARROW = {"grad": "grad, fp16", "param, H = 16, block momentum": "param, H = 16, block momentum, fp16"}
-"""Methods that are also trained with 16-bit messages, with the same try."""
+NARROW = {
+    "grad": ["fp16"],
+    "param, H = 16, block momentum": ["fp16"],
+    "param, H = 64": ["int4"],
+    "param, H = 64, block momentum": ["int8", "int4", "int2"],
+}
+"""Methods that are also trained with smaller messages, with the same try."""
 
 
 def main() -> None:
@@ -70,9 +75,8 @@ def main() -> None:
     }
     for seed in range(1, options.seeds + 1):
         for name in options.methods:
-            results.wer(name, tuned[name], seed, options.epochs)
-            if name in NARROW:
-                results.wer(NARROW[name], tuned[name], seed, options.epochs)
+            for each in variants(name):
+                results.wer(each, tuned[name], seed, options.epochs)
     print_tries(results, options)
     print_comparison(results, tuned, options)
 
@@ -101,10 +105,15 @@ class Results:
         return float(self.of(name, keys, seed, epochs)["dev"])
 
 
+def variants(name: str) -> list[str]:
+    """A method, with messages in float32 and smaller ones."""
+    return [name, *(f"{name}, {compression}" for compression in NARROW.get(name, []))]
+
+
 def train(options: argparse.Namespace, name: str, keys: Keys, seed: int, epochs: int) -> dict[str, Any]:
     """Train on two ranks."""
-    wide = next((wide for wide, narrow in NARROW.items() if narrow == name), name)
-    compression = {"horovod_compression": "fp16"} if name != wide else {}
+    wide = next(wide for wide in METHODS if name in variants(wide))
+    compression = {} if name == wide else {"horovod_compression": name.rpartition(", ")[2]}
     given = {**METHODS[wide][0], **compression, **keys, "num_epochs": epochs, "random_seed": seed}
     with tempfile.TemporaryDirectory() as folder:
         given |= {"ngpu": 2, "model": f"{folder}/model", "log": f"{folder}/log", "log_interval": 0, "cleanup_old_models": True}
@@ -139,7 +148,7 @@ def print_comparison(results: Results, tuned: dict[str, Keys], options: argparse
     print(f"\nWER after {options.epochs} epochs, %, mean of {options.seeds} seeds (range):\n")
     print("| method | best try | dev WER | test WER | syncs | MB sent by each rank |\n|---|---|---|---|---|---|")
     for wide in options.methods:
-        for name in (wide, NARROW[wide]) if wide in NARROW else (wide,):
+        for name in variants(wide):
             done = [results.of(name, tuned[wide], seed, options.epochs) for seed in seeds]
             dev, test = ([100 * each[part] for each in done] for part in ("dev", "test"))
             columns = [

@@ -378,10 +378,10 @@ def _run(commands: list[list[str]], folder: Path, environment: Mapping[str, str]
     return "trains"
 
 
-def configs_in(folder: Path, kind: str) -> Iterator[Path]:
-    """The configs of a kind below a folder, sorted."""
+def configs_in(folder: Path, is_wanted: Callable[[str], object]) -> Iterator[Path]:
+    """The configs below a folder whose text is of a kind, sorted."""
     for file in [folder] if folder.is_file() else sorted(folder.rglob("*")):
-        if file.is_file() and file.suffix in (".config", ".py", "") and KINDS[kind].search(_text(file)):
+        if file.is_file() and file.suffix in (".config", ".py", "") and is_wanted(_text(file)):
             yield file
 
 
@@ -408,7 +408,7 @@ def main() -> None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*options.path, os.environ.get("PYTHONPATH", "")]).strip(":")}
     outcomes: list[Outcome] = []
-    files = [file for folder in options.folders for file in configs_in(folder, options.kind)]
+    files = [file for folder in options.folders for file in configs_in(folder, KINDS[options.kind].search)]
     with ThreadPoolExecutor(options.jobs) as pool:
         for file, outcome in zip(
             files, pool.map(lambda file: examined(file, options.only_read, environment), files), strict=True
@@ -424,7 +424,7 @@ def main() -> None:
 
 
 def examined(file: Path, only_read: bool, environment: Mapping[str, str]) -> Outcome:
-    """`examine` in a process of its own."""
+    """`examine` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if only_read else [])]
         finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

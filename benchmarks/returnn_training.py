@@ -4,10 +4,12 @@
     python benchmarks/returnn_training.py                       # 1 and 2 ranks, 5 rounds: 6 minutes
     python benchmarks/returnn_training.py --rounds 1 --models mlp
     python benchmarks/returnn_training.py --horovod             # hvdtrain with Horovod on several ranks, too
+    python benchmarks/returnn_training.py --models ff lstm attention   # TensorFlow networks, on two ranks with Horovod
 
 as_returnn/mlp.config has a multilayer perceptron of PyTorch (2 x 512, batches of 10,000 frames), as_returnn/conformer.config a
 conformer of RETURNN's frontend with CTC. Each is run as it is by `python -m returnn` and `python -m hvdtrain`, on several ranks
 under torchrun, with one thread a rank, no cache and no evaluation. RETURNN reads data in a separate process, its default.
+ff.config, lstm.config and attention.config have networks of RETURNN's layers, and Horovod on several ranks.
 
 The config itself records the time of the last epoch (as_returnn/recorded.py), from the begin of its first step to the end of its
 last one on the slowest rank: start-up, planning and saving are not in it, waiting for data is. On several ranks RETURNN ends an
@@ -17,6 +19,9 @@ within a round, and its median over the rounds is the result.
 The CPU time of a step is that of the thread that trains, which other programs on the machine affect little, and that of all
 threads and of the processes that read data. On one rank both programs train on the same batches in the same order, and the
 largest difference of the weights after the first epoch is printed.
+
+With TensorFlow, one epoch is trained, and measured without its first ten steps. Threads of TensorFlow compute, so that the CPU
+time of the thread that trains says little.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import returnn_reader
@@ -48,13 +54,32 @@ MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", "-np"]
 
 @dataclass(frozen=True)
 class Model:
-    """A config. Attributes: batch_size: frames of a rank's batch; sequences: those of an epoch."""
+    """A config.
+
+    Attributes:
+        batch_size: frames of a rank's batch.
+        sequences: those of an epoch.
+        per_frame: whether there is a class for each frame.
+        is_network: whether it is a network of RETURNN's layers, with TensorFlow.
+    """
 
     batch_size: int
     sequences: int
+    per_frame: bool = True
+    is_network: bool = False
+
+    @property
+    def epochs(self) -> int:
+        return 1 if self.is_network else EPOCHS
 
 
-MODELS = {"mlp": Model(10_000, 600), "conformer": Model(3_000, 200)}
+MODELS = {
+    "mlp": Model(10_000, 600),
+    "conformer": Model(3_000, 200, per_frame=False),
+    "ff": Model(1_000, 4_000, is_network=True),
+    "lstm": Model(1_000, 600, is_network=True),
+    "attention": Model(1_000, 300, per_frame=False, is_network=True),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +100,7 @@ class Run:
     cpu: float
     steps: int
     computing: float
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, Any]
 
 
 def main() -> int:
@@ -84,7 +109,7 @@ def main() -> int:
     print(machine())
     with tempfile.TemporaryDirectory(prefix="returnn_training.") as place:
         for name in options.models:
-            write(Path(place) / f"{name}.hdf", int(MODELS[name].sequences * options.scale), per_frame=name == "mlp")
+            write(Path(place) / f"{name}.hdf", int(MODELS[name].sequences * options.scale), MODELS[name].per_frame)
         print("| config | ranks | program | frames/s | hvdtrain relative to RETURNN | CPU ms a step | in all | computing time |")
         print("|---|---|---|---|---|---|---|---|")
         apart = {name: measure(name, ranks, Path(place), options) for name in options.models for ranks in options.ranks}
@@ -96,7 +121,7 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="the configs (all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp", "conformer"], help="the configs (mlp conformer)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], help="numbers of ranks (2 1)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each program (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of sequences (%(default)s)")
@@ -118,7 +143,8 @@ def write(path: Path, sequences: int, per_frame: bool) -> None:
 
 def measure(name: str, ranks: int, folder: Path, options: argparse.Namespace) -> float | None:
     """Print the lines of a config on a number of ranks. Returns the largest difference of the weights, on one rank."""
-    programs = ["RETURNN", "hvdtrain", *(["hvdtrain, Horovod"] if options.horovod and ranks > 1 else [])]
+    has_choice = options.horovod and ranks > 1 and not MODELS[name].is_network
+    programs = ["RETURNN", "hvdtrain", *(["hvdtrain, Horovod"] if has_choice else [])]
     runs: dict[str, list[Run]] = {program: [] for program in programs}
     for turn in range(options.rounds):
         shift = turn % len(programs)
@@ -145,7 +171,7 @@ def train(program: str, name: str, ranks: int, folder: Path, keep: Path | None) 
     environment = os.environ | {
         "AS_RETURNN_FOLDER": str(folder),
         "AS_RETURNN_BATCH_SIZE": str(MODELS[name].batch_size),
-        "AS_RETURNN_EPOCHS": str(EPOCHS),
+        "AS_RETURNN_EPOCHS": str(MODELS[name].epochs),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -153,10 +179,11 @@ def train(program: str, name: str, ranks: int, folder: Path, keep: Path | None) 
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     start = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
-    if program == "hvdtrain, Horovod":
+    with_horovod = program == "hvdtrain, Horovod" or (MODELS[name].is_network and ranks > 1)
+    if with_horovod:
         start = [*MPIRUN, str(ranks), sys.executable]
     module, config = "returnn" if program == "RETURNN" else "hvdtrain", str(CONFIGS / f"{name}.config")
-    overrides = ["++use_horovod", "1"] if program == "hvdtrain, Horovod" else []
+    overrides = ["++use_horovod", "1"] if with_horovod else []
     command = [*start, "-m", module, config, *overrides]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if keep is not None:
@@ -164,14 +191,15 @@ def train(program: str, name: str, ranks: int, folder: Path, keep: Path | None) 
         (keep / f"{program}.{name}.{ranks}.txt").write_text(done.stdout + done.stderr)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return read(folder, ranks, done.stdout)
+    return read(MODELS[name], folder, ranks, done.stdout)
 
 
-def read(folder: Path, ranks: int, printed: str) -> Run:
+def read(model: Model, folder: Path, ranks: int, printed: str) -> Run:
     """The last epoch of the training in a folder."""
-    lines = [json.loads(path.read_text().splitlines()[-1]) for path in folder.glob("record.*")]
-    if len(lines) != ranks or {line["epoch"] for line in lines} != {EPOCHS}:
-        raise SystemExit(f"{folder}: expected a record of {EPOCHS} epochs by each of {ranks} ranks, got {lines}\n{printed}")
+    records = [path.read_text().splitlines() for path in folder.glob("record.*")]
+    lines = [of_sessions(record) if model.is_network else json.loads(record[-1]) for record in records]
+    if len(lines) != ranks or {line["epoch"] for line in lines} != {model.epochs}:
+        raise SystemExit(f"{folder}: expected a record of {model.epochs} epochs by each of {ranks} ranks, got {lines}\n{printed}")
     seconds = max(line["end"] for line in lines) - min(line["begin"] for line in lines)
     scores = folder / "scores.jsonl"
     if scores.exists():
@@ -184,8 +212,26 @@ def read(folder: Path, ranks: int, printed: str) -> Run:
         cpu=1000 * sum(line["cpu"] / line["steps"] for line in lines) / ranks,
         steps=lines[0]["steps"],
         computing=computing,
-        weights=torch.load(folder / "model.001.pt", weights_only=True)["model"],
+        weights=read_weights(folder / "model.001"),
     )
+
+
+def of_sessions(record: list[str]) -> dict[str, float]:
+    """The calls of a session, as an epoch."""
+    calls = numpy.array([json.loads(line) for line in record])
+    begin, thread, cpu = calls[0, :3]
+    last = dict(zip(("end", "thread", "cpu"), calls[-1, 3:6] - [0, thread, cpu], strict=True))
+    return {"epoch": 1, "begin": begin, **last, "frames": calls[:, 6].sum(), "steps": len(calls)}
+
+
+def read_weights(model: Path) -> dict[str, Any]:
+    """The parameters in a checkpoint of either framework, given the path without the suffix."""
+    if not model.with_suffix(".001.index").exists():
+        return dict(torch.load(model.with_suffix(".001.pt"), weights_only=True)["model"])
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(str(model))
+    return {name: torch.as_tensor(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
 
 
 if __name__ == "__main__":

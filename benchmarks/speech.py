@@ -1,11 +1,12 @@
-"""Reading speech: hours of sound per CPU second from a Kaldi folder and from Lhotse, against Lhotse itself and soundfile alone;
-and the seconds until a training on a manifest of many cuts has its first batch.
+"""Reading speech: hours of sound per CPU second from a Kaldi folder and from Lhotse, against Lhotse itself, ESPnet's dataset and
+soundfile alone; and the seconds until a training on a manifest of many cuts has its first batch.
 
     python benchmarks/speech.py
     python benchmarks/speech.py --cuts 1000000 --rounds 0
 
 Rates are those of one process, with all files in the page cache. The cuts of the second part have no sound; their batch is
-planned, not read.
+planned, not read. ESPnet is left out where it is not installed: `pip install --no-deps espnet` and `pip install humanfriendly
+typeguard`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,28 @@ def reader(options: dict[str, object], hours: float) -> Callable[[], float]:
     return read
 
 
+def espnet_readers(folder: Path, hours: float) -> dict[str, Callable[[], float]]:
+    """The map-style dataset of ESPnet, on the folders in which KaldiFolder reads wav and flac; nothing if it is not installed."""
+    try:
+        from espnet2.train.dataset import ESPnetDataset  # type: ignore[import-not-found]
+    except ImportError as error:
+        print(f"Without ESPnet ({error}): pip install --no-deps espnet; pip install humanfriendly typeguard")
+        return {}
+
+    def reader_of(suffix: str) -> Callable[[], float]:
+        dataset = ESPnetDataset([(str(folder / suffix / "wav.scp"), "speech", "sound")])
+        names = [line.split()[0] for line in (folder / suffix / "wav.scp").read_text().splitlines()]
+
+        def read() -> float:
+            for name in names:
+                dataset[name]
+            return hours
+
+        return read
+
+    return {f"ESPnet, {suffix}": reader_of(suffix) for suffix in ("flac", "wav")}
+
+
 def rates(count: int, seconds: float, rounds: int) -> None:
     """Print the rates of reading."""
     hours = count * seconds / 3600
@@ -81,6 +104,8 @@ def rates(count: int, seconds: float, rounds: int) -> None:
         folder = Path(name)
         write_sound(folder, count, seconds)
         eager = list(lhotse.CutSet.from_file(folder / "cuts.jsonl"))
+        recordings = lhotse.RecordingSet.from_recordings(map(lhotse.Recording.from_file, sorted((folder / "wav").glob("*.wav"))))
+        eager_wav = list(lhotse.CutSet.from_manifests(recordings))
         files = sorted((folder / "flac").glob("*.flac"))
 
         def by_lhotse(cuts: Sequence[object]) -> float:
@@ -103,6 +128,8 @@ def rates(count: int, seconds: float, rounds: int) -> None:
             "LhotseDataset, flac": reader({**cut_set, "cuts": str(folder / "cuts.jsonl")}, hours),
             "LhotseDataset, Shar of flac": reader({**cut_set, "cuts": str(folder / "shar")}, hours),
             "Lhotse, flac": lambda: by_lhotse(eager),
+            "Lhotse, wav": lambda: by_lhotse(eager_wav),
+            **espnet_readers(folder, hours),
             "Lhotse, Shar of flac": lambda: by_lhotse(lhotse.CutSet.from_shar(in_dir=folder / "shar")),
             "soundfile, flac": by_soundfile,
         }

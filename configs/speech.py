@@ -1,5 +1,7 @@
 """Speech recognition from sound to words: a small conformer with CTC on characters, on synthetic speech in Kaldi folders.
 
+Batches are packed: the frames of a sentence follow those of another one, without padding, so the model needs no masks.
+
 make demo-speech                                     speak the sentences, once, and train on two ranks
 python -m hvdtrain configs/speech.py                 train on one process
 mpirun -np 2 --bind-to none python -m hvdtrain configs/speech.py ++use_horovod 1 ++max_seqs 16
@@ -42,6 +44,7 @@ dev = kaldi("dev")
 eval = kaldi("test")
 cache_size = "256M"  # features are computed in the first epoch
 max_seqs = 32  # per rank
+packed = True
 skip_broken = 10
 
 num_epochs = config.int("num_epochs", 14)
@@ -65,15 +68,13 @@ class Attention(nn.Module):
         self.inputs = nn.Linear(channels, 3 * channels)
         self.output = nn.Linear(channels, channels)
 
-    def forward(self, frames, mask):
-        batch, time, channels = frames.shape
-        query, key, value = self.inputs(frames).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None])
-        return self.output(seen.transpose(1, 2).reshape(batch, time, channels))
+    def forward(self, frames, sentences):
+        query, key, value = self.inputs(frames).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        return self.output(sentences.attention(query, key, value).flatten(1))
 
 
 class Convolution(nn.Module):
-    """A gated convolution for each channel by itself, which also tells the attention what comes before and after."""
+    """A gated convolution for each channel by itself, which also informs the attention about what comes before and after."""
 
     def __init__(self, channels, width):
         super().__init__()
@@ -82,9 +83,8 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(channels)
         self.output = nn.Linear(channels, channels)
 
-    def forward(self, frames, mask):
-        hidden = functional.glu(self.inputs(frames), dim=-1) * mask.unsqueeze(-1)  # keeps padding out of the convolution
-        hidden = self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+    def forward(self, frames, sentences):
+        hidden = sentences.conv1d(self.convolution, functional.glu(self.inputs(frames), dim=-1)).raw_tensor
         return self.output(functional.silu(self.norm(hidden)))
 
 
@@ -95,7 +95,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(channels, factor * channels), nn.SiLU(), nn.Linear(factor * channels, channels))
 
-    def forward(self, frames, mask):
+    def forward(self, frames, sentences):
         return 0.5 * self.layers(frames)
 
 
@@ -109,14 +109,14 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(channels) for _ in parts])
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, frames, mask):
+    def forward(self, frames, sentences):
         for norm, part in zip(self.norms, self.parts):
-            frames = frames + self.dropout(part(norm(frames), mask))
+            frames = frames + self.dropout(part(norm(frames), sentences))
         return frames
 
 
 class Conformer(nn.Module):
-    """Map features (batch, time, MELS) to log probabilities of letters and blank, for every fourth frame."""
+    """Map packed features (frames, MELS) to log probabilities of letters and blank, for every fourth frame."""
 
     def __init__(self, channels=96, blocks=4, heads=4, width=15, dropout=0.1):
         super().__init__()
@@ -126,21 +126,17 @@ class Conformer(nn.Module):
         self.last = nn.LayerNorm(channels)
         self.output = nn.Linear(channels, len(LETTERS) + 1)
 
-    def forward(self, features, seq_lens):
-        """Returns the log probabilities, and the numbers of frames that have some."""
-        frames = self.norm(features)
-        mask = mask_of(frames, seq_lens)
+    def forward(self, features):
+        """Returns packed data, shorter than the features."""
+        sentences = features.with_values(self.norm(features.raw_tensor))
         for convolution in self.stride:
-            frames = functional.silu(convolution((frames * mask.unsqueeze(-1)).transpose(1, 2))).transpose(1, 2)
-            seq_lens = (seq_lens + 1) // 2
-            mask = mask_of(frames, seq_lens)
+            sentences = sentences.conv1d(convolution)
+            sentences.raw_tensor = functional.silu(sentences.raw_tensor)
+        frames = sentences.raw_tensor
         for block in self.blocks:
-            frames = block(frames, mask)
-        return self.output(self.last(frames)).log_softmax(-1), seq_lens
-
-
-def mask_of(frames, seq_lens):
-    return torch.arange(frames.shape[1], device=frames.device) < seq_lens.to(frames.device).unsqueeze(1)
+            frames = block(frames, sentences)
+        sentences.raw_tensor = self.output(self.last(frames)).log_softmax(-1)
+        return sentences
 
 
 def get_model(**_):
@@ -149,35 +145,39 @@ def get_model(**_):
 
 def train_step(*, model, extern_data, **_):
     context = hvdtrain.get_run_ctx()
-    data, classes = extern_data["data"], extern_data["classes"]
-    log_probs, seq_lens = model(data.raw_tensor, data.seq_lens)
+    classes = extern_data["classes"]
+    log_probs = model(extern_data["data"])
     losses = functional.ctc_loss(
-        log_probs.transpose(0, 1), classes.raw_tensor.long(), seq_lens, classes.seq_lens, blank=BLANK, reduction="none"
+        log_probs.padded().transpose(0, 1),
+        classes.raw_tensor.long(),
+        log_probs.seq_lens,
+        classes.seq_lens,
+        blank=BLANK,
+        reduction="none",
     )
     context.mark_as_loss(losses, "ctc", use_normalized_loss=True)
     if not context.train_flag:
-        words = list(zip(decode(log_probs, seq_lens), references(classes)))
+        words = list(zip(decode(log_probs), references(classes)))
         distances = torch.tensor([Levenshtein.distance(found, expected) for found, expected in words])
         context.mark_as_loss(distances, "wer", as_error=True, custom_inv_norm_factor=sum(len(expected) for _, expected in words))
 
 
 def forward_step(*, model, extern_data, **_):
-    """Marks the letters of each sentence as classes, for `task = "search"` and the like."""
-    data = extern_data["data"]
-    log_probs, seq_lens = model(data.raw_tensor, data.seq_lens)
-    hvdtrain.get_run_ctx().mark_as_output(log_probs, "log_probs", seq_lens=seq_lens)
+    """Marks the log probabilities of letters, for `task = "search"` and the like."""
+    log_probs = model(extern_data["data"])
+    hvdtrain.get_run_ctx().mark_as_output(log_probs.raw_tensor, "log_probs", seq_lens=log_probs.seq_lens)
 
 
-def decode(log_probs, seq_lens):
+def decode(log_probs):
     """The words of the best path of each sentence."""
-    for path, frames in zip(log_probs.argmax(-1).cpu(), seq_lens):
-        yield text_of(number for number in torch.unique_consecutive(path[:frames]).tolist() if number != BLANK).split()
+    for path in log_probs.split(log_probs.raw_tensor.argmax(-1).cpu()):
+        yield text_of(number for number in path.unique_consecutive().tolist() if number != BLANK).split()
 
 
 def references(classes):
     """The words of the transcripts."""
-    for row, length in zip(classes.raw_tensor.cpu(), classes.seq_lens):
-        yield text_of(row[:length].tolist()).split()
+    for letters in classes.split():
+        yield text_of(letters.tolist()).split()
 
 
 def text_of(numbers):

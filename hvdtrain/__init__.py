@@ -14,15 +14,15 @@ from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.api import Best, Result, SavePretrained, evaluate, forward, load_model, train
+    from hvdtrain.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
 
 __all__ = [
-    "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Result", "SavePretrained", "__version__", "all_reduce",
+    "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Result", "SavePretrained", "__version__", "all_reduce",
     "evaluate", "forward", "get_run_ctx", "load_model", "rank",
     "run_on_main", "size", "train",
 ]  # fmt: skip
 
-FOR_PROGRAMS = ("Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
+FOR_PROGRAMS = ("Average", "Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
 """The names for programs are imported on first access: most configs do not need them, and they import nearly all of hvdtrain."""
 
 

@@ -27,7 +27,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.comm.base import SingleCommunicator, use_communicator
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack
-from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
+from hvdtrain.config.source import CALL, OVERRIDING, Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.run import Trained
@@ -66,6 +66,21 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Average:
+    """An average that `average_checkpoints` asks for (docs/training.md).
+
+    Attributes:
+        name: such as 'best-5'; with `ema_decay`, there is also one called 'trained weights', without the moving average.
+        scores: by name, such as 'dev_loss_ce'.
+        checkpoint: the file with the model; None: it has none.
+    """
+
+    name: str
+    scores: Mapping[str, float]
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
 class Result:
     """The result of `train`.
 
@@ -75,12 +90,14 @@ class Result:
         best: the best epoch; None: there are no scores.
         checkpoint: the file with the last epoch's model.
         num_epochs: how many epochs this call has trained; 0: all of them had been trained before.
+        averages: those of `average_checkpoints`, in its order.
     """
 
     history: Sequence[EpochRecord]
     best: Best | None
     checkpoint: Path
     num_epochs: int
+    averages: Sequence[Average]
     _model: Callable[[], Any] = field(repr=False)
 
     @property
@@ -114,8 +131,10 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
     """
     job = _Job(config, keys | {"task": "train"}, ranks, handle_signals)
     trained = job.run()
-    best = _best(trained["checkpoint"].parent, trained["best"])
-    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], trained["model"])
+    folder = trained["checkpoint"].parent
+    best = _best(folder, trained["best"])
+    averages = [Average(one.name, one.scores, None if one.file is None else folder / one.file) for one in trained["averages"]]
+    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], averages, trained["model"])
 
 
 def evaluate(
@@ -256,6 +275,7 @@ def _training_result(settings: Settings, trained: Trained) -> dict[str, Any]:
         "best": trained.best,
         "checkpoint": trained.checkpoint.absolute(),
         "num_epochs": trained.num_epochs,
+        "averages": trained.averages,
         "model": partial(_set_to_evaluate, trained.learner.model),
     }
 
@@ -368,11 +388,11 @@ def _one_job() -> Iterator[None]:
 @contextmanager
 def _restored_process(configs: Sequence[Config]) -> Iterator[None]:
     """Restore at the end the state of the process that a job, or reading its config, changes."""
-    path, modules = list(sys.path), set(sys.modules)
     generators = random.getstate(), numpy.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(launch.preserved_environment())
         stack.enter_context(programs_log())
+        stack.enter_context(separate_imports(config for config in configs if isinstance(config, Path)))
         for name, framework in FRAMEWORKS.items():
             if name in sys.modules:
                 stack.enter_context(framework.preserve_state())
@@ -381,13 +401,6 @@ def _restored_process(configs: Sequence[Config]) -> Iterator[None]:
         finally:
             random.setstate(generators[0])
             numpy.random.set_state(generators[1])
-            folders = {str(config.resolve().parent) for config in configs if isinstance(config, Path)} - set(path)
-            sys.path[:] = path
-            # Forget the modules next to a config: those of another config may have the same names.
-            for name in set(sys.modules) - modules - {MODULE_NAME}:
-                file = getattr(sys.modules[name], "__file__", None) or ""
-                if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
-                    del sys.modules[name]
 
 
 def _read_start(folder: Path) -> tuple[list[Path], dict[str, Any]]:

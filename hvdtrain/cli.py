@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import fork_server, launch, local
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
-from hvdtrain.config.check import describe, did_you_mean
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome
+from hvdtrain.runtime.goodput import process_began
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.version import __version__
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hvdtrain.settings import Settings
 
 COMMANDS = {
+    "help": ("explain a key, a topic or a command", "hvdtrain.help"),
     "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
     "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
     "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
@@ -37,6 +39,7 @@ COMMANDS = {
     "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
     "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
+    "card": ("write a model card in the format of the Hugging Face Hub", "hvdtrain.report.card"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
 }
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
@@ -58,7 +61,7 @@ CONFIG is a Python file (every name it defines is a key or the author's own) or 
 false, or text.
 
 options:
-  -h, --help       this text and all keys
+  -h, --help       this text
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
   --find-batch-size
                    try larger and smaller batches, write nothing; tell which batch_size fits into memory (task find_batch_size)
@@ -68,6 +71,8 @@ options:
   --overfit-batches N
                    train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
   --print-config   every key in effect and where its value comes from; nothing is trained
+  --changed        with --print-config: only the keys that differ from their defaults
+  --color WHEN     colors of warnings and of the best epoch: auto (on a terminal), always or never (key log_color)
   --version        the version
 
 commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such a name):
@@ -75,10 +80,13 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 """
 
 
+IMPORTS = ("hvdtrain.run", "hvdtrain.tasks.tasks", "hvdtrain.data.hdf.dataset", "hvdtrain.data.combine.union")
+"""What the ranks of `ngpu` import besides their framework, if they are forked."""
+
 SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Most launchers end them sooner."""
 
-INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
+INTERRUPTED = "interrupted; the same command continues after the last checkpoint"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,7 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
     and should be restarted, 130 after Ctrl-C (docs/resuming.md).
     """
     try:
-        return run_command(arguments)
+        status = run_command(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as in `--help | head`: nothing reads standard output any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
+        return 1
     except KeyboardInterrupt:  # while a config is read, which may import a framework
         if launch.launch().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
@@ -99,19 +112,28 @@ def run_command(arguments: list[str] | None) -> int:
     if words is not None:
         return complete(words)
     LargeImports.install()
+    fork_server.serve()
     arguments = sys.argv[1:] if arguments is None else arguments
     given = without_local_rank(arguments)
+    if given[:1] == ["help"] and (len(given) == 1 or given[1] in COMMANDS):
+        given = [*given[1:2], "--help"]
     if given and given[0] in COMMANDS:
         _, module = COMMANDS[given[0]]
         status: int = importlib.import_module(module).main(given[1:])
         return status
-    if not arguments or {"-h", "--help"} & set(arguments) or (arguments == ["help"] and not Path("help").exists()):
-        print(help_text() if arguments else USAGE)
-        return 0 if arguments else 2
+    if not given:
+        print(USAGE)
+        return 2
+    if {"-h", "--help"} & set(given):
+        from hvdtrain.help import first_page, show
+
+        show(first_page(USAGE))
+        return 0
     if "--version" in arguments:
         print(f"hvdtrain {__version__}")
         return 0
-    hint = did_you_mean(given[0], COMMANDS) if given else ""
+    instead = next((text for tasks, text in INSTEAD.items() if given[0].replace("_", "-") in tasks), None)
+    hint = f" (write {instead.replace('NAME', given[0])})" if instead is not None else did_you_mean(given[0], COMMANDS)
     if hint and not Path(given[0]).exists():
         mistake = LaunchError(f"{given[0]}: expected a command or a config file, got neither{hint}")
         return _fail_before_connecting(mistake.on_all_ranks())
@@ -141,7 +163,7 @@ def complete(words: list[str]) -> int:
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     # Imported here, so that build-horovod runs without numpy.
-    from hvdtrain.learner.frameworks import check_elastic
+    from hvdtrain.learner.frameworks import FRAMEWORKS, check_elastic
     from hvdtrain.settings import print_config, read_settings, with_datasets
 
     launcher = launch.launcher()
@@ -156,21 +178,27 @@ def run_config(arguments: list[str]) -> int:
         settings = read_settings(paths, overrides)
         if "--print-config" in arguments:
             if launcher.process.rank == 0:
-                print(print_config(settings))
+                print(print_config(settings, only_changed="--changed" in arguments))
             return 0
         if launcher.restarts == "lost ranks":
             check_elastic(settings.run.backend)
         processes = local.processes(settings.launch, launcher.process)
         check_restarts(settings.launch, launcher, processes)
         if processes:
-            return local.run(processes, arguments, launch.environment(), restarts(settings))
+            of_framework = FRAMEWORKS[settings.run.backend].imports if settings.launch.max_restarts else ()
+            imports = (*IMPORTS, *of_framework) if of_framework else ()
+            return local.run(
+                processes, arguments, launch.environment(), restarts(settings), began=process_began(), imports=imports
+            )
         if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
     except LaunchError as error:
         return _fail_before_connecting(error)
     except ConfigError as error:
-        return _fail_before_connecting(error.on_all_ranks())
+        from hvdtrain.help import pointer
+
+        return _fail_before_connecting(error.on_all_ranks(), pointer(error.problems))
     return exit_status(lambda: run_task(settings))
 
 
@@ -183,14 +211,28 @@ TASK_OPTIONS = {
 """Options that stand for a task."""
 
 
+VALUE_OPTIONS = {"--overfit-batches": "++overfit_batches", "--color": "++log_color"}
+"""Options that stand for a key."""
+
+
+INSTEAD = {
+    ("train", "run"): "python -m hvdtrain CONFIG",
+    ("dry-run", "find-batch-size", "summary", "find-learning-rate", "print-config"): "python -m hvdtrain CONFIG --NAME",
+    ("eval", "forward", "search", "cleanup-old-models"): "python -m hvdtrain CONFIG ++task NAME",
+    ("version",): "python -m hvdtrain --version",
+    ("predict",): "python -m hvdtrain CONFIG --dry-run ++predict_ranks 2,8",
+}
+"""What to write in place of words that one might take for commands."""
+
+
 def without_options(arguments: list[str]) -> list[str]:
     """The arguments without the options that take no value; an option that takes one is replaced by an override.
 
     >>> without_options(["--dry-run", "--overfit-batches", "1", "config.py"])
     ['++overfit_batches', '1', 'config.py']
     """
-    rest = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config")]
-    return [re.sub("^--overfit-batches(?==|$)", "++overfit_batches", word) for word in rest]
+    rest = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config", "--changed")]
+    return [re.sub("^(--[a-z-]+)(?==|$)", lambda found: VALUE_OPTIONS.get(found[1], found[1]), word) for word in rest]
 
 
 def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
@@ -220,15 +262,21 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 
 def restarts(settings: Settings) -> Restarts:
     """The rule by which the processes that hvdtrain starts are restarted."""
+    from hvdtrain.report.ends import LAUNCHER, append_end
     from hvdtrain.start_up.job import checkpoint_folder
 
     checkpoints = checkpoint_folder(settings)
+    folder = Path(settings.run.model).parent
 
     def newest() -> Path | None:
         found = checkpoints.newest()
         return None if found is None else found.model_file
 
-    return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
+    def record(why: str) -> None:
+        if settings.run.task == "train" and folder.is_dir():
+            append_end(folder, "failed", why, LAUNCHER)
+
+    return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest, record)
 
 
 def run_task(settings: Settings) -> None:
@@ -242,36 +290,17 @@ def run_task(settings: Settings) -> None:
     getattr(importlib.import_module(module), name)(settings)  # imported now, so that mistakes in the config are reported at once
 
 
-def help_text() -> str:
-    """The usage and every key."""
-    from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
-
-    lines = [USAGE, "keys of a config:"]
-    for section in SECTIONS:
-        lines += _section_lines(section)
-    for name, section in DICTS.items():
-        lines += ["", f"entries of the dict {name}:"] + _section_lines(section)
-    lines += ["", "keys of a dataset dict (train, dev, ...), besides 'class':"]
-    for section in DATASET_SECTIONS:
-        lines += _section_lines(section)
-    return "\n".join(lines)
-
-
-def _section_lines(section: type) -> list[str]:
-    lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
-    for key in declared_keys(section):
-        lines += [f"    {', '.join(key.names)}", f"        {key.doc}", f"        ({describe(key)})"]
-    return lines
-
-
-def _fail_before_connecting(error: HvdtrainError) -> int:
+def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     """Print an error that every rank finds by itself, and return the exit status or exit at once.
 
     The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late.
+
+    Args:
+        more: text after the error.
     """
     if error.on_every_rank and launch.launch().rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
-    return _fail(str(error), error.outcome)
+    return _fail(f"{error}{more}", error.outcome)
 
 
 def _fail(message: str, outcome: Outcome) -> int:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.comm.base import together
-from hvdtrain.data.feed import check_files, naming
+from hvdtrain.data.feed import naming
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
@@ -16,22 +15,23 @@ from hvdtrain.learner.steps import groups
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers
 from hvdtrain.runtime import log
-from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import name_scores
-from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
-from hvdtrain.session import Session
-from hvdtrain.training.agreement import StopVote, agree_on_batches, completed_share, plan_together, vote_interval
+from hvdtrain.training.agreement import StopVote, agree_on_batches, vote_interval
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
-from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, evaluation_report, log_epoch
+from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import StopWithinEvaluation, evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.notifier import Notifier
-from hvdtrain.training.requests import RankRequests
+from hvdtrain.training.requests import RankRequests, stopped_by
 from hvdtrain.training.save_policy import Interval, SavePolicy
+from hvdtrain.training.saving import Saving
+from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
 from hvdtrain.training.train_scores import TrainScores, note_missing_parts, warn_of_means
+from hvdtrain.training.within import EvaluationWithin, follow_scores
 
 
 class Engine:
@@ -71,12 +71,14 @@ class Engine:
         self._training = Training(comm, learner, session.progress, session.best.measure)  # what the callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
         self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
-        self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
+        self._save_policy = SavePolicy(limits, session.progress.step, comm.rank == 0, best_minutes=session.goodput.save_minutes)
         steps, minutes = (limits.evaluation_steps, limits.evaluation_minutes) if self._evaluations else (None, None)
         self._evaluating = Interval(steps, minutes, session.progress.step, has_clock=comm.rank == 0)
         self._is_save_due = False  # whether a rank has requested a checkpoint in an evaluation within an epoch
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
+        self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite)
+        self._saving = Saving(session, self._save_policy, self._scores, self._clock, self._training, self._notifier)
         self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._evaluating, self._scores)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
@@ -106,7 +108,8 @@ class Engine:
         self._clock.begin()
         current = progress.current = progress.current or EpochProgress(number, progress.step)
         self._train, *self._evaluations = self._session.epochs.feeds(self._session.feeds, number)
-        epoch = self._plan_epoch(current)
+        epoch = plan_epoch(self._session, self._train, self._rates, current)
+        self._training.learning_rate = epoch.first_rate
         self._notifier.notify("on_epoch_begin")
         if not current.trained:
             self._train_epoch(epoch)
@@ -119,16 +122,16 @@ class Engine:
         self._training.scores = scores
         self._notifier.notify("on_epoch_end")
 
-        report = epoch_report(epoch, self._train, self._learner.meter, progress.step, scores, losses, self._gather_seconds())
+        report = epoch_report(epoch, self._train, self._session, scores, losses, self._gather_seconds())
         progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses), as_line(report))
         mistake = self._limits.mistake(progress.history)
+        log_training(report)
         is_last = number >= self._limits.num_epochs or self._ends_early() is not None
         if mistake is not None or self._save_policy.is_due_after_epoch(number, is_last):
-            self._save()
-        report = replace(report, seconds=self._gather_seconds())  # now including the time for saving
+            self._save(is_end=is_last)
+        report = replace(report, seconds=self._gather_seconds(), goodput=self._session.goodput.entries())  # now with saving
         log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
-        for reporter in self._reporters.epochs:
-            reporter.epoch(report)
+        self._reporters.epoch(report)
         with self._notifier.reporting(number):
             for service in self._reporters.services:
                 service.epoch(report)
@@ -136,52 +139,36 @@ class Engine:
             self._finish()
             raise mistake
 
-    def _plan_epoch(self, current: EpochProgress) -> TrainingEpoch:
-        """Collective. The plan and the learning rate of an epoch."""
-        number, step, watchdog = current.epoch, self._progress.step, self._session.watchdog
-        planned = self._rates.of_epoch(number, self._progress)
-        learning_rate = planned if current.learning_rate is None else current.learning_rate
-        watchdog.beat(f"epoch {number}, planning", "planning")
-        plan = plan_together(self._comm, self._train, number)
-        watchdog.beat(f"epoch {number}, before its steps", "between")
-        completed = completed_share(self._comm, self._train, plan, self._learner.numbers)
-        effective = self._rates.of_step(step, number - 1 + completed(current.position), learning_rate)
-        log.detail(f"start epoch {number} global train step {step} with effective learning rate {effective:.6g} ...")
-        self._training.learning_rate = effective
-        return TrainingEpoch(plan, current, completed, planned, effective, seconds_before=current.elapsed)
-
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
-        self._begin_steps(epoch, max(counts))
+        self._begin_steps(epoch, counts.most)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
-            if current.is_evaluation_due:  # a stop came before it or in it
-                self._evaluate_within(epoch)
-            for steps in groups(max(counts), partial(self._steps_per_update, epoch)):
-                # Taken before the first step: it must not depend on how many batches the update is split into.
-                begun = epoch.continuous
+            for steps in groups(counts.most, partial(self._steps_per_update, epoch)):
+                if current.is_evaluation_due:  # since the last update, also if that was before a stop
+                    self._evaluate_within(epoch)
+                if current.ended_by:
+                    break
+                planned = counts.in_step(steps[0])  # a rank with any batch has one in the first step
+                self._session.reducer.gradients.begin_update(planned)
+                begun, has_batch = epoch.continuous, False  # begun does not depend on how many batches the update is split into
                 for step in steps:
                     batch = self._next(batches, current)
+                    has_batch = has_batch or batch is not None
                     with self._timer.span("compute"), naming(batch, self._train.source):
                         self._learner.backward(batch, is_last_microbatch=step == steps[-1])
                         if step == steps[-1]:
                             self._update(epoch, begun)
                     progress.step += 1
                     # With random_seed_offset, every rank goes through all data and has a separate position.
-                    current.position += sum(count > step for count in counts) if self._train.distribution == "shard" else 1
+                    current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
                     self._end_step(epoch, batch)
-                ranks = sum(count > steps[0] for count in counts)  # a rank with any batch has one in the first step
-                update = FinishedUpdate(len(share) > steps[0], ranks, progress.step, current.rates.last)
-                sync.after_update(self._learner.state, update)
-                is_due = self._evaluating.is_due_after_step(progress.step)
-                current.is_evaluation_due = is_due and steps[-1] + 1 < max(counts)  # at the end of the epoch is another one
+                own = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
+                sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, own))
+                current.is_evaluation_due = self._evaluating.is_due_after_step(progress.step)
                 self._check(current)
-                if current.is_evaluation_due:
-                    self._evaluate_within(epoch)
-                if current.ended_by:
-                    break
         sync.end_of_epoch(self._learner.state)
         self._scores.gather(current)
         self._step_log.finish()
@@ -231,49 +218,20 @@ class Engine:
         self._notifier.notify_step_end()
 
     def _evaluate_within(self, epoch: TrainingEpoch) -> None:
-        """Collective. Evaluate between two steps of an epoch, without any effect on the next steps but what the scores decide."""
-        current, progress, sync, state = epoch.current, self._progress, self._session.reducer.sync, self._learner.state
+        """Collective. Evaluate between two steps of an epoch, and do what follows from the scores."""
+        current = epoch.current
         self._scores.gather(current)
         self._clock.count(current)
-        scores_before, losses = self._training.scores, current.scores.scales()
-        self._training.is_within_epoch = True
+        losses = current.scores.scales()
         try:
-            with self._step_log.set_aside():
-                sync.flush(state)
-                with sync.averaged_model(state):  # the ranks' models may differ now
-                    scores = with_totals(self._evaluate(current, {}), losses)
+            with self._within.apart():
+                scores = with_totals(self._evaluate(current, {}), losses)
         except StopWithinEvaluation as stop:
             self._learner.meter.take_scores()  # those of the evaluation, which is repeated
-            self._training.is_within_epoch = False
             self._stop(current, stop.status)
-        self._training.is_within_epoch = False
-        self._training.scores = scores_before
-        seconds = self._clock.skip()
-        if self._step_numbers is not None:
-            self._step_numbers.skip(seconds)
-        self._session.watchdog.beat(f"epoch {current.epoch}, after the evaluation within it", "between")
-        current.is_evaluation_due = False
         self._evaluating.reset()
-        record = EvaluationRecord(current.epoch, epoch.learning_rate, scores, losses, progress.step)
-        progress.evaluations.append(record)
-        self._session.saver.save_evaluated(progress)
-        report = evaluation_report(epoch, record, seconds)
-        log.result(report.line([feed.name for feed in self._evaluations]))
-        for receive in self._reporters.evaluations:
-            receive(report)
-        self._follow_evaluation(epoch)
-
-    def _follow_evaluation(self, epoch: TrainingEpoch) -> None:
-        """After an evaluation within an epoch: change the learning rate or end the epoch, as the scores say; save if due."""
-        current = epoch.current
-        if self._rates.within_epoch is not None:
-            rate = self._rates.within_epoch(current.epoch, self._progress)
-            if rate != epoch.learning_rate:
-                log.detail(f"epoch {current.epoch}: the learning rate is {rate:.6g} from here on, by the evaluation within it")
-                current.learning_rate = rate
-        if self._limits.may_end_within and (reason := self._limits.ends_early(self._progress)) is not None:
-            log.info(f"epoch {current.epoch} ends after step {self._progress.step - current.first_step}: {reason}")
-            current.ended_by = reason
+        self._within.report(epoch, scores, losses, [feed.name for feed in self._evaluations])
+        follow_scores(self._rates, self._limits, epoch, self._progress)
         if self._is_save_due:
             self._is_save_due = False
             self._save()
@@ -293,10 +251,7 @@ class Engine:
         return scores
 
     def _gather_seconds(self) -> list[Mapping[str, float]]:
-        """Collective. By rank, the seconds since it began or resumed the epoch, by activity.
-
-        Also records whether a callback of any rank wants training to end with this epoch.
-        """
+        """Collective. By rank, the seconds of the epoch since it began or was resumed. Notes if a callback ends training."""
         gathered = self._comm.gather((self._clock.seconds(), self._training.wants_finish), name="seconds")
         self._finished_by = next((reason for _, reason in gathered if reason is not None), None)
         return [seconds for seconds, _ in gathered]
@@ -324,37 +279,16 @@ class Engine:
     def _stop(self, current: EpochProgress, status: int) -> None:
         """Collective. End with a checkpoint."""
         reasons = self._comm.gather(self._requests.stop_reason(), name="reasons")
-        self._save()
-        reason = next(reason for reason in reasons if reason is not None)
-        done = f"after step {self._progress.step - current.first_step}" + (", in the evaluation" if current.trained else "")
+        self._save(is_end=True)
         self._finish()
+        reason = next(reason for reason in reasons if reason is not None)
         self._training.stopped_by = reason
         self._notifier.notify("on_stop")
-        raise Stopped(
-            f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there",
-            status,
-            repeatable=reason != "SIGTERM",  # torchrun sends it before it restarts the ranks
-        )
+        raise stopped_by(reason, current, self._progress.step, status)
 
-    def _save(self) -> None:
-        """Collective. Write a checkpoint; one within an epoch includes the epoch's scores and seconds so far.
-
-        Raises:
-            DataError: a data file was changed, perhaps before the model was trained on it; nothing is written.
-        """
-        together(self._comm, lambda: check_files([self._train, *self._evaluations]), name="files")
-        current = self._progress.current
-        if current is not None and not current.trained:
-            self._scores.gather(current)
-            self._clock.count(current)
-        self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
-        with self._timer.span("saving"):
-            checkpoint = self._session.saver.save(self._progress)
-        self._session.watchdog.beat(f"step {self._progress.step}, after saving", "between")
-        self._save_policy.reset()
-        if checkpoint is not None:
-            self._training.checkpoint = checkpoint.model_file
-            self._notifier.notify("on_save")
+    def _save(self, is_end: bool = False) -> None:
+        """Collective. Write a checkpoint, with which the training may end."""
+        self._saving.save([self._train, *self._evaluations], is_end)
 
     def _ends_early(self) -> str | None:
         """After an epoch, the reason to end training before its last epoch; None: continue."""
@@ -363,5 +297,4 @@ class Engine:
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""
         self._stop_vote.finish()
-        self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
-        self._session.saver.finish()
+        self._saving.finish()

@@ -137,6 +137,15 @@ class Problem:
         return Problem.of(self.rule, where + self.sentence)
 
 
+def first_few(names: Sequence[str], most: int) -> str:
+    """The first few of several names.
+
+    >>> first_few(["a", "b", "c"], 3), first_few(["a", "b", "c", "d"], 2)
+    ('a, b, c', 'a, b and 2 more')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def problem(rule: ProblemRule, sentence: str) -> list[Problem]:
     """One problem, for a list of them: 'key: expected ..., got ... (hint)'."""
     return [Problem.of(rule, sentence)]
@@ -170,7 +179,7 @@ class DataError(HvdtrainError):
 class BrokenSequence(DataError):
     """A sequence cannot be read, while others of the dataset can. The message names its file and the sequence.
 
-    The key `skip_broken` lets a training go on without some of them.
+    The key `skip_broken` lets a training continue without some of them.
     """
 
 

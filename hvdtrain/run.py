@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,10 @@ from hvdtrain.engine import Engine
 from hvdtrain.learner.base import Learner
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.announce import announce, gather_hosts, record_start
+from hvdtrain.start_up.announce import announce, gather_hosts, log_end, record_start
 from hvdtrain.start_up.data import note_changed_files
+from hvdtrain.start_up.flops import measure_flops
+from hvdtrain.start_up.goodput import count_steps, open_goodput
 from hvdtrain.start_up.job import checkpoint_folder, open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
@@ -55,6 +58,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
     """
+    began = time.time()
     if settings.run.overfit_batches is not None:
         settings = in_overfit_folder(settings)
     with (
@@ -68,11 +72,13 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
+        session = replace(session, goodput=open_goodput(settings, session, began))
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
+            session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)
             rates = open_rates(settings, session.comm.size, session.epochs)
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
@@ -80,10 +86,12 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 note_changed_files(session.feeds),
                 open_services(settings, session, start) as trackers,
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
+                count_steps(session.goodput),
             ):
                 Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
+        log_end(settings, session, progress.epoch - before)
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
         return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)

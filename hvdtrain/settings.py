@@ -41,6 +41,7 @@ from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
 from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.compression import COMPRESSIONS
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
@@ -56,6 +57,7 @@ from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
+from hvdtrain.schedule.last_best import LastBestKeys, LastBestRule
 from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
@@ -137,6 +139,7 @@ DICTS: dict[str, type] = {
     "torch_distributed": TorchDistributedKeys,
     "horovod_param_outer": OuterKeys,
     "horovod_param_sync_rule": SyncRuleKeys,
+    "use_last_best_model": LastBestRule,
 }
 """Keys that are dicts with declared entries."""
 
@@ -157,6 +160,7 @@ class Settings:
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
+    last_best: LastBestKeys
     scoring: ScoreKeys
     step_schedule: StepSchedule | None
     reduce: ReduceKeys
@@ -220,6 +224,7 @@ class Settings:
             self.accumulation,
             self.schedule,
             self.newbob,
+            self.last_best,
             self.reduce,
         )
         found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
@@ -243,7 +248,9 @@ class Settings:
             "eval_interval_steps": str(self.evaluation.eval_interval_steps),
             "eval_interval_for": str(self.evaluation.eval_interval_for),
         }
-        found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        found |= key_texts(
+            [("", section) for section in (self.accumulation, self.newbob, self.last_best, self.scoring, self.ending)]
+        )
         if update_together:
             found |= key_texts([("", section) for section in (self.learner, self.precision, self.schedule)])
             if (optimizer := as_text(self.learner.optimizer)) is not None:
@@ -498,9 +505,11 @@ def _framework_problems(built: Mapping[type, Any]) -> list[Problem]:
             problems += problem(
                 "needs-backend", f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}"
             )
-    if reduce.compression == "powersgd" and "powersgd" not in features:
+    compression = COMPRESSIONS.get(reduce.compression or "")
+    if compression is not None and compression.narrow is None and "computed compression" not in features:
+        wanted = _with_feature("computed compression")
         problems += problem(
-            "needs-backend", f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}"
+            "needs-backend", f"horovod_compression: expected {wanted} for {reduce.compression!r}, got {run.backend!r}"
         )
     if learner.deterministic and reduce.sync_seconds is not None:
         problems += problem(
@@ -622,7 +631,7 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     return spec, problems + ([] if spec is None else _remote_problems(sections, [spec]))
 
 
-def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:
+def _expected_data(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:
     """The entries of `extern_data`. Configs of another program follow its rules for problems and for types of numbers."""
     keys = sections.get(DataKeys)
     if keys is None or keys.extern_data is None:
@@ -657,7 +666,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
-    "expected": _expected,
+    "expected": _expected_data,
     "function": _function,
     "outside_datasets": _outside_datasets,
 }
@@ -694,11 +703,17 @@ def effective_keys(settings: Settings) -> Iterator[Effective]:
             yield Effective(title, declared_key.name, value_text(value), settings.origins.get(declared_key.name, DEFAULT))
 
 
-def print_config(settings: Settings) -> str:
-    """All keys in effect, each followed by its origin: `num_epochs = 24    # g2p.py`."""
+def print_config(settings: Settings, *, only_changed: bool = False) -> str:
+    """All keys in effect, each followed by its origin: `num_epochs = 24    # g2p.py`.
+
+    Args:
+        only_changed: leave out those with their default.
+    """
     lines: list[str] = []
     section = ""
     for found in effective_keys(settings):
+        if only_changed and found.origin == DEFAULT:
+            continue
         if found.section != section:
             section = found.section
             lines += ["", f"# {section}"]

@@ -1,3 +1,3 @@
 """The version, in a file that imports nothing: pyproject.toml and `--version` read it."""
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import fcntl
 import gc
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,11 +20,13 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import finish, hvdtrain, in_turn, launch, torchrun
+from launching import finish, hvdtrain, in_turn, launch, locked, torchrun
+from object_store import ObjectStore, object_store
 from terminal import Terminal
 from trainings import Trained
 
 from hvdtrain.config.source import SELDOM
+from hvdtrain.data import remote
 from hvdtrain.data.hdf.writer import HDFWriter
 
 # torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded (triton 3.7 and
@@ -47,12 +51,39 @@ def write_corpus(path: Path, num_sequences: int, seed: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.hdf (231 sequences: no multiple of 12), even.hdf (240), two.hdf (2) and dev.hdf (101)."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for seed, (name, size) in enumerate({"train": 231, "even": 240, "two": 2, "dev": 101}.items()):
-        write_corpus(folder / f"{name}.hdf", size, seed)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest-xdist share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(shared_folder: Path) -> Path:
+    """A folder with train.hdf (231 sequences: no multiple of 12), even.hdf (240), two.hdf (2) and dev.hdf (101)."""
+    folder = shared_folder / "corpus"
+    with locked("corpus", fcntl.LOCK_EX):
+        if not folder.exists():
+            folder.mkdir()
+            for seed, (name, size) in enumerate({"train": 231, "even": 240, "two": 2, "dev": 101}.items()):
+                write_corpus(folder / f"{name}.hdf", size, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running_store() -> Iterator[ObjectStore]:
+    with object_store() as running:
+        yield running
+
+
+@pytest.fixture
+def store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """An empty object store; this process notices failures soon, and tries again twice, at once."""
+    running_store.clear()
+    monkeypatch.setattr(remote, "TIMEOUT", 3.0)
+    monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01))
+    return running_store
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,8 +108,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays, and need not be searched for garbage again and again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays, and need not be searched for garbage again and again.
+
+    RETURNN's code for TensorFlow switches off eager execution when it is imported, for all tests of the process.
+    """
+    if "returnn.tf" in sys.modules and any(item.path.name.startswith("test_tensorflow") for item in session.items):
+        raise pytest.UsageError("expected no test module to import returnn.tf while tests are collected: do it in a function")
     gc.set_threshold(*USUAL)
     gc.freeze()
 
@@ -90,10 +126,10 @@ def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request: pytest.FixtureRequest, corpus: Path, shared_folder: Path) -> Trained:
     """What the trainings of the collected modules left (trainings.py)."""
     modules = {item.path for item in request.session.items}
-    return Trained(corpus, tmp_path_factory.mktemp("trained"), modules, request.config.getoption("--soak"))
+    return Trained(corpus, shared_folder / "trained", modules, request.config.getoption("--soak"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -105,15 +141,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run one after the other in the same worker: those of a file, which share fixtures, and of all files those that
-    share what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others
-    on several ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
+    wait for the same trainings: a group for each framework. These largest groups come first in their workers, and those of
+    TensorFlow first in the group. Files whose trainings are launched apart, others on several ranks, and those on a cluster, of
+    which each worker has its own, go wherever there is time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     @cache
     def sharing(file: str) -> set[str]:
         """The functions of a file that ask for the fixture `trained`, or for another one of the file that does."""
-        found, tree = {"trained"}, ast.parse((config.rootpath / file).read_text(encoding="utf-8"))
+        found, tree = {"trained"}, ast.parse(text_of(file))
         functions = {one.name: {each.arg for each in one.args.args} for one in tree.body if isinstance(one, ast.FunctionDef)}
         while more := {name for name, arguments in functions.items() if arguments & found} - found:
             found |= more
@@ -127,20 +164,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return name.startswith("test_tensorflow") or test.partition("[")[0] in sharing(file)
 
     @cache
+    def text_of(file: str) -> str:
+        return (config.rootpath / file).read_text(encoding="utf-8")
+
+    def has_own_launch(file: str) -> bool:
+        return "apart=True" in text_of(file)
+
+    @cache
     def starts_ranks(file: str) -> bool:
-        text = (config.rootpath / file).read_text(encoding="utf-8")
-        return re.search(r"ranks=|, 2\)|torchrun\(|mpirun", text) is not None
+        return re.search(r"ranks=|, 2\)|torchrun\(|mpirun", text_of(file)) is not None
 
     def waits(group: str) -> int:
-        """First comes the large group; then what waits for processes, which leaves time for others; then the rest."""
-        return 0 if group == "trainings" else 1 if starts_ranks(group.split("::")[0]) else 2
+        """First come the large groups; then what waits for processes, which leaves time for others; then the rest."""
+        return 0 if group.startswith("trainings") else 1 if starts_ranks(group.split("::")[0]) else 2
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            if shares_trainings(nodeid):
-                return "trainings"
-            return nodeid if Path(file).parent.name in ("ranks", "launchers", "cluster") else file
+            if shares_trainings(nodeid) and not has_own_launch(file):
+                return "trainings of TensorFlow" if "tensorflow" in nodeid else "trainings"
+            is_free = Path(file).parent.name in ("ranks", "launchers", "cluster") and not has_own_launch(file)
+            return nodeid if is_free else file
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(min(self.workqueue, key=waits), last=False)

@@ -69,10 +69,10 @@ def command(config: Path, keys: dict[str, object]) -> list[str]:
 
 
 def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
-    """What an error has ended goes on by hand, on one rank; then every sequence was trained on once."""
+    """What an error has ended continues by hand, on one rank; then every sequence was trained on once."""
     finished = hvdtrain(config, {**keys, "planted": [], "log_verbosity": 3})
     assert finished.status == 0, finished.err
-    assert "training goes on in epoch 1" in finished.out
+    assert "training continues in epoch 1" in finished.out
     assert trained_on(Path(str(keys["trace_sequences"]))) == {1: EPOCH}
 
 

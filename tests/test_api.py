@@ -151,6 +151,22 @@ def test_the_best_epoch_is_that_of_best_json(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
+def test_averages_are_part_of_the_result(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, average_checkpoints=[{"last": 2}, {"best": 1}], ema_decay=0.9)
+    for result in (hvdtrain.train(keys), hvdtrain.train(keys)):  # a second call has nothing to train
+        stated = json.loads((tmp_path / "averages.json").read_text())
+        assert [(one.name, one.scores) for one in result.averages] == [(one["name"], one["scores"]) for one in stated]
+        assert [one.name for one in result.averages] == ["last-2", "best-1", "trained weights"]
+        files = [one.checkpoint for one in result.averages]
+        assert files == [tmp_path / "model.last-2.pt", tmp_path / "model.best-1.pt", None]
+    assert files[0] is not None
+    loaded = hvdtrain.load_model(files[0], keys_of(tmp_path)).state_dict()
+    first, last = (torch.load(tmp_path / f"model.00{epoch}.pt")["model"] for epoch in (1, 2))
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(tensor, ((first[name].double() + last[name].double()) / 2).to(tensor.dtype))
+    assert hvdtrain.train(keys_of(tmp_path)).averages == []
+
+
 def test_the_files_of_overfit_batches_are_found(tmp_path: Path) -> None:
     result = hvdtrain.train(keys_of(tmp_path, overfit_batches=1))
     assert result.best is not None
@@ -167,10 +183,10 @@ def test_the_model_of_a_moving_average_is_what_was_evaluated(tmp_path: Path) -> 
 
 def test_it_logs_as_logging_does(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     caplog.set_level(logging.INFO)
-    hvdtrain.train(keys_of(tmp_path, num_epochs=1, log=str(tmp_path / "train.log")))
-    lines = {record.getMessage().partition(":")[0]: record for record in caplog.records}
-    assert lines["epoch 1 evaluation"].levelname == "INFO"  # scores, which are no errors
-    assert lines["epoch 1 evaluation"].name == "hvdtrain"
+    hvdtrain.train(keys_of(tmp_path, num_epochs=1, log=str(tmp_path / "train.log"), log_verbosity=[4, 3]))
+    lines = {record.getMessage().partition("  ")[0]: record for record in caplog.records}
+    assert lines["epoch 1/1"].levelname == "INFO"  # scores, which are no errors
+    assert lines["epoch 1/1"].name == "hvdtrain"
     assert all(record.levelno >= logging.INFO for record in caplog.records)
     assert "start epoch 1" in (tmp_path / "train.log").read_text()  # of log_verbosity 4
     assert capsys.readouterr().out == ""
@@ -339,7 +355,7 @@ def test_started_ranks_compute_what_the_command_line_does(tmp_path: Path, caplog
     assert result.best.checkpoint == result.checkpoint == tmp_path / "api" / "model.001.pt"
     saved = torch.load(result.checkpoint)["model"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
-    assert [record.getMessage().split(",")[0] for record in caplog.records if "evaluation" in record.getMessage()]
+    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch 1/1  train ce ")]
 
 
 def test_an_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:

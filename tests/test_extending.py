@@ -181,7 +181,7 @@ def test_the_added_task_and_scheduler_do_their_work(extended: Path, tmp_path: Pa
 
 
 def test_help_lists_the_added_keys_and_takes_no_numpy(extended: Path) -> None:
-    program = "import sys; from hvdtrain.cli import main; main(['--help']); print('numpy' in sys.modules)"
+    program = "import sys; from hvdtrain.cli import main; main(['help', 'all']); print('numpy' in sys.modules)"
     *lines, last = run(extended, "-c", program).splitlines()
     assert last == "False"
     assert {"    slope", "    epoch_share", "    gradient_divisor"} <= set(lines)
@@ -208,7 +208,7 @@ def work(comm):
     for step in range(2):
         learner.backward(dataset.batch(numpy.array([2 * step + comm.rank])))
         learner.update(0.1)
-        reducer.sync.after_update(learner.state, FinishedUpdate(True, comm.size, step + 1, 0.1))
+        reducer.sync.after_update(learner.state, FinishedUpdate([True] * comm.size, step + 1, 0.1))
     alone = learner.model.parameters["weight"].copy()
     reducer.sync.end_of_epoch(learner.state)
     return alone, learner.model.parameters["weight"]

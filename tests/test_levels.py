@@ -80,7 +80,7 @@ def f():
     import_module(f"j.{k}")
 """
     assert list(imports(ast.parse(text))) == ["a.b", "c", "d.e", "g", "h.i", "j."]
-    assert units()["engine"] >= {"session", "training", "data"}
+    assert units()["engine"] >= {"training", "data"}
     assert units()["__main__"] == {"cli"}
 
 

@@ -1,6 +1,7 @@
 """The speech demo: what espeak-ng speaks becomes Kaldi folders, and the config trains on such folders."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hvdtrain.data.sources import check_dataset, open_dataset
 def test_the_config_trains_on_kaldi_folders(tmp_path: Path) -> None:
     for part, count in (("train", 8), ("dev", 3), ("test", 3)):
         write_folder(tmp_path / part, count=count, shortest=4000)
-    (tmp_path / "train" / "audio" / "utt03.wav").unlink()  # the config goes on without a few
+    (tmp_path / "train" / "audio" / "utt03.wav").unlink()  # the config continues without a few
     keys = {"model": tmp_path / "model", "log": None, "speech": tmp_path, "num_epochs": 1, "max_seqs": 4, "lengths_dir": None}
     finished = hvdtrain(ROOT / "configs" / "speech.py", keys)
     assert finished.status == 0, finished.err
@@ -26,7 +27,7 @@ def test_the_config_trains_on_kaldi_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed (apt-get install espeak-ng)")
-def test_sentences_are_spoken_as_kaldi_folders(tmp_path: Path) -> None:
+def test_sentences_are_spoken_as_kaldi_folders_which_the_hand_written_loop_reads(tmp_path: Path) -> None:
     speak = [str(ROOT / "demos" / "speech" / "speak.py"), str(tmp_path), "--sentences", "6", "--held-out", "2"]
     finished = launch(speak)
     assert finished.status == 0, finished.err
@@ -36,3 +37,6 @@ def test_sentences_are_spoken_as_kaldi_folders(tmp_path: Path) -> None:
         dataset = open_dataset(spec)
         assert dataset.num_sequences == count
         assert all(len(dataset.sequence(index)["data"]) > 10_000 for index in range(count))
+    loop = launch([str(ROOT / "benchmarks/loops/speech_loop.py"), str(tmp_path), "--num_epochs", "1", "--max_seqs", "2"], ranks=2)
+    assert loop.status == 0, loop.err
+    assert re.search(r"^epoch 1: ctc \d+\.\d+, dev wer \d\.\d+, test wer \d\.\d+, ", loop.out, re.MULTILINE)

@@ -96,8 +96,8 @@ def test_the_example_of_the_readme_runs_elsewhere(python: Path, tmp_path: Path) 
     assert Path(place).is_relative_to(python.parent.parent)
     printed = run("-m", "hvdtrain", "smallest.py", "++model", "exp/one/model", "++num_epochs", "1")
     assert f"hvdtrain {__version__}, torch: 1 rank" in printed
-    score = float(re.search(r"^epoch 1 evaluation: dev: ce (\S+)", printed, re.MULTILINE)[1])
-    assert score == pytest.approx(float(re.search("epoch 1 evaluation: dev: ce (.*)", readme)[1]), rel=0.01)
+    score = float(re.search(r"^epoch 1/1 .*dev ce (\S+)", printed, re.MULTILINE)[1])
+    assert score == pytest.approx(float(re.search(r"epoch 1/3 .*dev ce (\S+)", readme)[1]), rel=0.01)
     run(str(python.with_name("hvdtrain")), "init", "my_config.py")  # the script
     assert "num_epochs" in run("-m", "hvdtrain", "my_config.py", "--print-config")
     run("-m", "hvdtrain", "report", "exp/one", "--out", "page.html")

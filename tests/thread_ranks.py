@@ -15,11 +15,23 @@ PATIENCE = 60.0
 
 
 class Meeting:
-    """Where the ranks hand each other values: all call `exchange` equally often, in the same order."""
+    """Where the ranks hand each other values: all call `exchange` equally often, in the same order.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        whole: the meeting of all ranks, if this is one of a part of them.
+    """
+
+    def __init__(self, size: int, whole: "Meeting | None" = None) -> None:
         self.barrier = threading.Barrier(size)
         self._values: list[Any] = [None] * size
+        self._parts: list[Meeting] = []
+        if whole is not None:
+            whole._parts.append(self)
+
+    def abort(self) -> None:
+        """Make the ranks that wait here fail."""
+        for meeting in (self, *self._parts):
+            meeting.barrier.abort()
 
     def exchange(self, rank: int, name: str, value: T) -> list[T]:
         """Every rank's value. Raises: PeerFailure, where another rank has failed."""
@@ -70,6 +82,11 @@ class ThreadCommunicator:
         )  # others are waited for in `finish` only
 
     def finish(self, handle: Any) -> list[Tensor]:
+        if len(handle) == 2:  # of `all_to_all`
+            import torch
+
+            rows, name = handle
+            return [torch.stack([theirs[self.rank] for theirs in self._meeting.exchange(self.rank, name, rows)])]
         tensors, types, op, name, owners = handle
         everybodys = self._meeting.exchange(self.rank, name, tensors)
         sums = [of_type(sum(alike), dtype) for alike, dtype in zip(zip(*everybodys, strict=True), types, strict=True)]
@@ -98,8 +115,20 @@ class ThreadCommunicator:
     def gather(self, value: T, *, name: str) -> list[T]:
         return self._meeting.exchange(self.rank, name, value)
 
+    def all_to_all(self, rows: Tensor, *, name: str) -> Any:
+        self.sent += num_bytes([rows])
+        self.messages.append((name, num_bytes([rows])))
+        return rows + 0, name
+
     def channel(self, name: str) -> "ThreadCommunicator":
         return self
+
+    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> "ThreadCommunicator | None":
+        meetings = self._meeting.exchange(self.rank, name, [Meeting(len(ranks), self._meeting) for ranks in sets])[0]
+        for ranks, meeting in zip(sets, meetings, strict=True):
+            if self.rank in ranks:
+                return ThreadCommunicator(meeting, list(ranks).index(self.rank), len(ranks))
+        return None
 
     def close(self) -> None:
         pass
@@ -129,7 +158,7 @@ def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
         try:
             return work(ThreadCommunicator(meeting, rank, size))
         except BaseException:
-            meeting.barrier.abort()
+            meeting.abort()
             raise
 
     with ThreadPoolExecutor(size, "rank") as pool:

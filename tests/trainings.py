@@ -12,11 +12,14 @@ top what it wants trained, and a test looks at what came out:
         assert not same(results.weights("plain"), results.weights("clipped"))
 
 The first test that asks starts the launch, with the trainings of all modules whose tests were collected: `pytest -k` trains no
-more than it needs. What the launch itself does (an exit status, a crash, what is printed before the ranks are connected) is
-not for this; see launching.py.
+more than it needs. The other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an
+exit status, a crash, what is printed before the ranks are connected) is not for this; see launching.py.
 """
 
+import fcntl
 import json
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import TOY, launch
+from launching import TOY, Finished, launch, locked
 
 CONFIGS = {
     "torch": TOY,
@@ -66,8 +69,8 @@ class Run:
 Trainings = Callable[[Run, Path], dict[str, dict[str, object]]]
 """The overrides of the toy config for each training by name, given the folder in which their models stand.
 
-Besides keys: `configs`, others than the toy one; `saved_as`, another training whose model this one goes on with; `once`, not
-to go on after a stop; `timeline`, a file for Horovod's timeline of this training alone.
+Besides keys: `configs`, others than the toy one; `saved_as`, another training whose model this one continues with; `once`, not
+to continue after a stop; `timeline`, a file for Horovod's timeline of this training alone.
 """
 
 
@@ -93,7 +96,7 @@ def trains(
     """Have the trainings that the decorated function returns run in each of these ways.
 
     Args:
-        after: where the trainings go on with what the same module's trainings left in another run: that one comes first.
+        after: where the trainings continue with what the same module's trainings left in another run: that one comes first.
         apart: are launched separately.
         again: more runs, with --soak. Give the tests of them the mark with `marked`.
     """
@@ -176,7 +179,12 @@ ResultsOf = Callable[[Run], Results]
 
 
 class Trained:
-    """Launches what is asked for, once. Use it as the fixture `trained`."""
+    """Launches what is asked for, once. Use it as the fixture `trained`.
+
+    Args:
+        folder: which all workers share.
+        modules: whose tests were collected.
+    """
 
     def __init__(self, corpus: Path, folder: Path, modules: set[Path], soak: bool) -> None:
         self._corpus = corpus
@@ -202,24 +210,33 @@ class Trained:
         name = launch_of(wanted, run)
         if name in self._errors:
             return
-        assert name not in self._begun, f"a cycle of launches: {name} goes on with what another one leaves that goes on with it"
+        assert name not in self._begun, (
+            f"a cycle of launches: {name} continues with what another one leaves that continues with it"
+        )
         self._begun.add(name)
+        folder = self._folder / name
+        outcome = folder / "outcome"
+        with locked(f"launch-{name}", fcntl.LOCK_EX):
+            if not outcome.exists():
+                finished = self._train(run, wanted, folder)
+                (folder / "out").write_text(finished.out)
+                outcome.write_text(f"status {finished.status}: {_shorten(finished.err)}" if finished.status else "")
+        self._errors[name] = outcome.read_text() or None
+
+    def _train(self, run: Run, wanted: Request, folder: Path) -> Finished:
         jobs = []
         for transport in TRANSPORTS:  # connecting the ranks costs time: each transport once
             same = Run(run.framework, transport, run.size)
             for request in self._requests:
-                if same in request.runs and launch_of(request, same) == name:
+                if same in request.runs and launch_of(request, same) == folder.name:
                     if request.after is not None:
                         before = next(one for one in self._requests if one.module == request.module and request.after in one.runs)
                         self._launch(request.after, before)
                     jobs += self._jobs(request, same)
-        folder = self._folder / name
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "jobs.json").write_text(json.dumps(jobs))
         command = [TOY.with_name("several.py"), folder / "jobs.json"]
-        finished = launch(command, run.size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC"})
-        (folder / "out").write_text(finished.out)
-        self._errors[name] = f"status {finished.status}: {_shorten(finished.err)}" if finished.status else None
+        return launch(command, run.size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC", **take_naps(folder)})
 
     def _jobs(self, request: Request, run: Run) -> list[dict[str, object]]:
         folder = self._of(request, run)
@@ -263,7 +280,8 @@ def read_model(file: Path) -> dict[str, numpy.ndarray]:
 def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
     """The same arrays, bit for bit."""
     assert one.keys() == other.keys()
-    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []
+    differing = [name for name in one if not numpy.array_equal(one[name], other[name])]
+    assert not differing, f"expected the same arrays, got other ones for {differing}"
 
 
 def assert_alike(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray], tolerance: float = 1e-5) -> None:
@@ -272,6 +290,15 @@ def assert_alike(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray],
     for name, array in one.items():
         difference = numpy.abs(array.astype(float) - other[name].astype(float)).max()
         assert difference <= tolerance * numpy.abs(array.astype(float)).max(), name
+
+
+def take_naps(folder: Path) -> dict[str, str]:
+    """What has ranks sleep while they wait, where there is a C compiler: there are fewer cores than workers and ranks."""
+    if shutil.which("cc") is None:
+        return {}
+    library = folder / "naps.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, TOY.with_name("naps.c")], check=True)
+    return {"LD_PRELOAD": str(library)}
 
 
 def _shorten(text: str, most: int = 8000) -> str:

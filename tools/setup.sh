@@ -108,7 +108,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,dev}]"
+extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,docs,dev}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"
@@ -121,7 +121,7 @@ until_fetched() {
 }
 rm -rf $fetched
 mkdir -p $fetched/tensorflow $fetched/others
-set -m # a process group of its own, so that pip ends with it
+set -m # a separate process group, so that pip ends with it
 if [ -n "$new" ]; then fetch; fi >$LOGS/fetch.log 2>&1 & # an older environment has most of it
 set +m
 fetching=$!

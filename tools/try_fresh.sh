@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Try README's two commands on a fresh Debian: as root, in a chroot that debootstrap makes from nothing. Prints the row of
-# docs/installing.md's table. For each release; not part of CI.
+# docs/status.md's table. For each release; not part of CI.
 #
 #   tools/try_fresh.sh trixie              bookworm, trixie or sid: about 10 minutes, and up to 10 GB in $TMPDIR
 #   FOLDER=/big tools/try_fresh.sh sid     where the chroot is made (default: a temporary folder); it is removed afterwards
@@ -61,7 +61,7 @@ trap clean EXIT
 say() { echo "try_fresh.sh: $*" >&2; }
 say "making $root"
 debootstrap --variant=minbase --include=ca-certificates,make,git "$SUITE" "$root" "$MIRROR" >"$log" 2>&1
-cp /etc/resolv.conf "$root/etc/"
+cp /etc/resolv.conf /etc/hosts "$root/etc/"
 cp /usr/local/share/ca-certificates/*.crt "$root/usr/local/share/ca-certificates/" 2>/dev/null || true
 inside update-ca-certificates >>"$log" 2>&1
 inside apt-get update -q >>"$log" 2>&1
@@ -76,8 +76,8 @@ inside env PIP_NO_INPUT=1 make -C /hvdtrain train >>"$log" 2>&1
 grep -q "Finished training" "$log"
 
 # score COMMAND...: the dev score of the last epoch that the command prints
-score() { "$@" 2>&1 | tee -a "$log" | sed -n 's/^epoch 3 evaluation: dev: ce //p'; }
-readme=$(sed -n 's/^    epoch 3 evaluation: dev: ce //p' README.md | sort -u)
+score() { "$@" 2>&1 | tee -a "$log" | sed -n 's/^epoch 3\/3 .*dev ce \([0-9.]*\).*/\1/p'; }
+readme=$(sed -n 's/^ *epoch 3\/3 .*dev ce \([0-9.]*\).*/\1/p' README.md | sort -u)
 say "make setup and README's example, as a user"
 inside useradd --create-home someone
 mkdir "$root/home/someone/hvdtrain"

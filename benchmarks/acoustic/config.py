@@ -7,7 +7,7 @@ Used by benchmarks/computing_time.py, which creates the data.
 from pathlib import Path
 
 import torch
-from torch import nn
+from acoustic_model import CLASSES, Acoustic
 from torch.nn import functional
 
 import hvdtrain
@@ -20,23 +20,6 @@ learning_rate = 0.001
 optimizer = {"class": "adamw"}
 gradient_clip_global_norm = 5.0
 
-FEATURES, CLASSES = 80, 40
-
-
-class Acoustic(nn.Module):
-    """Two convolutions with a total stride of 4, then two bidirectional LSTM layers."""
-
-    def __init__(self, channels=128, hidden=192):
-        super().__init__()
-        self.first = nn.Conv1d(FEATURES, channels, 5, stride=2, padding=2)
-        self.second = nn.Conv1d(channels, channels, 5, stride=2, padding=2)
-        self.recurrent = nn.LSTM(channels, hidden, num_layers=2, batch_first=True, bidirectional=True)
-        self.output = nn.Linear(2 * hidden, CLASSES + 1)
-
-    def forward(self, frames):
-        hidden = functional.relu(self.second(functional.relu(self.first(frames.transpose(1, 2))))).transpose(1, 2)
-        return self.output(self.recurrent(hidden)[0]).log_softmax(-1)
-
 
 def get_model(**_):
     torch.manual_seed(1)
@@ -46,7 +29,7 @@ def get_model(**_):
 def train_step(*, model, extern_data, **_):
     features, classes = extern_data["data"], extern_data["classes"]
     losses = functional.ctc_loss(
-        model(features.raw_tensor).transpose(0, 1),
+        model(features.raw_tensor).log_softmax(-1).transpose(0, 1),
         classes.raw_tensor,
         (features.seq_lens + 3) // 4,
         classes.seq_lens,

@@ -1,15 +1,18 @@
 """What the configs of benchmarks/as_returnn share: a record of the time and the frames of every epoch.
 
 The config itself writes it, so neither program is asked what it does. The time is that from the begin of an epoch's first step to
-the end of its last one, with the waiting for data, without start-up and evaluation.
+the end of its last one, with the waiting for data, without start-up and evaluation. For a network of TensorFlow, which has no
+steps of a config, it is that of the calls of sessions, after the first ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 FOLDER = os.environ["AS_RETURNN_FOLDER"]
 """Where the data is, and where checkpoints and the record go."""
@@ -52,6 +55,32 @@ class Record:
         with open(Path(FOLDER) / f"record.{RANK}", "a") as file:
             file.write(json.dumps(line) + "\n")
         self._begin, self._frames, self._steps = None, 0, 0
+
+
+WARM_UP = 10
+"""The number of calls of a session that are not measured."""
+
+
+def record_sessions() -> None:
+    """Have a line written for each training step of TensorFlow's sessions: each call that is fed the lengths of sequences."""
+    import tensorflow as tf
+
+    original = tf.compat.v1.Session.run
+    file = open(Path(FOLDER) / f"record.{RANK}", "a")  # noqa: SIM115  open until the process ends
+    calls = itertools.count()
+
+    def run(session: Any, fetches: Any, feed_dict: Any = None, **more: Any) -> Any:
+        sizes = [
+            value for place, value in (feed_dict or {}).items() if getattr(place, "name", place).endswith("data_dim0_size:0")
+        ]
+        begin = time.monotonic(), time.thread_time(), time.process_time()
+        fetched = original(session, fetches, feed_dict, **more)
+        if sizes and next(calls) >= WARM_UP:
+            ends = time.monotonic(), time.thread_time(), time.process_time()
+            print(json.dumps([*begin, *ends, int(sizes[0].sum())]), file=file, flush=True)
+        return fetched
+
+    tf.compat.v1.Session.run = run
 
 
 def cpu_seconds() -> float:

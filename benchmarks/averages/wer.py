@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,7 +49,14 @@ def main() -> None:
     """Train what has not been trained yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the trainings are")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="(all)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        choices=METHODS,
+        metavar="METHOD",
+        help="; ".join(METHODS).replace("%", "%%") + " (all)",
+    )
     parser.add_argument("--epochs", type=int, default=24, help="(24)")
     parser.add_argument("--seeds", type=int, default=3, help="number of trainings of each method (3)")
     parser.add_argument("--ranks", type=int, default=2, help="(2)")
@@ -56,13 +64,14 @@ def main() -> None:
     parser.add_argument("--only-table", action="store_true", help="train nothing")
     parser.add_argument("keys", nargs="*", default=[], help="after --: ++key value for all trainings")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; the same command continues"))
     for seed in range(1, options.seeds + 1):  # so that a table of all methods is there early
         for method in options.methods if not options.only_table else ():
             train(options, method, seed)
     print(f"Results on the CMU dictionary, WER in %, mean of the seeds (range), {options.epochs} epochs:\n")
     print("| method | model | dev WER | test WER | seeds |\n|---|---|---|---|---|")
-    for method in options.methods:
-        print("\n".join(rows(options, method)))
+    for row in (row for method in options.methods for row in rows(options, method)):
+        print(row)
 
 
 def folder_of(options: argparse.Namespace, method: str, seed: int) -> Path:
@@ -94,11 +103,18 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
     command = [sys.executable, "-m", "hvdtrain", *map(str, CONFIGS), *words, *options.keys]
     print(f"{method}, seed {seed}: {folder}", file=sys.stderr, flush=True)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if finished.returncode != 0:
-        raise SystemExit(
-            f"{' '.join(command)}: status {finished.returncode}\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
-        )
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate()
+        except KeyboardInterrupt:  # Ctrl+C reaches the training, too, which ends with a checkpoint
+            process.communicate()
+            raise SystemExit("stopped; the same command continues") from None
+        except SystemExit:
+            process.terminate()
+            process.communicate()
+            raise
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: status {process.returncode}\n{out[-2000:]}\n{err[-4000:]}")
 
 
 def results_of(folder: Path) -> dict[str, dict[str, float]]:

@@ -21,11 +21,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sequences", type=int, default=320, help="sequences of an epoch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (%(default)s)")
+    parser.add_argument("--models", nargs="+", default=["perceptron", "acoustic"], help="which ones (default: both)")
     parser.add_argument("--spread", type=float, default=0.22, help="deviation of the logarithms of the lengths (%(default)s)")
     options = parser.parse_args()
 
     print(f"{'model':<12} {'padding':>8} {'padded frames/s':>16} {'packed frames/s':>16} {'ratio':>6}")
-    for model in ("perceptron", "acoustic"):
+    for model in options.models:
         rates: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(options.rounds):
             for packed, measured in rates.items():

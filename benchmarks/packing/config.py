@@ -2,6 +2,7 @@
 
 # ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,11 @@ from torch.nn import functional
 
 import hvdtrain
 
-FEATURES, CLASSES = 80, 40
+sys.path.append(str(Path(__file__).resolve().parent.parent / "acoustic"))
+
+import acoustic_model  # noqa: E402  # found through the line above
+from acoustic_model import CLASSES, FEATURES  # noqa: E402
+
 of = config.value("of", "perceptron")
 packed = config.bool("packed", False)
 generator = numpy.random.default_rng(1)
@@ -41,19 +46,8 @@ class Perceptron(nn.Sequential):
         return data.with_values(self(data.raw_tensor))
 
 
-class Acoustic(nn.Module):
-    """Two convolutions with a total stride of 4, then two bidirectional LSTM layers, as in benchmarks/acoustic."""
-
-    def __init__(self, channels=128, hidden=192):
-        super().__init__()
-        self.first = nn.Conv1d(FEATURES, channels, 5, stride=2, padding=2)
-        self.second = nn.Conv1d(channels, channels, 5, stride=2, padding=2)
-        self.recurrent = nn.LSTM(channels, hidden, num_layers=2, batch_first=True, bidirectional=True)
-        self.output = nn.Linear(2 * hidden, CLASSES + 1)
-
-    def forward(self, frames):
-        hidden = functional.relu(self.second(functional.relu(self.first(frames.transpose(1, 2))))).transpose(1, 2)
-        return self.output(self.recurrent(hidden)[0])
+class Acoustic(acoustic_model.Acoustic):
+    """That of benchmarks/acoustic, also without padding."""
 
     def packed(self, data):
         for layer in (self.first, self.second):

@@ -18,7 +18,7 @@ asked what it does. Printed are:
     dev         the score that is printed on two ranks, less the one that the same weights have on all words, computed here
     2 to 1      the norm of the difference of the weights on two ranks and on one, divided by that of their change in training
     to hvdtrain the same for the trainer on one rank and hvdtrain on one rank
-    resumed     the same for a training on two ranks that is killed (SIGKILL) within its second epoch and goes on with the same
+    resumed     the same for a training on two ranks that is killed (SIGKILL) within its second epoch and continues with the same
                 command, and one that is not; and the steps that were done again
     ms a step   from one call of the model to the next in the second epoch, median, on the slowest rank; more words, and no
                 checkpoints within the epoch. The trainers take turns, and the ratio to hvdtrain is within a round
@@ -77,7 +77,7 @@ class Trainer:
     scores: str | None = None
 
     def command(self, ranks: int) -> list[str]:
-        """The command that trains, and that goes on after a kill."""
+        """The command that trains, and that continues after a kill."""
         alone = [sys.executable, str(HERE / self.file)]
         return alone if ranks == 1 else [*TORCHRUN, str(ranks), str(HERE / self.file)]
 

@@ -6,28 +6,31 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
-from hvdtrain.checkpoint.averages import make_average, source_names, write_model_file
+from hvdtrain.checkpoint.averages import make_average, source_names, with_statistics, write_model_file
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
-from hvdtrain.comm.base import on_rank_zero, together
+from hvdtrain.checkpoint.saver import share_model
+from hvdtrain.comm.base import on_rank_zero
+from hvdtrain.data.feed import Feed
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
-from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.session import Session
 from hvdtrain.training.statistics import recompute_statistics
 from hvdtrain.training.step_log import StepLog
 
@@ -48,6 +51,7 @@ class AverageScores:
         of: the names of the files that it is the average of.
         epoch: the last epoch of the training.
         scores: by name, such as 'dev_loss_ce'.
+        made_from: a checksum of the training's scores and of how the average is made. With another one, it is made anew.
     """
 
     name: str
@@ -55,6 +59,7 @@ class AverageScores:
     of: list[str]
     epoch: int
     scores: Mapping[str, float]
+    made_from: str
 
 
 def make_averages(settings: Settings, session: Session, checkpoints: CheckpointFolder, step_log: StepLog) -> list[AverageScores]:
@@ -72,15 +77,17 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
     folder, epoch = Path(settings.run.model).parent, session.progress.epoch
     known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
     made: list[AverageScores] = []
+    feeds = session.epochs.feeds(session.feeds, epoch)
     with stop_vote(session) as after_step:
-        evaluator = Evaluator(session, step_log, after_step)
+        evaluator = Evaluator(session, feeds, step_log, after_step)
         for rule in rules:
             chosen = on_rank_zero(session.comm, partial(_choose, rule, session, checkpoints), name="averages.choose")
-            made.append(_average(settings, rule, chosen, known, evaluator, session, checkpoints))
+            made.append(_average(settings, rule, chosen, known.get(rule.name), evaluator, session, checkpoints))
         if settings.learner.ema_decay is not None:
-            name = TRAINED
-            found = known.get(name)
-            made.append(found or AverageScores(name, None, [], epoch, evaluator.scores(epoch)))
+            made_from, found = evaluator.made_from(TRAINED), known.get(TRAINED)
+            if found is None or found.made_from != made_from:
+                found = AverageScores(TRAINED, None, [], epoch, evaluator.scores(epoch), made_from)
+            made.append(found)
     on_rank_zero(session.comm, lambda: _write(folder / FILE, made), name="averages.write")
     for line in comparison(
         session.best.records(session.progress), made, session.best.measure, settings.learner.ema_decay is not None
@@ -100,40 +107,40 @@ def _average(
     settings: Settings,
     rule: AverageRule,
     chosen: Sequence[Checkpoint],
-    known: Mapping[str, AverageScores],
+    found: AverageScores | None,
     evaluator: Evaluator,
     session: Session,
     checkpoints: CheckpointFolder,
 ) -> AverageScores:
-    """Collective. Make and evaluate one average, unless that was done."""
+    """Collective. Make and evaluate one average, unless `found` is what would be made."""
     epoch, framework = session.progress.epoch, FRAMEWORKS[settings.run.backend]
     suffix = settings.saving.checkpoint_format or framework.suffix
     file = checkpoints.prefix.with_name(f"{checkpoints.prefix.name}.{rule.name}.{suffix}")
-    sources = source_names(rule, chosen)
-    found = known.get(rule.name)
+    sources, made_from = source_names(rule, chosen), evaluator.made_from(repr(rule))
     exists = on_rank_zero(session.comm, file.exists, name="averages.exists")
-    if found is not None and found.of == sources and exists:
+    if found is not None and (found.of, found.made_from) == (sources, made_from) and exists:
         return found
     session.watchdog.beat(f"averaging {rule.name}", "saving")
-    on_rank_zero(
-        session.comm, lambda: write_model_file(file, make_average(rule, chosen, framework), framework), name="averages.make"
-    )
-    state = session.learner.state
-    contents = together(session.comm, lambda: framework.model_files.read_model(file), name="averages.load")
-    with state.other_model(contents["model"]):
+    state, contents = session.learner.state, dict[str, Any]()
+
+    def make() -> None:
+        contents.update(make_average(rule, chosen, framework))
+        write_model_file(file, contents, framework)
+
+    def rewrite() -> None:
+        write_model_file(file, with_statistics(contents, state.model_tensors()), framework)
+
+    on_rank_zero(session.comm, make, name="averages.make")
+    with state.other_model(contents["model"] if session.comm.rank == 0 else state.model_tensors()):
+        share_model(session.comm, state)  # other hosts may not have the files
         if rule.recompute_statistics:
-            layers = recompute_statistics(session.comm, session.learner, session.watchdog, session.feeds[0], epoch)
+            layers = recompute_statistics(session.comm, session.learner, session.watchdog, evaluator.train, epoch)
             if not layers:
                 log.warning("average_checkpoints.recompute_statistics: the model has no BatchNorm layers")
-            average = {**contents["average"], "recomputed_statistics": True}
-            rewritten = {**contents, "average": average}
-            on_rank_zero(session.comm, lambda: _rewrite(file, rewritten, framework, session), name="averages.rewrite")
+            on_rank_zero(session.comm, rewrite, name="averages.rewrite")
+        on_rank_zero(session.comm, lambda: checkpoints.copy_to_mirror(file), name="averages.mirror")
         scores = evaluator.scores(epoch)
-    return AverageScores(rule.name, file.name, sources, epoch, scores)
-
-
-def _rewrite(file: Path, contents: Mapping[str, Any], framework: Framework, session: Session) -> None:
-    write_model_file(file, {**contents, "model": session.learner.state.model_tensors()}, framework)
+    return AverageScores(rule.name, file.name, sources, epoch, scores, made_from)
 
 
 @contextmanager
@@ -162,11 +169,13 @@ class Evaluator:
     """Evaluates the present model on all datasets of the training but train.
 
     Args:
+        feeds: those of the last epoch; train comes first.
         after_step: called by all ranks after each step.
     """
 
-    def __init__(self, session: Session, step_log: StepLog, after_step: Callable[[], object]) -> None:
+    def __init__(self, session: Session, feeds: Sequence[Feed], step_log: StepLog, after_step: Callable[[], object]) -> None:
         self._session = session
+        self.train, *self._feeds = feeds
         self._step_log = step_log
         self._after_step = after_step
 
@@ -174,12 +183,18 @@ class Evaluator:
         """Collective. The scores by name, such as 'dev_loss_ce'."""
         session = self._session
         scores: dict[str, float] = {}
-        for feed in session.feeds[1:]:
+        for feed in self._feeds:
             means = evaluate(
                 session.comm, session.learner, session.watchdog, feed, epoch, after_step=self._after_step, step_log=self._step_log
             )
             scores |= name_scores(feed.name, means)
         return with_totals(scores, minimized_in(session.progress.history))
+
+    def made_from(self, what: str) -> str:
+        """A checksum of the training that has ended, and of what is evaluated: two trainings differ in their scores."""
+        records = [asdict(record) for record in self._session.progress.records]
+        text = json.dumps([records, [feed.name for feed in self._feeds], what], sort_keys=True)
+        return f"{zlib.crc32(text.encode()):08x}"
 
 
 def comparison(
@@ -223,7 +238,7 @@ def _read(path: Path, epoch: int) -> dict[str, AverageScores]:
 
 
 def _with_numbers(one: AverageScores) -> AverageScores:
-    return AverageScores(one.name, one.file, one.of, one.epoch, {name: float(value) for name, value in one.scores.items()})
+    return replace(one, scores={name: float(value) for name, value in one.scores.items()})
 
 
 def _write(path: Path, made: Sequence[AverageScores]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
@@ -159,6 +159,14 @@ class Averages:
                 kept += [record for record in with_model if record.at_step in rule.numbers]
         return {record.age for record in kept if record.at_step is not None}
 
+    def needed(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
+        """The ages of all models that they may need, and of the best one within an epoch. The rest is as in `kept_within`."""
+        last = records[-1].age if records else (0, 0.0)  # later models are of another training
+        ages = sorted(age for age in existing if age <= last)
+        history = [record for record in records if record.at_step is None]
+        epochs = self.epochs_to_keep([epoch for epoch, step in ages if step == inf], history)
+        return {(epoch, inf) for epoch in epochs} | self.kept_within(records, ages)
+
     def epochs_to_keep(self, existing: Sequence[int], history: Sequence[EpochRecord]) -> dict[int, list[str]]:
         """The epochs whose models they may need, each with the reasons."""
         reasons: dict[int, list[str]] = {}
@@ -190,7 +198,8 @@ def select(
     Raises:
         CheckpointError: some of those with given numbers do not exist, or none at all.
     """
-    existing = checkpoints.finished_epochs()
+    last = history[-1].epoch if history else inf  # the models of later epochs are of another training
+    existing = [epoch for epoch in checkpoints.finished_epochs() if epoch <= last]
     if rule.kind == "best":
         chosen = sorted(_best_checkpoints(rule, checkpoints, history, measure), key=lambda one: one.age)
     elif rule.kind == "last":

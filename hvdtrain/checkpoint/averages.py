@@ -47,6 +47,11 @@ def average_contents(contents: Mapping[str, Any], name: str, sources: Sequence[s
     return {**stored, "average": {"name": name, "of": list(sources)}}
 
 
+def with_statistics(contents: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of an average's file, with a model whose BatchNorm statistics were computed anew."""
+    return {**contents, "model": model, "average": {**contents["average"], "recomputed_statistics": True}}
+
+
 def _running_mean(before: Checkpoint | None, end: Checkpoint, framework: Framework) -> dict[str, Any]:
     """The model at the end, with the mean of its parameters since an earlier checkpoint, or since the training began."""
     sums, marks = _read_sums(end)

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
 from hvdtrain.learner.frameworks import Framework
-from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
 
@@ -102,6 +101,18 @@ class MirrorProtocol(Protocol):
         ...
 
 
+class ContentsProtocol(Protocol):
+    """What a checkpoint is made of, such as `CheckpointContents`. Both methods raise OSError or RuntimeError."""
+
+    def write(self, model_file: Path, optimizer_file: Path) -> object:
+        """Write both files."""
+        ...
+
+    def write_running(self, file: Path) -> bool:
+        """Write the sums of a running average, and return True; False: there are none."""
+        ...
+
+
 class CheckpointFolder:
     """The checkpoints that share a prefix.
 
@@ -113,6 +124,7 @@ class CheckpointFolder:
         mirror: where all files are copied to, and removed from.
 
     Attributes:
+        note: a file that names a newer checkpoint on a local disk (`checkpoint/local.py`).
         num_pretrain_epochs: the number of first epochs whose checkpoints have `pretrain` in their names, as in RETURNN. Found are
             checkpoints with and without it.
     """
@@ -134,6 +146,7 @@ class CheckpointFolder:
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
         self.prefix = prefix
+        self.note = prefix.with_name(f"{prefix.name}.local.json")
         pretrain = "" if model_marker is None else r"(?P<pretrain>\.pretrain)?"
         self._pattern = re.compile(
             rf"{re.escape(prefix.name)}{pretrain}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
@@ -164,9 +177,13 @@ class CheckpointFolder:
         """The finished epochs that have a model, in order."""
         return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
 
-    def models(self) -> list[Checkpoint]:
-        """All checkpoints that have a model, oldest first; of a model in several formats one."""
-        return list({found.age: found for found in self._complete_checkpoints()}.values())
+    def models(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
+        """All checkpoints that have a model, oldest first; of a model in several formats one.
+
+        Args:
+            names: files of another folder; None: those on disk.
+        """
+        return list({found.age: found for found in self._complete_checkpoints(names)}.values())
 
     def within_epochs(self) -> list[Checkpoint]:
         """The checkpoints within epochs that have a model, in order."""
@@ -188,7 +205,7 @@ class CheckpointFolder:
         return next((one for one in found if one.optimizer_file.exists() or self.is_from_elsewhere(one)), None)
 
     def is_from_elsewhere(self, checkpoint: Checkpoint) -> bool:
-        """Whether another program wrote a model, in a format in which that can be told."""
+        """Whether another program wrote a model, in a format in which this can be recognized."""
         marker = self._model_marker
         return marker is not None and checkpoint.model_file.exists() and not checkpoint.model_file_as(marker).exists()
 
@@ -212,25 +229,27 @@ class CheckpointFolder:
 
     def write_rank(self, file: Path, contents: RankContents) -> None:
         """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
-        unfinished = _unfinished(file)
+        unfinished = _unfinished_path(file)
         with _checkpoint_error(file, [unfinished]):
             contents.write(unfinished)
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
-        self._copy(file)
+        self.copy_to_mirror(file)
 
     def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
         """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
-        model = _unfinished(target.model_file)
+        model = _unfinished_path(target.model_file)
         try:
             self.prepare(target)
             with _checkpoint_error(target.model_file, [model]):
+                self._remove_all_but_model(target, self._names())  # of an abandoned training
+                self._remove(target.running_file)
                 contents.write_model(model)
                 _flush_to_disk(model)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
             parts = self._model_parts_of(target, self._names_here())
-            self._copy(*(self.folder / name for name in parts), target.model_file)
+            self.copy_to_mirror(*(self.folder / name for name in parts), target.model_file)
         except CheckpointError:
             self._remove_unfinished()
             raise
@@ -240,8 +259,8 @@ class CheckpointFolder:
         others = [found for found in self.within_epochs() if found.age not in keep and found.age != newest.age]
         self.remove(found for found in others if not found.optimizer_file.exists())
 
-    def write(self, target: Checkpoint, contents: CheckpointContents, keep_models: Collection[tuple[int, float]] = ()) -> None:
-        """Write the model and the optimizer, which completes the checkpoint.
+    def write(self, target: Checkpoint, contents: ContentsProtocol, keep_models: Collection[tuple[int, float]] = ()) -> None:
+        """Write the model and the optimizer, which completes the checkpoint, and remove what it supersedes.
 
         Args:
             keep_models: the ages of older checkpoints within epochs whose models stay.
@@ -249,16 +268,21 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        model, optimizer = _unfinished(target.model_file), _unfinished(target.optimizer_file)
-        running = _unfinished(target.running_file)
+        self.put(target, contents)
+        with _checkpoint_error(target.model_file):
+            self.tidy(target, keep_models=keep_models)
+
+    def put(self, target: Checkpoint, contents: ContentsProtocol) -> None:
+        """The same without removing anything. Raises: CheckpointError."""
+        model, optimizer = _unfinished_path(target.model_file), _unfinished_path(target.optimizer_file)
+        running = _unfinished_path(target.running_file)
         try:
             self.prepare(target)
             with _checkpoint_error(target.model_file, [model, optimizer, running]):
                 contents.write(model, optimizer)
                 _flush_to_disk(model)
                 _flush_to_disk(optimizer)
-                if contents.running is not None:
-                    contents.running.write(running, {SAVE_ID: contents.progress.get(SAVE_ID)})
+                if has_running := contents.write_running(running):
                     _flush_to_disk(running)
                     os.replace(running, target.running_file)
                 else:
@@ -266,11 +290,10 @@ class CheckpointFolder:
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
                 _flush_to_disk(self.prefix.parent)
-            running_files = [] if contents.running is None else [target.running_file]
+                self.note.unlink(missing_ok=True)
+            running_files = [target.running_file] if has_running else []
             parts = [self.folder / name for name in self._model_parts_of(target, self._names_here())]
-            self._copy(target.optimizer_file, *running_files, *parts, target.model_file)
-            with _checkpoint_error(target.model_file):
-                self.tidy(target, keep_models=keep_models)
+            self.copy_to_mirror(target.optimizer_file, *running_files, *parts, target.model_file)
         except CheckpointError:
             self._remove_unfinished()
             raise
@@ -287,26 +310,32 @@ class CheckpointFolder:
         kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}
         self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
         for checkpoint in kept:
-            self._remove_all_but_model(checkpoint)
+            self._remove_all_but_model(checkpoint, names)
         finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
         with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             if not _is_from_returnn(checkpoint.optimizer_file):
-                self._remove_all_but_model(checkpoint)
+                self._remove_all_but_model(checkpoint, names)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""
-        for checkpoint in checkpoints:
+        found = list(checkpoints)
+        names = self._names() if found else []
+        for checkpoint in found:
             for suffix in self.model_suffixes:
                 self._remove(checkpoint.model_file_as(suffix))
             self._remove(checkpoint.running_file)
-            for name in self._model_parts_of(checkpoint, self._names()):
+            for name in self._model_parts_of(checkpoint, names):
                 self._remove(self.folder / name)
-            self._remove_all_but_model(checkpoint)
+            self._remove_all_but_model(checkpoint, names)
 
-    def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
-        """Remove what only a training needs that continues from a checkpoint. An average needs the running sums, too."""
-        for name in self._names():
+    def _remove_all_but_model(self, checkpoint: Checkpoint, names: Collection[str]) -> None:
+        """Remove what only a training needs that continues from a checkpoint. An average needs the running sums, too.
+
+        Args:
+            names: those of all files, here and in the mirror.
+        """
+        for name in names:
             if checkpoint.is_part(name):
                 self._remove(self.folder / name)
 
@@ -318,14 +347,18 @@ class CheckpointFolder:
 
     def other_files(self, checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
         """Those of some files that belong to a checkpoint, besides its model's file."""
-        own = [name for name in names if checkpoint.is_part(name) or name == checkpoint.running_file.name]
-        return [*own, *self._model_parts_of(checkpoint, names)]
+        return [*(name for name in names if checkpoint.is_part(name)), *self.files_for_averages(checkpoint, names)]
+
+    def files_for_averages(self, checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
+        """Those of some files that an average of this checkpoint needs, besides the model's file."""
+        running = checkpoint.running_file.name
+        return [*([running] if running in names else []), *self._model_parts_of(checkpoint, names)]
 
     def _has_model(self, checkpoint: Checkpoint, names: Collection[str]) -> bool:
         return any(checkpoint.model_file_as(suffix).name in names for suffix in self.model_suffixes)
 
-    def _copy(self, *files: Path) -> None:
-        """Copy files to the mirror, one after the other. Raises: CheckpointError."""
+    def copy_to_mirror(self, *files: Path) -> None:
+        """Copy files to the mirror, if there is one, one after the other. Raises: CheckpointError."""
         if self._mirror is not None:
             for file in files:
                 self._mirror.upload(file)
@@ -389,7 +422,7 @@ def folder_of(
     return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker, mirror)
 
 
-def _unfinished(file: Path) -> Path:
+def _unfinished_path(file: Path) -> Path:
     return file.with_name(file.name + UNFINISHED)
 
 
@@ -468,12 +501,14 @@ class CleanupRule:
         keep_last_n: the number of last epochs to keep.
         keep_best_n: for each score, the number of best epochs to keep.
         keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
+        ignore_score_keys: scores whose best epochs are not kept.
         higher_is_better: the scores for which higher is better.
     """
 
     keep_last_n: int = 2
     keep_best_n: int = 4
     keep: Sequence[int] | None = None
+    ignore_score_keys: Collection[str] = ()
     higher_is_better: Collection[str] = ()
 
     def epochs_to_keep(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
@@ -490,7 +525,7 @@ class CleanupRule:
         for epoch in existing[-self.keep_last_n :]:
             reasons[epoch].append("last")
         errors = {epoch: errors_of(scores.get(epoch, {}), self.higher_is_better) for epoch in existing}
-        for name in sorted({name for of_epoch in errors.values() for name in of_epoch}):
+        for name in sorted({name for of_epoch in errors.values() for name in of_epoch}.difference(self.ignore_score_keys)):
             for epoch in self._best(existing, {epoch: errors[epoch].get(name) for epoch in existing}):
                 reasons[epoch].append(f"best {name}")
         for epoch in self.keep if self.keep is not None else _default_pattern(existing[-1]):
@@ -532,14 +567,14 @@ def _default_pattern(last: int) -> set[int]:
 
 
 def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] = ()) -> CleanupRule | None:
-    """Parse the key `cleanup_old_models`: a bool, or a dict of keep_last_n, keep_best_n, keep. None, for False: keep all.
+    """Parse the key `cleanup_old_models`: a bool, or a dict of the rule's entries. None, for False: keep all.
 
     Raises:
         ConfigError: there are unknown entries, or entries of the wrong type.
     """
     if isinstance(value, bool):
         return CleanupRule(higher_is_better=higher_is_better) if value else None
-    names = ["keep_last_n", "keep_best_n", "keep"]
+    names = ["keep_last_n", "keep_best_n", "keep", "ignore_score_keys"]
     problems = [
         Problem.of("unknown-key", f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}")
         for name in value
@@ -555,6 +590,11 @@ def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] =
     keep = value.get("keep", [])
     if not isinstance(keep, (list, tuple, set)) or not all(isinstance(epoch, int) for epoch in keep):
         problems += problem("wrong-type", f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
+    ignored = value.get("ignore_score_keys", [])
+    if not isinstance(ignored, (list, tuple, set)) or not all(isinstance(name, str) for name in ignored):
+        problems += problem(
+            "wrong-type", f"cleanup_old_models.ignore_score_keys: expected a list of names of scores, got {ignored!r}"
+        )
     if problems:
         raise ConfigError(problems)
     return CleanupRule(**value, higher_is_better=higher_is_better)

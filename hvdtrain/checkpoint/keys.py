@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive, signature_error
 from hvdtrain.config.source import is_reference
-from hvdtrain.data.remote import can_be_mirror, package_problems
+from hvdtrain.data.remote import can_be_mirror, is_remote, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
@@ -107,8 +107,11 @@ class SavingKeys(Section):
 
     save_interval: int = key(1, "save after every N epochs, and after the last one", positive)
     save_interval_steps: int | None = key(None, "also save within an epoch, after every N steps of the whole training", positive)
-    save_interval_minutes: float | None = key(
-        None, "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
+    save_interval_minutes: float | Literal["auto"] | None = key(
+        None,
+        "also save within an epoch, when the last checkpoint is N minutes old; 15 is a good value on a cluster; 'auto': as often "
+        "as loses least, by the measured time of saving and the failures so far",
+        positive,
     )
 
     save_parameters: Literal["all", "trained"] = key(
@@ -120,6 +123,12 @@ class SavingKeys(Section):
     )
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
+    )
+    checkpoint_local: str | None = key(
+        None,
+        "a folder on a local disk: rank 0 writes checkpoints there first, and copies them to the model's folder while training "
+        "goes on; the next start continues from one that was not copied yet; None: checkpoints are written to the model's folder",
+        Rule("a folder on a disk", lambda value: bool(value) and not is_remote(value)),
     )
     checkpoint_mirror: str | None = key(
         None,
@@ -136,7 +145,7 @@ class SavingKeys(Section):
         False,
         "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
         "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, a pattern such as every "
-        "4th epoch of the first 10 and every 20th of the first 50)",
+        "4th epoch of the first 10 and every 20th of the first 50), ignore_score_keys (scores whose best are not kept)",
     )
 
     average_checkpoints: dict[str, Any] | list[Any] | None = key(

@@ -23,7 +23,8 @@ PATIENCE = 5.0
 """Seconds to wait for a training that is about to end."""
 
 HEARTBEAT = 10.0
-"""Seconds between heartbeats, if the file system has no locks. A job without one for three times as long is dead."""
+"""Seconds between heartbeats, which change the file's time. If the file system has no locks, a job without one for three times as
+long is dead. Otherwise they are for reports (report/ends.py)."""
 
 CHECK_INTERVAL = 1.0
 """Seconds between checks that a lock's file still exists."""
@@ -56,7 +57,7 @@ def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT)
     """Inside the `with` block, no other process that uses this function trains the model.
 
     MODEL.lock has a POSIX lock: the system releases it however this process ends, child processes do not hold it, and NFS
-    supports it. On a file system without locks, a thread touches the file periodically as a heartbeat; a job without one is dead.
+    supports it. A thread touches the file periodically as a heartbeat; on a file system without locks, a job without one is dead.
 
     Args:
         model: the prefix of the checkpoints' names.
@@ -127,10 +128,14 @@ class LockGuard:
         self._thread.start()
 
     def _watch(self, beat: float) -> None:
+        last = time.monotonic()
         while not self._stop.wait(beat):
             with suppress(OSError, CheckpointError):
                 if not _is_at(self._files[-1], self._path):
                     self._take_again()
+                elif time.monotonic() - last >= HEARTBEAT:
+                    last = time.monotonic()
+                    os.utime(self._files[-1])
 
     def _take_again(self) -> None:
         """Lock the file that now has the name; log it if another job holds that lock. Raises: OSError, CheckpointError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,15 +33,15 @@ class Mirror:
 
     def names(self) -> list[str]:
         """The files in it. Raises: CheckpointError."""
-        return _checked(lambda: list_names(self._url))
+        return _translate_error(lambda: list_names(self._url))
 
     def upload(self, file: Path) -> None:
         """Store a file, whole or not at all. Raises: CheckpointError."""
-        _checked(lambda: upload(file, self._at(file.name)), f" ({file} is written, and can be loaded)")
+        _translate_error(lambda: upload(file, self._at(file.name)), f" ({file} is written, and can be loaded)")
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there. Raises: CheckpointError."""
-        _checked(lambda: remove(self._at(name)))
+        _translate_error(lambda: remove(self._at(name)))
 
     def download(self, name: str, folder: Path) -> None:
         """Fetch a file, whole or not at all. Raises: CheckpointError."""
@@ -58,7 +58,7 @@ class Mirror:
             os.replace(unfinished, folder / name)
 
         try:
-            _checked(fetch)
+            _translate_error(fetch)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: expected to write a checkpoint, got: {error}") from error
         finally:
@@ -98,7 +98,38 @@ def fetch_newest(comm: Communicator, checkpoints: CheckpointFolder, mirror: Mirr
         log.info(f"Fetched {newest.model_file} and its other files from checkpoint_mirror.")
 
 
-def _checked(call: Callable[[], T], hint: str = "") -> T:
+def fetch_models(
+    comm: Communicator,
+    checkpoints: CheckpointFolder,
+    mirror: Mirror,
+    needed: Callable[[Collection[tuple[int, float]]], Collection[tuple[int, float]]],
+) -> None:
+    """Collective. Fetch to the disk of rank 0 models that only the mirror has, and that the training still needs.
+
+    What is not on the disk counts as lost, and `CheckpointFolder.tidy` removes it from the mirror, too.
+
+    Args:
+        needed: given the ages of all models, returns the ages of those.
+
+    Raises:
+        CheckpointError: the mirror cannot be read, or the folder cannot be written to.
+    """
+
+    def fetch() -> list[str]:
+        names = mirror.names()
+        here, there = {one.age for one in checkpoints.models()}, {one.age: one for one in checkpoints.models(names)}
+        missing = [there[age] for age in sorted(needed({*here, *there})) if age in there.keys() - here]
+        for one in missing:
+            for name in [*checkpoints.files_for_averages(one, names), one.model_file.name]:
+                mirror.download(name, checkpoints.folder)
+        return [one.model_file.name for one in missing]
+
+    fetched = on_rank_zero(comm, fetch, name="fetch_models")
+    if fetched:
+        log.info(f"Fetched {', '.join(fetched)} from checkpoint_mirror, for averages or as the best model.")
+
+
+def _translate_error(call: Callable[[], T], hint: str = "") -> T:
     """The result of a call. Its DataError becomes a CheckpointError."""
     try:
         return call()

@@ -36,6 +36,7 @@ class EpochProgress:
         rates: the learning rates of the updates done.
         syncs: the number of syncs of the ranks' parameters.
         sent: the bytes that rank 0 has sent for these and as gradients.
+        sent_between_groups: those of them that it has sent to other groups of ranks.
         fingerprints: checksums of the epoch's plan, by rank.
         order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
         made_from: by name, the inputs of the plan; empty in checkpoints of earlier releases.
@@ -55,6 +56,7 @@ class EpochProgress:
     computing: float = 0.0
     syncs: int = 0
     sent: int = 0
+    sent_between_groups: int = 0
     scores: Scores = field(default_factory=Scores)
     rates: UsedRates = field(default_factory=UsedRates)
     fingerprints: list[int] = field(default_factory=list)
@@ -79,7 +81,9 @@ class Progress:
     report: the last finished epoch's line in scores.jsonl.
     data: by dataset, the identity of its data.
     keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
+    spent: where the seconds went (`runtime/goodput.py`); empty in checkpoints of earlier releases.
     file: the model's file from which training continues; None: training began anew. It is not stored.
+    start: the log line about that; '': there is none. It is not stored.
     """
 
     step: int = 0
@@ -89,7 +93,9 @@ class Progress:
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    spent: dict[str, Any] = field(default_factory=dict)
     file: Path | None = None
+    start: str = ""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
     @property
@@ -117,6 +123,7 @@ class Progress:
             "report": self.report,
             "data": self.data,
             "keys": self.keys,
+            "spent": self.spent,
         }
 
     @staticmethod
@@ -135,6 +142,7 @@ class Progress:
             report=state.get("report"),
             data=state.get("data") or {},
             keys=state.get("keys") or {},
+            spent=state.get("spent") or {},
             evaluations=[EvaluationRecord(**record) for record in state.get("evaluations") or []],
         )
 

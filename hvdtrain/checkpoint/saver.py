@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from hvdtrain.checkpoint.average_rules import Averages
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
@@ -26,6 +27,9 @@ from hvdtrain.runtime import log
 from hvdtrain.schedule.history import EpochRecord
 
 NO_AVERAGES = Averages()
+
+ALIKE = "alike"
+"""The entry of a checkpoint with the lowest rank that has the same model and optimizer, for each rank."""
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
@@ -80,6 +84,7 @@ class Saver:
         averages: Averages = NO_AVERAGES,
         background: ThreadPoolExecutor | None = None,
         best: BestModel | None = None,
+        local: LocalDisk | None = None,
     ) -> None:
         self._comm = comm
         self._state = state
@@ -90,7 +95,9 @@ class Saver:
         self._averages = averages
         self._background = background
         self._best = best
+        self._local = local
         self._writing: Future[None] | None = None
+        self._at: Checkpoint | None = None  # the last one that this start has written or continued from
 
     def save(self, progress: Progress) -> Checkpoint:
         """Collective. Write a checkpoint. If one rank fails, all fail; with a background writer, at the next save or at the end.
@@ -103,7 +110,7 @@ class Saver:
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         self._sync.flush(self._state)
         parts = self._rank_local_parts()
-        gathered = self._comm.gather((self._sync.state(), new_save_id()), name="reducer_state")
+        gathered = self._comm.gather((self._sync.state(), new_save_id(), min(self._sync.alike)), name="reducer_state")
         marks = {SAVE_ID: gathered[0][1]}
         if parts:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
@@ -119,24 +126,36 @@ class Saver:
             "size": self._comm.size,
             "distribution": self._distribution,
             "own": list(parts),
-            "reducer": [state for state, _ in gathered],
+            "reducer": [state for state, _, _ in gathered],
+            ALIKE: [first for _, _, first in gathered],
         }
         self._state.gather_state()
         with self._sync.averaged_model(self._state):
             on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
+        self._at = target
         log.detail(f"Save model under {target.model_file}")
         return target
 
     def _start_writing(self, target: Checkpoint, entries: Mapping[str, Any], progress: Progress) -> None:
-        """Write a checkpoint, or a copy of it in the background. Raises: CheckpointError."""
+        """Write a checkpoint, or in the background a copy of it that is in memory or on a local disk. Raises: CheckpointError."""
         if self._background is None:
             self._write(target, self._state.contents(entries), progress)
+            return
+        contents: CheckpointContents | FilesOnDisk
+        if self._local is not None and self._local.is_awaited:
+            contents = self._local.write(target, self._state.contents(entries))
         else:
-            self._writing = self._background.submit(self._write, target, self._state.snapshot(entries), progress)
+            contents = self._state.copy_for_background(entries)
+        self._writing = self._background.submit(self._write, target, contents, progress)
 
-    def _write(self, target: Checkpoint, contents: CheckpointContents, progress: Progress) -> None:
+    def _write(self, target: Checkpoint, contents: CheckpointContents | FilesOnDisk, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
-        self._checkpoints.write(target, contents, self._kept_within(progress))
+        kept = self._kept_within(progress)
+        if self._local is None:
+            self._checkpoints.write(target, contents, kept)
+        else:
+            files = contents if isinstance(contents, FilesOnDisk) else self._local.write(target, contents)
+            self._local.copy(target, files, kept)
         if target.step is not None:
             return
         self._note_best(progress)  # before the model that best.json names may be removed
@@ -159,9 +178,11 @@ class Saver:
             return None
         entries = {**progress.state(), SAVE_ID: new_save_id(), "size": self._comm.size, "distribution": self._distribution}
         self._sync.flush(self._state)
+        # With its optimizer. A file that another start has left may have other weights, and is replaced.
+        is_saved = self._at is not None and self._at.age == age
 
         def write() -> None:
-            if not self._checkpoints.at(record.epoch, record.step).model_file.exists():  # else it was saved with its optimizer
+            if not is_saved:
                 self._checkpoints.write_model(target, self._state.model_contents(entries))
             self._checkpoints.tidy_models(target, self._kept_within(progress))
             self._note_best(progress)
@@ -200,11 +221,18 @@ class Saver:
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one that wrote it.
         """
         state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
+        self._at = checkpoint
         self.share()
-        if state.get("size") == self._comm.size:
+        has_same_size = state.get("size") == self._comm.size
+        if has_same_size and self._were_alike(state):
             if not fresh_optimizer:
                 self._load_rank(checkpoint, state)
-        elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
+        elif (
+            not has_same_size
+            and progress.current is not None
+            and not progress.current.trained
+            and state["distribution"] == "random_seed_offset"
+        ):
             raise CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the middle of epoch "
                 f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset each rank has done a different "
@@ -245,6 +273,18 @@ class Saver:
             raise DamagedCheckpoint(f"{file}: expected the sums saved with {checkpoint.model_file.name}, got others")
         running.restore(sums)
 
+    def _were_alike(self, state: Mapping[str, Any]) -> bool:
+        """Collective. Whether ranks that have the same model now had the same one in a checkpoint, so that each can continue from
+        its own state."""
+        first = state.get(ALIKE)
+        if first is None:  # an earlier release, where either all ranks were alike or none
+            first = range(self._comm.size) if "optimizer" in state.get("own", ()) else [0] * self._comm.size
+        own = len({first[rank] for rank in self._sync.alike}) == 1
+        if all(self._comm.gather(own, name="alike")):
+            return True
+        log.info("the ranks are in other groups than in the checkpoint: all continue from its model and the optimizer of rank 0")
+        return False
+
     def is_intact(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
         """Whether training could continue from a checkpoint, or from its model. Finds out by loading it, on this rank only."""
         try:
@@ -267,7 +307,7 @@ class Saver:
         progress = together(self._comm, lambda: read_progress(self._state.load(file, None), file), name="load_model")
         self.share()
         if epoch is None:
-            return replace(progress, current=None, data={}, keys={})
+            return replace(progress, current=None, data={}, keys={}, spent={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 
@@ -284,8 +324,7 @@ class Saver:
 
     def share(self) -> None:
         """Collective. Broadcast rank 0's model."""
-        for kind in MODEL_KINDS:
-            self._state.map_tensors(kind, partial(self._comm.broadcast, name=f"initial_{kind}"))
+        share_model(self._comm, self._state)
 
     def _load_rank(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         if parts := state.get("own"):
@@ -318,6 +357,12 @@ class Saver:
             return ()
         parts = self._sync.rank_local_state()
         return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.has_tensors(part))
+
+
+def share_model(comm: Communicator, state: StateBase) -> None:
+    """Collective. Broadcast rank 0's model."""
+    for kind in MODEL_KINDS:
+        state.map_tensors(kind, partial(comm.broadcast, name=f"initial_{kind}"))
 
 
 def clean_up(

@@ -152,10 +152,10 @@ def resume(
     if start.checkpoint is not None:
         progress = _load(comm, saver, checkpoints, start.checkpoint, keys.fresh_optimizer)
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
-        log.info(f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}{what}.")
+        progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{what}."
     elif start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch)
-        log.info(f"Loaded {start.model_file}: training goes on {progress.describe()}.")
+        progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
     if progress.epoch and not progress.history and learning_rate_file is not None:
         path = Path(learning_rate_file)
         records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
@@ -181,15 +181,15 @@ def _load(
 
 
 def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:
-    """How to go on without a checkpoint."""
+    """How to continue without a checkpoint."""
     away = f"move {damaged.start.name}.* to another folder"
     for older in checkpoints.older(damaged):
         if older.optimizer_file.exists() and saver.is_intact(older):
-            return f"{older.model_file} is whole: {away}, and the same command goes on {older.describe()}"
+            return f"{older.model_file} is whole: {away}, and the same command continues {older.describe()}"
         if older.step is None and saver.is_intact(older, model_only=True):
             return (
                 f"{older.model_file} is whole, but has no optimizer: ++start_epoch {older.epoch + 1} ++load {older.model_file} "
-                f"goes on after epoch {older.epoch} with a new one"
+                f"continues after epoch {older.epoch} with a new one"
             )
     return f"no older checkpoint is whole: {away}, and the same command begins anew"
 
@@ -197,15 +197,15 @@ def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) ->
 def call_hooks(hooks: Sequence[Any], model: Any) -> None:
     """Call the functions of `load_model_post_hooks` with a model of PyTorch. Raises: ConfigError."""
 
-    def trained() -> list[tuple[str, int]]:
+    def trained_ids() -> list[tuple[str, int]]:
         return [(name, id(values)) for name, values in model.named_parameters() if values.requires_grad]
 
-    before = trained()
+    before = trained_ids()
     for number, hook in enumerate(hooks):
         function = as_function(hook, f"load_model_post_hooks[{number}]")
         if function is not None:
             function(model=model)
-    after = trained()
+    after = trained_ids()
     if after != before:
         changed = sorted(name for name, _ in {*before} ^ {*after})
         raise ConfigError.of(
@@ -225,7 +225,7 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
         accept: continue with other data within an epoch, too.
 
     Raises:
-        CheckpointError: training would go on within an epoch, and train is not what the epoch began with.
+        CheckpointError: training would continue within an epoch, and train is not what the epoch began with.
         DataError: the data cannot be read.
     """
 
@@ -241,8 +241,8 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
             if found and is_begun and not accept:
                 raise CheckpointError(
                     f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(found)} "
-                    "(go on with that data, or with this: ++accept_changed_data 1; or remove the checkpoint within the epoch to "
-                    "repeat the epoch from its beginning)"
+                    "(continue with that data, or with this: ++accept_changed_data 1; or remove the checkpoint within the epoch "
+                    "to repeat the epoch from its beginning)"
                 )
             has_changed = has_changed or bool(found and is_begun)
             if found:

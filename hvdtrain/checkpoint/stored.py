@@ -27,6 +27,7 @@ ENTRIES: Mapping[str, Any] = {
     "distribution": str,
     "own": list[str],
     "reducer": list[dict[str, Any]],
+    "alike": list[int],
     "save_id": str,
     "keys": dict[str, str] | None,
 }

@@ -102,8 +102,24 @@ class Communicator(Protocol):
         """Collective. Return every rank's picklable value, in rank order, on every rank."""
         ...
 
+    def all_to_all(self, rows: Tensor, *, name: str) -> Any:
+        """Collective. Start to send row r of a tensor to rank r, and return a handle. `finish` returns a list with one tensor of
+        the same shape, whose row r is from rank r."""
+        ...
+
     def channel(self, name: str) -> Communicator:
-        """Collective. Return a communicator of the same ranks whose collectives need no fixed order relative to this one's."""
+        """Collective. Return a communicator of the same ranks whose collectives need no fixed order relative to this one's.
+
+        Only that of a whole job has channels and can be split.
+        """
+        ...
+
+    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> Communicator | None:
+        """Collective. Return the communicator of the set to which this rank belongs, or None. Its ranks are numbered from 0.
+
+        Args:
+            sets: the ranks of each set, in ascending order; no rank is in two sets. The same on all ranks.
+        """
         ...
 
     def close(self) -> None:
@@ -155,8 +171,14 @@ class SingleCommunicator:
     def gather(self, value: T, *, name: str) -> list[T]:
         return [value]
 
+    def all_to_all(self, rows: Tensor, *, name: str) -> list[Tensor]:
+        return [rows]
+
     def channel(self, name: str) -> SingleCommunicator:
         return self
+
+    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> SingleCommunicator | None:
+        return self if any(sets) else None
 
     def close(self) -> None:
         pass
@@ -222,7 +244,7 @@ MAX_PAUSE = 1.0
 
 def run_with_heartbeat(
     comm: Communicator, work: Callable[[Callable[[int], None]], T], heartbeat: Callable[[list[int]], None], *, name: str
-) -> tuple[T, list[T]]:
+) -> T:
     """Collective. Run `work` in a thread on every rank and wait until it is done on all ranks.
 
     Errors are raised as by `together`.
@@ -232,7 +254,7 @@ def run_with_heartbeat(
         heartbeat: called while any rank makes progress, with the numbers of all ranks, for example to reset the watchdog.
 
     Returns:
-        The result of `work` on this rank, and the results of all ranks in rank order.
+        The result of `work` on this rank.
     """
     progress: list[int] = [0]
     results: list[T] = []
@@ -266,8 +288,7 @@ def run_with_heartbeat(
             raise errors[0]
         return results[0]
 
-    result = together(comm, result_or_error, name=f"{name}.end")
-    return result, comm.gather(result, name=f"{name}.results")
+    return together(comm, result_or_error, name=f"{name}.end")
 
 
 _current: ContextVar[Communicator] = ContextVar("hvdtrain_communicator")

@@ -20,6 +20,9 @@ ENDED = "HVDTRAIN_ENDED"
 """The environment variable with the common prefix of the files by which processes report to hvdtrain's launcher that their work
 is done. An exit status of 0 alone does not prove that: code of the config may call `os._exit(0)`."""
 
+TIMES = "HVDTRAIN_TIMES"
+"""The environment variable with the times at which hvdtrain's launcher began, and lost ranks that it restarted."""
+
 PEER_FAILED = 76
 """Exit status of a process of hvdtrain's launcher that ends only because another one failed. The launcher returns 1."""
 
@@ -54,6 +57,11 @@ def end_with(parent: int | None) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
+def times_in(environ: Mapping[str, str]) -> list[float]:
+    """The times in the variable TIMES."""
+    return [float(text) for text in environ[TIMES].split(",")]
+
+
 def report_end(environ: Mapping[str, str], rank: int) -> None:
     """Report to hvdtrain's launcher that the work of this process is done."""
     _end_file(environ[ENDED], rank).touch()
@@ -66,6 +74,22 @@ def has_ended(prefix: str, rank: int) -> bool:
         prefix: the value of ENDED.
     """
     return _end_file(prefix, rank).exists()
+
+
+def report_cause(prefix: str) -> None:
+    """Report to the processes that end because of another one that the cause has been printed.
+
+    Args:
+        prefix: the value of ENDED.
+    """
+    _cause_file(prefix).touch()
+
+
+def wait_for_cause(environ: Mapping[str, str], seconds: float) -> None:
+    """Wait until hvdtrain's launcher has reported that, for some seconds at most."""
+    file, deadline = _cause_file(environ[ENDED]), time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class Check(Protocol):
@@ -99,6 +123,10 @@ def run_checks(prefix: str, rank: int) -> Iterator[str]:
 
 def _end_file(prefix: str, rank: int) -> Path:
     return Path(f"{prefix}.{rank}")
+
+
+def _cause_file(prefix: str) -> Path:
+    return Path(f"{prefix}.cause")
 
 
 def _checks_file(prefix: str, rank: int) -> Path:

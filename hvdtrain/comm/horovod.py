@@ -45,7 +45,7 @@ OTHER_HINT = (
 )
 
 
-def open_horovod(framework: str, timeline: str | None = None, stays: bool = False) -> Communicator:
+def open_horovod(framework: str, timeline: str | None = None, stays: bool = False, in_sets: bool = False) -> Communicator:
     """Initialize Horovod and connect the processes.
 
     A single process gets a SingleCommunicator: Horovod would cost it milliseconds per step.
@@ -55,6 +55,7 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
         timeline: path of Horovod's timeline, which rank 0 writes.
         stays: the process may open Horovod again. As its shutdown finalizes MPI, which a process can initialize only once, it is
             left to the end of the process.
+        in_sets: `split` will be called. For it, Horovod's threads exchange a few more bytes in every cycle.
 
     Raises:
         LaunchError: Horovod is not installed for the framework, or does not connect the processes that the launcher started.
@@ -63,6 +64,8 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
     launch.yield_when_idle(started.local_size, launch.cores())
     if timeline is not None:
         launch.put({"HOROVOD_TIMELINE": _writable(timeline, started.rank)})
+    if in_sets:
+        launch.put({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
     try:
         launch.put(gloo_environment(launch.environment()))
         binding = importlib.import_module(f"horovod.{framework}")
@@ -83,20 +86,27 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
 
 
 class HorovodCommunicator:
-    """The ranks of a Horovod job.
+    """The ranks of a Horovod job, or some of them.
 
     The two bindings differ only in the asynchronous operations, which TensorFlow's does not have. The TensorFlow binding passes
     names on only within graphs: operations outside of them (parameters, scores) appear in Horovod's reports under the type of
     the operation, such as HorovodAllgather.
+
+    Args:
+        process_set: Horovod's set of these ranks; None: all ranks.
     """
 
-    def __init__(self, binding: ModuleType, stays: bool = False) -> None:
+    def __init__(self, binding: ModuleType, stays: bool = False, process_set: Any = None) -> None:
         self._hvd: Any = binding
         self._stays = stays
         self._asynchronous = hasattr(binding, "grouped_allreduce_async_")
+        self._is_whole = process_set is None
+        self._set = binding.global_process_set if process_set is None else process_set
+        self._first: int = 0 if process_set is None else process_set.ranks[0]  # Horovod counts the roots of broadcasts in the job
+        self._sets: dict[tuple[int, ...], Any] = {}  # those made by `split`
         self.sent = 0
-        self.rank: int = binding.rank()
-        self.size: int = binding.size()
+        self.rank: int = binding.rank() if process_set is None else process_set.rank()
+        self.size: int = binding.size() if process_set is None else process_set.size()
         self.local_rank: int = binding.local_rank()
         self.local_size: int = binding.local_size()
 
@@ -124,9 +134,10 @@ class HorovodCommunicator:
         self.sent += num_bytes(sent)
         with peer_failures():
             if not self._asynchronous:
-                reduced = self._hvd.grouped_allreduce(sent, op=horovod_op, name=name)
+                reduced = self._hvd.grouped_allreduce(sent, op=horovod_op, name=name, process_set=self._set)
                 return self._restore(reduced, tensors, divisor)
-            return self._hvd.grouped_allreduce_async_(sent, op=horovod_op, name=name), list(tensors), divisor
+            handle = self._hvd.grouped_allreduce_async_(sent, op=horovod_op, name=name, process_set=self._set)
+        return handle, list(tensors), divisor
 
     def finish(self, handle: Any) -> list[Tensor]:
         if isinstance(handle, list):
@@ -134,6 +145,8 @@ class HorovodCommunicator:
         number, tensors, divisor = handle
         with peer_failures():
             reduced = self._hvd.synchronize(number)
+        if tensors is None:  # of `all_to_all`, with the numbers of received rows
+            return [reduced[0]]
         return self._restore(reduced, tensors, divisor)
 
     def bucket_bytes(self, on_gpu: bool) -> int:
@@ -145,7 +158,10 @@ class HorovodCommunicator:
                 return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
             # Broadcast bytes (torch.uint8, without importing torch): Horovod does not support all dtypes.
             flat = [tensor.contiguous().reshape(-1).view(tensor.new_empty(0).byte().dtype) for tensor in tensors]
-            handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
+            handles = [
+                self._hvd.broadcast_async(tensor, self._first, name=f"{name}.{i}", process_set=self._set)
+                for i, tensor in enumerate(flat)
+            ]
             received = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(received, tensors, strict=True)]
 
@@ -154,20 +170,56 @@ class HorovodCommunicator:
     ) -> list[Tensor]:
         sent = [self._sendable(tensor, narrow) for tensor in tensors]
         with peer_failures():
-            gathered = [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(sent)]
+            gathered = [self._hvd.allgather(tensor, name=f"{name}.{i}", process_set=self._set) for i, tensor in enumerate(sent)]
         return [self._of_type(new, old.dtype) for new, old in zip(gathered, tensors, strict=True)]
 
     def gather(self, value: T, *, name: str) -> list[T]:
+        if self._is_whole or not self._asynchronous:
+            more = {} if self._is_whole else {"process_set": self._set}
+            with peer_failures():
+                return list(self._hvd.allgather_object(value, name=name, **more))
+        from hvdtrain.comm.torch_pickled import gather_pickled  # allgather_object of Horovod for PyTorch has no process sets
+
+        return gather_pickled(value, lambda tensor, of: self.gather_rows([tensor], name=f"{name}.{of}")[0])
+
+    def all_to_all(self, rows: Tensor, *, name: str) -> Any:
+        self.sent += num_bytes([rows])
         with peer_failures():
-            return list(self._hvd.allgather_object(value, name=name))
+            if not self._asynchronous:
+                return [self._hvd.alltoall(rows, name=name, process_set=self._set)]
+            return self._hvd.alltoall_async(rows, name=name, process_set=self._set), None, None
 
     def channel(self, name: str) -> HorovodCommunicator:
         return self  # Horovod matches operations by name, so their order does not matter
+
+    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> Communicator | None:
+        registered = [tuple(ranks) for ranks in sets if 1 < len(ranks) < self.size]
+        for members in registered:  # all ranks of the job register every set, once
+            if members not in self._sets:
+                self._sets[members] = self._register(members)
+        ranks = next((tuple(ranks) for ranks in sets if self.rank in ranks), ())
+        if ranks in self._sets:
+            return HorovodCommunicator(self._hvd, self._stays, self._sets[ranks])
+        if len(ranks) == 1:
+            return SingleCommunicator(self.local_rank, self.local_size)
+        return self if ranks else None
+
+    def _register(self, ranks: Sequence[int]) -> Any:
+        """Collective. Horovod's set of some ranks. Raises: LaunchError."""
+        try:
+            return self._hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            raise LaunchError(
+                f"horovod_param_group: expected Horovod to be initialized for groups of ranks, got: {error}"
+            ).on_all_ranks() from None
 
     def close(self) -> None:
         self.gather(None, name="close")  # wait: when a rank exits with a status, a launcher ends the others, even in a callback
         if not self._stays:
             self._hvd.shutdown()
+            return
+        for process_set in self._sets.values():
+            self._hvd.remove_process_set(process_set)
 
     def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:
         """A tensor in a form that Horovod can send: it supports neither bfloat16, which is sent as float32, nor, with PyTorch,
@@ -193,8 +245,8 @@ class HorovodCommunicator:
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:
         """Broadcast a TensorFlow tensor; dtypes that Horovod does not support are pickled as numpy arrays."""
         if tensor.dtype.name in SUPPORTED_DTYPES:
-            return self._hvd.broadcast(tensor, 0, name=name)
-        return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
+            return self._hvd.broadcast(tensor, self._first, name=name, process_set=self._set)
+        return self._hvd.broadcast_object(tensor.numpy(), self._first, name=name, process_set=self._set)
 
 
 @contextmanager

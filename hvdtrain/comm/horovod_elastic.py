@@ -2,7 +2,7 @@
 
 The driver (`horovodrun --min-np 2 --host-discovery-script hosts.sh ...`) keeps the processes of the surviving ranks, and
 expects them to reconnect. Here, such a process asks the driver for its new rank and then replaces itself by a new program
-(exec), which goes on from the newest checkpoint (`start_again`). So no state of the old connection remains.
+(exec), which continues from the newest checkpoint (`start_again`). So no state of the old connection remains.
 Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
 """
 
@@ -49,7 +49,7 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     given = dict(zip(DRIVER_NAMES, (answer or b"").decode("ascii").split(","), strict=False))
     if len(given) < len(DRIVER_NAMES) or int(given["RANK"]) < 0:
         return "Horovod's driver has no rank for this process any more"
-    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
+    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} continues as rank {given['RANK']} of {given['SIZE']}\n")
     sys.stderr.flush()
     sys.stdout.flush()
     for number in _open_files():  # do not close them here: Horovod's threads use them until the new program begins

@@ -35,7 +35,7 @@ class LaunchKeys(Section):
     )
     min_ngpu: int | None = key(
         None,
-        "with max_restarts: where they are killed again before a checkpoint was written, go on with one process fewer, down to N",
+        "with max_restarts: if they are killed again before a checkpoint was written, continue with one process fewer, down to N",
         positive,
     )
     multiprocessing_distributed: bool | None = key(

@@ -88,6 +88,11 @@ def preserved_environment() -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
+def take(name: str) -> str | None:
+    """The value of a variable that no child process is to inherit; None: it is not set."""
+    return os.environ.pop(name, None)
+
+
 def put(variables: Mapping[str, str]) -> None:
     """Set environment variables that a library reads when it is initialized."""
     os.environ.update(variables)

@@ -52,7 +52,7 @@ class Launcher:
     name: ClassVar[str | None] = None
     variables: ClassVar[Sequence[tuple[str, str, str, str]]] = ()
     max_restarts_hint: ClassVar[str] = (
-        "the same command goes on from the newest checkpoint; torchrun --max-restarts N restarts ranks"
+        "the same command continues from the newest checkpoint; torchrun --max-restarts N restarts ranks"
     )
     peer_status: ClassVar[int] = 1
     hung_status: ClassVar[int] = 1
@@ -84,6 +84,16 @@ class Launcher:
     def is_restart(self) -> bool:
         """Whether this is a restart of the ranks."""
         return False
+
+    @property
+    def began(self) -> float | None:
+        """The time at which it began; None: unknown."""
+        return None
+
+    @property
+    def failures(self) -> Sequence[float]:
+        """The times at which it lost ranks and restarted them, as far as known."""
+        return ()
 
     @property
     def parent(self) -> int | None:
@@ -258,7 +268,15 @@ class Ngpu(Launcher):
 
     @property
     def is_restart(self) -> bool:
-        return self._outer.is_restart
+        return bool(self.failures) or self._outer.is_restart
+
+    @property
+    def began(self) -> float | None:
+        return child.times_in(self._environ)[0] if child.TIMES in self._environ else None
+
+    @property
+    def failures(self) -> Sequence[float]:
+        return child.times_in(self._environ)[1:] if child.TIMES in self._environ else ()
 
     @property
     def parent(self) -> int | None:
@@ -278,6 +296,9 @@ class Ngpu(Launcher):
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:
             self._outer.on_failure(outcome, message)
+        if outcome.scope == "a peer" and child.ENDED in self._environ:
+            child.wait_for_cause(self._environ, SECONDS_FOR_THE_CAUSE)
+            return ""
         return super().on_failure(outcome, message)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, has_ended, run_checks
+from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, TIMES, has_ended, report_cause, run_checks
+from hvdtrain.comm.fork_server import ForkedProcess, ForkServer
 from hvdtrain.comm.launchers import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, LaunchError
@@ -90,6 +91,8 @@ def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
     return started.rank, started.size
 
 
+Child = subprocess.Popen[bytes] | ForkedProcess
+
 RestartRule = Callable[[list[Launch], Mapping[int, int]], list[Launch]]
 """Called with the processes that were started, and the exit statuses of those that failed, by rank; returns those to start
 next."""
@@ -109,6 +112,8 @@ def run(
     signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
     report: Callable[[str], object] = sys.stderr.write,
     while_waiting: Callable[[], None] = lambda: None,
+    began: float | None = None,
+    imports: Sequence[str] = (),
 ) -> int:
     """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
 
@@ -118,14 +123,24 @@ def run(
     Args:
         report: called with lines about processes that did not print themselves why they ended.
         while_waiting: called repeatedly until the processes have ended.
+        began: when this job began; None: now.
+        imports: modules to import in a process that is forked for every rank, if that is safe; empty: ranks are new programs.
     """
+    times = [time.time() if began is None else began]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         ended = f"{folder}/ended"
         shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: ended}
         if len(wanted) == wanted[0].size:  # all processes of the job are on this host
             shared[HVDTRAIN_PLACE] = f"file://{folder}/address"
-        children: list[subprocess.Popen[bytes]] = []
+        children: list[Child] = []
         signals: list[int] = []
+        command = [sys.executable, *program, *arguments]
+        server = ForkServer(command, shared, imports, report) if imports else None
+
+        def start(more: Mapping[str, str]) -> Child:
+            forked = None if server is None else server.start(more, lambda: bool(signals))
+            # A new session, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
+            return forked or subprocess.Popen(command, env={**shared, **more}, start_new_session=True)
 
         def forward(number: int, frame: FrameType | None) -> None:
             signals.append(number)
@@ -137,17 +152,10 @@ def run(
                 for file in Path(folder).glob("ended.*"):  # of an earlier start
                     file.unlink()
                 for started in wanted:
-                    # A new session, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
-                    children.append(
-                        subprocess.Popen(
-                            [sys.executable, *program, *arguments],
-                            env=shared | variables(started),
-                            start_new_session=True,
-                        )
-                    )
+                    children.append(start(variables(started) | {TIMES: ",".join(map(str, times))}))
                 for number in signals:  # received before all were started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals, ended, report, while_waiting)
+                failed = _wait(children, wanted, signals, ended, report, while_waiting, times.append)
                 wanted = restarts(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
@@ -156,6 +164,8 @@ def run(
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
             for child in children:
                 child.wait()
+            if server is not None:
+                server.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -196,18 +206,20 @@ def _exit_status(status: int) -> int:
 
 
 def _wait(
-    children: list[subprocess.Popen[bytes]],
+    children: Sequence[Child],
     wanted: list[Launch],
     signals: list[int],
     prefix: str,
     report: Callable[[str], object],
     while_waiting: Callable[[], None],
+    on_failure: Callable[[float], object],
 ) -> dict[int, int]:
     """Wait until all processes have ended; if one fails, end the others. Return the exit statuses of those that failed, by rank.
 
     Args:
         prefix: of the files with which ranks report that their work is done (otherwise, status 0 is a failure) and leave checks.
         report, while_waiting: as of `run`.
+        on_failure: called with the time of the first failure.
     """
     kills_before = oom_kills()
 
@@ -221,6 +233,7 @@ def _wait(
             return {}
         while_waiting()
         time.sleep(POLL_INTERVAL)
+    on_failure(time.time())
     failed = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # report the first ones at once, as the others fail because of them
         _wait_at_most(children, seconds)
@@ -229,6 +242,7 @@ def _wait(
             if -status not in signals and (how := describe_end(status, oom_kills() > kills_before)) is not None:
                 report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
+        report_cause(prefix)
     cut_off = [rank for rank, status in sorted(failed.items()) if -status == signal.SIGBUS]
     for line in dict.fromkeys(line for rank in cut_off for line in run_checks(prefix, rank)):
         report(f"{line}\n")
@@ -240,13 +254,13 @@ def _wait(
     return failed
 
 
-def _wait_at_most(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait_at_most(children: Sequence[Child], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL)
 
 
-def _signal(children: list[subprocess.Popen[bytes]], number: int) -> None:
+def _signal(children: Sequence[Child], number: int) -> None:
     for child in children:
         if child.poll() is None:
             child.send_signal(number)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.launchers import Launch, Launcher
+from hvdtrain.comm.local import describe_end
 from hvdtrain.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -31,17 +32,34 @@ class Restarts:
     Args:
         most: the maximum number of restarts.
         fewest: the number of processes to which it may fall; None: it does not change.
-        newest: returns the checkpoint from which a start goes on, if there is one.
+        newest: returns the checkpoint from which a start continues, if there is one.
+        record: called with the reason if the job ends because processes did not report why they ended.
     """
 
-    def __init__(self, most: int, fewest: int | None, newest: Callable[[], Path | None]) -> None:
+    def __init__(
+        self,
+        most: int,
+        fewest: int | None,
+        newest: Callable[[], Path | None],
+        record: Callable[[str], object] = lambda why: None,
+    ) -> None:
         self._most = most
         self._fewest = fewest
         self._newest = newest
+        self._record = record
         self._count = 0
         self._at_last_start = newest() if most else None
 
     def __call__(self, started: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
+        """As `_next`; record why the job ends."""
+        wanted = self._next(started, failed)
+        ends = [(rank, describe_end(status, out_of_memory=False)) for rank, status in failed.items()]
+        unexplained = [f"rank {rank} of {len(started)} {how}" for rank, how in ends if how is not None]
+        if unexplained and not wanted:
+            self._record("; ".join(unexplained))
+        return wanted
+
+    def _next(self, started: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
         """Return the processes to start in place of those that have ended; if empty, the job has failed.
 
         Args:
@@ -62,10 +80,10 @@ class Restarts:
             size = max(self._fewest, size - 1)
         self._count += 1
         self._at_last_start = newest
-        ranks = "1 rank goes" if size == 1 else f"{size} ranks go"
+        ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
         place = "from the beginning" if newest is None else f"from {newest}"
         fewer = ", as no checkpoint was written since the last restart (min_ngpu)" if size < len(started) else ""
-        sys.stderr.write(f"restart {self._count} of {self._most}: {causes}; {ranks} on {place}{fewer}\n")
+        sys.stderr.write(f"restart {self._count} of {self._most}: {causes}; {ranks} {place}{fewer}\n")
         return [replace(process, size=size, local_size=size) for process in started[:size]]
 
 

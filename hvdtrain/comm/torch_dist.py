@@ -72,20 +72,27 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
             world_size=started.size,
             timeout=timedelta(seconds=timeout),
         )
-        return TorchCommunicator(started)
+        return TorchCommunicator(started, timedelta(seconds=timeout))
 
 
 class TorchCommunicator:
-    """The ranks of a torch.distributed job."""
+    """The ranks of a torch.distributed job, or some of them.
 
-    def __init__(self, started: Launch, group: Any = None) -> None:
+    Args:
+        timeout: after which a collective that waits for another rank fails.
+        group: the process group; None: that of the job.
+    """
+
+    def __init__(self, started: Launch, timeout: timedelta, group: Any = None) -> None:
         self._group = group
         self._channels: list[TorchCommunicator] = []
         self._started = started
+        self._timeout = timeout
         self._has_nccl = "nccl" in torch.distributed.get_backend_config(group)
         self.sent = 0
-        self.rank: int = torch.distributed.get_rank()
-        self.size: int = torch.distributed.get_world_size()
+        self.rank: int = torch.distributed.get_rank(group)
+        self.size: int = torch.distributed.get_world_size(group)
+        self._members = list(range(self.size)) if group is None else torch.distributed.get_process_group_ranks(group)
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
         if all(local_size == 1 for _, local_size in hosts):  # processes started by hand do not know their local rank
             on_host = [rank for rank, (host, _) in enumerate(hosts) if host == hosts[self.rank][0]]
@@ -170,7 +177,8 @@ class TorchCommunicator:
         # Broadcast bytes, so that every dtype works.
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
         with _peer_failures():
-            for work in [torch.distributed.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in flat]:
+            first = self._members[0]
+            for work in [torch.distributed.broadcast(tensor, first, group=self._group, async_op=True) for tensor in flat]:
                 work.wait()
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(flat, tensors, strict=True)]
 
@@ -204,10 +212,42 @@ class TorchCommunicator:
             raise _mismatched_calls(names[0], names[others[0]], others[0])
         return [value for _, value in gathered]
 
+    def all_to_all(self, rows: Tensor, *, name: str) -> Any:
+        self.sent += rows.nbytes
+        flat = rows.reshape(-1)
+        received = torch.empty_like(flat)
+        with _peer_failures(), torch.autograd.profiler.record_function(f"all_to_all {name}"):
+            work = torch.distributed.all_to_all_single(received, flat, group=self._group, async_op=True)
+        return [rows], "sum", [([0], received, flat, work)]
+
     def channel(self, name: str) -> TorchCommunicator:
+        self._check_whole(f"channel {name}")
         with _peer_failures():
-            self._channels.append(TorchCommunicator(self._started, torch.distributed.new_group(group_desc=name)))
+            self._channels.append(self._of(torch.distributed.new_group(timeout=self._timeout, group_desc=name)))
         return self._channels[-1]
+
+    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> Communicator | None:
+        self._check_whole(f"split {name}")
+        found: Communicator | None = None
+        for ranks in sets:
+            if len(ranks) == self.size:
+                found = self
+            elif len(ranks) == 1:
+                found = SingleCommunicator(self.local_rank, self.local_size) if self.rank in ranks else found
+            elif ranks:
+                with _peer_failures():
+                    group = torch.distributed.new_group(list(ranks), self._timeout, group_desc=name)
+                if self.rank in ranks:
+                    self._channels.append(self._of(group))
+                    found = self._channels[-1]
+        return found
+
+    def _check_whole(self, what: str) -> None:
+        if self._group is not None:
+            raise RuntimeError(f"{what}: PyTorch makes groups on all ranks of a job, not on a part of them")
+
+    def _of(self, group: Any) -> TorchCommunicator:
+        return TorchCommunicator(self._started, self._timeout, group)
 
     def close(self) -> None:
         self.gather(None, name="close")  # rank 0 serves the store, so it must not end before the others

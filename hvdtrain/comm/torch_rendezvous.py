@@ -87,6 +87,14 @@ BACKLOG = 1024
 REPORT_AFTER = 15.0
 """Seconds after which rank 0 reports the ranks that it is waiting for."""
 
+OUTCOME, COMPLETE = "outcome", "all ranks are connected"
+
+QUESTIONS = 10_000
+"""The questions per second of all ranks together that the store of rank 0 can answer without effort."""
+
+LISTED = 16
+"""The most ranks that a message lists."""
+
 FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
 
 
@@ -342,29 +350,56 @@ def _connect(hosts: tuple[str, ...], port: int, deadline: float) -> TCPStore | N
 
 
 def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline: float) -> None:
-    """Collective. Wait until all ranks are connected and check that they belong together. If one finds a problem, all raise."""
+    """Collective. Wait until all ranks are connected and check that they belong together. If one finds a problem, all raise.
+
+    The ranks only count themselves, and the last one says that they are complete: if each of N ranks looked for all others, the
+    store of rank 0 would have to answer N * N questions.
+    """
+
+    def decide(outcome: str) -> None:
+        """The first outcome counts, for all ranks."""
+        store.compare_set(OUTCOME, "", outcome)
+
     expected = int(store.compare_set("size", "", str(size)))
+    problem = None
     if expected != size:
-        store.set("problem", f"{place}: expected the same number of processes on all ranks, got {expected} and {size}")
-    elif store.add(f"rank.{rank}", 1) > 1:
-        store.set("problem", f"{place}: expected distinct ranks, got rank {rank} twice (does another job use the same address?)")
-    has_reported = False
+        problem = f"{place}: expected the same number of processes on all ranks, got {expected} and {size}"
+    elif store.add(_name(rank), 1) > 1:
+        problem = f"{place}: expected distinct ranks, got rank {rank} twice (does another job use the same address?)"
+    elif store.add("present", 1) == size:
+        decide(COMPLETE)
+    if problem is not None:
+        decide(problem)
+    has_reported = has_searched = False
     started = time.monotonic()
-    while not store.check(["problem"]):
-        missing = [str(other) for other in range(size) if not store.check([f"rank.{other}"])]
-        if not missing:
-            return
+    while not store.check([OUTCOME]):
         if not has_reported and rank == 0 and time.monotonic() - started > REPORT_AFTER:
-            sys.stderr.write(f"rank 0 waits at {place} for rank {', '.join(missing)} of {size}\n")  # the log is not open yet
+            missing = _missing(store, size)
+            sys.stderr.write(f"rank 0 waits at {place} for rank {missing} of {size}\n")  # the log is not open yet
             has_reported = True
-        if time.monotonic() >= deadline:
-            store.set("problem", f"{place}: expected {size} processes, got none with rank {', '.join(missing)} in time")
-        time.sleep(POLL_INTERVAL)
-    problem = store.get("problem").decode()
-    store.add("knows_the_problem", 1)
-    if rank == 0:
-        time.sleep(1)  # the store ends with this process, and the others have to read the problem first
-    raise LaunchError(problem)
+        if not has_searched and time.monotonic() >= deadline:
+            has_searched = True
+            if store.add("searches", 1) == 1:  # one rank searches for all
+                missing = _missing(store, size)
+                decide(f"{place}: expected {size} processes, got none with rank {missing} in time" if missing else COMPLETE)
+        time.sleep(max(POLL_INTERVAL, size / QUESTIONS))
+    outcome = store.get(OUTCOME).decode()
+    if outcome == COMPLETE and problem is None:
+        return
+    if rank == 0:  # the store ends with this process, and the others have to read the problem first
+        time.sleep(max(1, 3 * size / QUESTIONS))
+    raise LaunchError(problem or outcome)
+
+
+def _name(rank: int) -> str:
+    return f"rank.{rank}"
+
+
+def _missing(store: Store, size: int) -> str:
+    """The ranks that have not checked in."""
+    missing = [str(rank) for rank in range(size) if not store.check([_name(rank)])]
+    more = [f"{len(missing) - LISTED} more"] if len(missing) > LISTED else []
+    return ", ".join([*missing[:LISTED], *more])
 
 
 @contextmanager

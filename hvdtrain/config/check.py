@@ -211,9 +211,11 @@ def _factory(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping
             hint = did_you_mean(entry, by_name)
             raise ConfigError.of("unknown-value", f"expected {names} or 'module:Class', got {entry!r}{hint}")
         kind = resolve(reference)
-    present = [name for name in dir(kind) if callable(getattr(kind, name, None))]
-    unknown = [name for name in present if name.startswith(prefix) and name not in methods]
-    if unknown or not set(present) & set(methods):
+    # Other attributes are not read: those of NumPy's arrays may raise errors.
+    of_interest = [name for name in dir(kind) if name.startswith(prefix) or name in methods]
+    present = [name for name in of_interest if callable(getattr(kind, name, None))]
+    unknown = [name for name in present if name not in methods]
+    if unknown or not present:
         got = f"{unknown[0]}{did_you_mean(unknown[0], methods)}" if unknown else f"none of them in {label}"
         raise ConfigError.of("wrong-type", f"expected methods among {', '.join(methods)}, got {got}")
     if not isinstance(kind, type):

@@ -15,7 +15,8 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -40,7 +41,7 @@ OUR_FILES = (str(Path(__file__).parent.parent),)
 
 OPTIONS = (
     "-h", "--help", "--dry-run", "--find-batch-size", "--summary", "--find-learning-rate", "--overfit-batches", "--print-config",
-    "--version",
+    "--changed", "--color", "--version",
 )  # fmt: skip
 """Options of the program itself, besides keys."""
 
@@ -133,17 +134,26 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
 
+STATUSES = """\
+exit status
+  0    done
+  1    a crash: a traceback was printed
+  2    a mistake in the command, the config or the data, which the message names
+  130  interrupted with Ctrl-C"""
+"""For commands that have no others."""
+
+
 def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
-    """A parser for the options of the command `hvdtrain NAME`. Line breaks in the texts are kept.
+    """A parser for the options of the command `python -m hvdtrain NAME`. Line breaks in the texts are kept.
 
     Args:
         usage: None: generated from the options.
     """
     return CommandParser(
-        prog=f"hvdtrain {name}",
+        prog=f"python -m hvdtrain {name}",
         usage=usage,
         description=description,
-        epilog=epilog,
+        epilog=epilog if "exit status" in epilog else f"{epilog}\n\n{STATUSES}".strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -312,6 +322,21 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError.of("unreadable", f"{path.name}: expected a JSON object of keys, got a {type(parsed).__name__}")
     return parsed
+
+
+@contextmanager
+def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
+    """Forget at the end what these configs imported from their folders: those of another one may have the same names."""
+    path, modules = list(sys.path), set(sys.modules)
+    try:
+        yield
+    finally:
+        folders = {str(config.resolve().parent) for config in configs} - set(path)
+        sys.path[:] = path
+        for name in set(sys.modules) - modules - {MODULE_NAME}:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
+                del sys.modules[name]
 
 
 def _run_python(

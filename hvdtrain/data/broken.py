@@ -1,4 +1,4 @@
-"""Broken sequences, which a training goes on without if the config allows it (`skip_broken`).
+"""Broken sequences, which a training continues without if the config allows it (`skip_broken`).
 
 The plan of an epoch does not change: each rank leaves the broken sequences out of its own batches, without a message to the
 others, so the ranks stay in step. A rank whose whole batch is broken takes part in the step as a rank that has no batch left.
@@ -92,7 +92,7 @@ class BrokenSequences:
 
     def _check(self, latest: Sequence[str]) -> None:
         if self.number > self.limit:
-            hint = "" if self.limit else " (skip_broken = N lets a training go on without N of them)"
+            hint = "" if self.limit else " (skip_broken = N lets a training continue without N of them)"
             most = f"at most {self.limit} broken sequences (skip_broken)" if self.limit else "sequences that can be read"
             raise BrokenSequence(f"{self._name}: expected {most}, got {self.number} broken: {_listing(latest)}{hint}")
 

@@ -22,7 +22,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,6 +251,27 @@ class Copies:
     size: int = 0
     seconds: float = 0.0
     not_copied: dict[str, str] = field(default_factory=dict)
+
+    def report(self, host: str) -> CopyReport:
+        """What the other ranks need to know: without the places, which may be many."""
+        return CopyReport(host, len(self.places), self.made, self.made_size, self.size, self.seconds, self.not_copied)
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """The copies on one host, as one of its processes sees them. Attributes as of `Copies`.
+
+    Attributes:
+        number: the number of files that are read from copies.
+    """
+
+    host: str
+    number: int
+    made: int
+    made_size: int
+    size: int
+    seconds: float
+    not_copied: Mapping[str, str]
 
 
 def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, local_rank: int = 0, local_size: int = 1) -> Copies:

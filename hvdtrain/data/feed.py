@@ -21,7 +21,7 @@ import numpy
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, frame_size
-from hvdtrain.data.copies import Copies
+from hvdtrain.data.copies import CopyReport
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
 from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged, size_text
@@ -133,7 +133,7 @@ class Feed:
         only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
-        broken: the broken sequences that batches go on without, up to a limit.
+        broken: the broken sequences that are left out of batches, up to a limit.
     """
 
     name: str
@@ -169,7 +169,10 @@ class Feed:
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
         """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch. Without data keys that batches leave out."""
-        lengths = self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
+        return self._of_batches(self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths)
+
+    def _of_batches(self, lengths: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Lengths without the data keys that batches leave out."""
         return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
 
     @property
@@ -211,11 +214,12 @@ class Feed:
                 f"{mix.where}.by: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         if self.chunks is not None and lengths is not self.dataset.lengths:
+            key = "chunking" if self.chunks.steps else "context_window"
             raise DataError(
-                f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
+                f"{key}: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         return PlanInputs(
-            {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths,
+            self._of_batches(lengths),
             keys,
             self.batch_keys,
             epoch,
@@ -269,7 +273,6 @@ class Feed:
             dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
-
         mix = self.dataset.mix
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
@@ -302,7 +305,9 @@ class Feed:
             return check(read(indices), indices)
         except BrokenSequence as error:
             if not self.broken.limit:
-                raise BrokenSequence(f"{self.name}: {error} (skip_broken = N lets a training go on without N of them)") from None
+                raise BrokenSequence(
+                    f"{self.name}: {error} (skip_broken = N lets a training continue without N of them)"
+                ) from None
         good, broken = numpy.ones(len(indices), bool), []
         for place, sequence in enumerate(self.sequences_of(indices).tolist()):
             try:
@@ -310,8 +315,9 @@ class Feed:
             except BrokenSequence as error:
                 good[place] = False
                 broken.append((sequence, str(error)))
-        some = indices[good]
-        return replace(check(read(some), some) if len(some) else Batch({}, self.sequences_of(some)), broken=broken)
+        some, left_out = indices[good], self.sequences_among(indices[~good])
+        batch = check(read(some), some) if len(some) else Batch({}, self.sequences_of(some))
+        return replace(batch, broken=broken, left_out=left_out)
 
 
 def check_files(feeds: Iterable[Feed]) -> None:
@@ -349,7 +355,8 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
     if feed.chunks is not None:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
-        lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
+        if feed.chunks.steps:
+            lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
         kept = with_chunks
     for name, column in feed.dataset.lengths.items():
         empty = kept[column[kept] == 0]
@@ -408,25 +415,32 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
     ]
 
 
-def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Line]:
-    """Describe the copies of data files, host by host, and the files that could not be copied.
+FEW_HOSTS = 8
+"""The most hosts whose copies have a line each."""
+
+
+def copy_lines(folder: str, everywhere: Sequence[CopyReport]) -> list[Line]:
+    """Describe the copies of data files, host by host or, on many hosts, all together, and the files that could not be copied.
 
     Args:
-        everywhere: by rank, its host and its copies.
+        everywhere: by rank.
     """
-    hosts: dict[str, list[Copies]] = {}
-    for host, copies in everywhere:
-        hosts.setdefault(host, []).append(copies)
+    hosts: dict[str, list[CopyReport]] = {}
+    for report in everywhere:
+        hosts.setdefault(report.host, []).append(report)
+    if len(hosts) > FEW_HOSTS:
+        hosts = {f"{len(hosts)} hosts": list(everywhere)}
     lines = []
-    for host, ranks in hosts.items():
-        made, made_size = sum(copies.made for copies in ranks), sum(copies.made_size for copies in ranks)
-        seconds = max(copies.seconds for copies in ranks)
-        copied = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
+    for name, ranks in hosts.items():
+        made, made_size = sum(report.made for report in ranks), sum(report.made_size for report in ranks)
+        seconds = max(report.seconds for report in ranks)
+        number, size = max((report.number, report.size) for report in ranks)
+        copied = f"{number} files ({size_text(size)}) are read from copies in {folder}"
         now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", all made before"
-        if ranks[0].places:
-            lines.append((4, f"{host}: {copied}{now}"))
-        not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
-        lines += [(2, f"{host}: not copied, read from its original path: {path}: {why}") for path, why in not_copied.items()]
+        if number:
+            lines.append((4, f"{name}: {copied}{now}"))
+        not_copied = {path: why for report in ranks for path, why in report.not_copied.items()}
+        lines += [(2, f"{name}: not copied, read from its original path: {path}: {why}") for path, why in not_copied.items()]
     return lines
 
 

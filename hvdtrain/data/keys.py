@@ -42,7 +42,7 @@ class DataKeys(Section):
     )
     skip_broken: int = key(
         0,
-        "the number of sequences of each dataset that training and evaluation go on without if they cannot be read (a missing or "
+        "the number of sequences of each dataset that training and evaluation leave out if they cannot be read (a missing or "
         "truncated file, numbers that are not finite); with more, training ends",
         not_negative,
     )

@@ -124,7 +124,7 @@ class RemoteFile:
 
     @property
     def identity(self) -> str:
-        """What tells it from other files, for the name of its copy."""
+        """What distinguishes it from other files, for the name of its copy."""
         return self.url
 
     def size_and_version(self) -> tuple[int, int]:

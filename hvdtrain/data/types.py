@@ -94,7 +94,8 @@ class Batch:
         indices: of the sequences in the dataset, int64 of shape (batch,), or (number of pieces,).
         seq_tags: reads the names of the sequences.
         joined: the number of frames of every piece, int64 of shape (number of pieces,); None: sequences are padded or packed.
-        broken: sequences of the plan that are left out.
+        broken: sequences of the plan that are left out; chunks and pieces count by themselves.
+        left_out: the number of sequences that are left out; one that is cut counts where it begins.
         parts: where the sequences come from; None: an epoch does not mix datasets.
     """
 
@@ -103,6 +104,7 @@ class Batch:
     seq_tags: Callable[[], list[str]] | None = None
     joined: Array | None = None
     broken: Sequence[Broken] = ()
+    left_out: int = 0
     parts: BatchParts | None = None
 
     @property

@@ -54,8 +54,8 @@ DESCRIPTION = """\
 Check what training on several ranks and hosts needs. Each check prints a line: ok, warning or problem, with the fix. With a
 config, its keys, its data and the disk for its checkpoints are checked, too. Under a launcher (mpirun, srun, horovodrun,
 torchrun) the hosts of all ranks are checked and compared, and the all-reduce between the ranks is measured; with a config
-also the time of some training steps, on a model that is thrown away. From these, --predict estimates the speed on other
-numbers of ranks."""
+also the time of some training steps, on a model that is thrown away. From these, ++predict_ranks 2,8,64 estimates the speed
+on other numbers of ranks."""
 
 EPILOG = """\
 exit status, for job scripts
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = [*options.configs, *overrides_given]
     if options.predict is not None:
         if not options.configs:
-            print("--predict: expected a config, got none", file=sys.stderr)
+            print("predict_ranks: expected a config, got none", file=sys.stderr)
             return 2
         wanted += ["++predict_ranks", options.predict]
     try:
@@ -100,9 +100,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each measurement takes, about (default 1)")
     parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    parser.add_argument(
-        "--predict", metavar="RANKS", help="predict the speed on other numbers of ranks, such as 2,8,64 (needs a config)"
-    )
+    parser.add_argument("--predict", metavar="RANKS", help=argparse.SUPPRESS)  # in release 1.0; now the key predict_ranks
     parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
     return parser
 
@@ -159,7 +157,7 @@ def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
 
 
 def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
-    """Collective. The prediction, if `--predict` or the config asks for one."""
+    """Collective. The prediction, if the key predict_ranks asks for one."""
     if settings.run.predict_ranks is None:
         return []
     placements = parse_placements(settings.run.predict_ranks)

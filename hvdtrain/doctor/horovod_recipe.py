@@ -59,7 +59,7 @@ STANDARDS = (17, 20, 23, 26)
 HEADERS = {"torch": "torch/extension.h", "tensorflow": "tensorflow/core/framework/op_kernel.h"}
 
 # What Horovod's bundled flatbuffers does before C++20: GCC 14 and later refuse it, even if it is never used. In C++20,
-# flatbuffers uses std::span in place of its own.
+# flatbuffers uses std::span instead of its copy of it.
 FLATBUFFERS_SPAN = """\
 template <class T> struct span {
     span &operator=(const span &other) { count = other.count; return *this; }
@@ -219,8 +219,8 @@ def cuda_home(environment: Mapping[str, str]) -> Path | None:
 
 
 def missing_of_cuda(home: Path) -> str | None:
-    """What the CUDA toolkit lacks that Horovod's build needs, in words; None if it is complete. CMake itself looks for it, as
-    the build will do, which takes seconds.
+    """What Horovod's build needs and the CUDA toolkit does not have, in words; None if it is complete. CMake itself looks for it,
+    as the build will do, which takes seconds.
     """
     if not shutil.which("nvcc") and not (home / "bin/nvcc").exists():
         return "nvcc is missing"

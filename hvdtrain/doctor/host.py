@@ -23,7 +23,7 @@ from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, pr
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
-from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.frameworks import FRAMEWORKS, LIBRARIES, library_of
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.data import open_feeds
 
@@ -59,7 +59,7 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     """Run all checks on this host; return the report, and the config's settings if there are any."""
     environ = launch.environment()
     settings, of_config = read_config(job.configs, job.overrides) if job.configs else (None, [])
-    framework = settings.run.backend if settings else None
+    framework = library_of(settings.run.backend) if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
     probes = packages.start_probes(framework)  # they take seconds; meanwhile the other checks run
     name = socket.gethostname()
@@ -107,7 +107,7 @@ def framework_of(settings: Settings | None) -> str:
     """The config's framework; without one, one that is installed."""
     if settings is not None:
         return settings.run.backend
-    return next((name for name in FRAMEWORKS if packages.installed_version(name)), [*FRAMEWORKS][-1])
+    return next((name for name in LIBRARIES if packages.installed_version(name)), LIBRARIES[-1])
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:

@@ -67,7 +67,7 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
             sums[name] = sums[name] + values if name in sums else values
         if not newest or _step(contents) >= _step(newest):
             newest = contents
-    return _replaced(newest, {name: total / len(files) for name, total in sums.items()}, io)
+    return _replace(newest, {name: total / len(files) for name, total in sums.items()}, io)
 
 
 def with_parameters(file: Path, values: Mapping[str, Array], framework: Framework) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def with_parameters(file: Path, values: Mapping[str, Array], framework: Framewor
         if name not in model or tuple(model[name].shape) != array.shape:
             raise CheckpointError(f"{file}: expected the parameter {name} with shape {array.shape}, got none or another")
     by_place = {io.place_of(model[name]): array for name, array in values.items()}
-    return _replaced(contents, {name: by_place[place] for name in model if (place := io.place_of(model[name])) in by_place}, io)
+    return _replace(contents, {name: by_place[place] for name in model if (place := io.place_of(model[name])) in by_place}, io)
 
 
-def _replaced(contents: Mapping[str, Any], values: Mapping[str, Array], io: Any) -> dict[str, Any]:
+def _replace(contents: Mapping[str, Any], values: Mapping[str, Array], io: Any) -> dict[str, Any]:
     """Contents of a model's file with other values of some tensors. Tensors that shared their memory do so again."""
     model = contents["model"]
     made: dict[Any, Any] = {}

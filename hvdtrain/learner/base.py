@@ -132,7 +132,8 @@ class Learner(Protocol):
         ...
 
     def forward(self, batch: Batch) -> list[Outputs]:
-        """Run the config's forward_step; return the outputs it marks, by name, for each sequence of a batch.
+        """Run the config's forward_step; return the outputs it marks, by name, for each sequence of a batch. The meter gets the
+        losses and errors, if the framework computes them with the outputs.
 
         Raises:
             ConfigError: it marks none, or an output does not have one entry for each sequence.
@@ -153,6 +154,11 @@ class Learner(Protocol):
         framework does not expose them."""
         ...
 
+    def step_cost(self, batch: Batch) -> StepCost | None:
+        """Compute the gradients of a batch some times and drop them; None if the framework does not count operations, or if the
+        ranks would have to compute together."""
+        ...
+
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         """Write the model for use without hvdtrain, in every format of the framework. The batch serves as the example input."""
         ...
@@ -160,6 +166,29 @@ class Learner(Protocol):
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks, and that numpy.asarray accepts."""
         ...
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a training step costs on this rank, without the exchange of gradients and the optimizer.
+
+    Attributes:
+        flops: the floating-point operations of forward and backward: those of matrix products, convolutions, attention and
+            recurrent layers, a multiplication and an addition counting as two.
+        seconds: how long they take.
+        peak: the operations per second that the device reaches with a product of large matrices.
+        dtype: the type of their numbers.
+    """
+
+    flops: int
+    seconds: float
+    peak: float
+    dtype: str
+
+    @property
+    def share(self) -> float:
+        """The share of the measured peak, from 0 to about 1."""
+        return self.flops / self.seconds / self.peak
 
 
 class Meter(Protocol):
@@ -365,6 +394,13 @@ class LearnerKeys(Section):
         "split a batch that does not fit into a rank's memory, and add up the gradients of its pieces, which are those of the "
         "batch; gradients are then sent after backward, not during it",
         needs="torch",
+    )
+    count_flops: bool = key(
+        False,
+        "count the floating-point operations of a batch and measure the device's peak before training begins (about a second), "
+        "and report the operations of each epoch and their share of the peak (docs/reports.md)",
+        needs="torch",
+        instead="--summary shows the layers; TensorFlow's profiler counts in graphs of known lengths only",
     )
     deterministic: bool = key(
         False,

@@ -7,7 +7,7 @@ A new 16-bit type is a line in the table, if the transports can send it. Any oth
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ class Compression:
 
     Attributes:
         narrow: the 16-bit type of the messages; None: `compressor` makes them.
-        compressor: the module and the class of a gradient compressor, created from a communicator and a rank; imported on first
-            use.
+        compressor: the module and the class of a compressor, created from a communicator, and `bits` or the key compression_rank;
+            imported on first use.
+        bits: the number of bits of an element, if it is for changes of parameters; None: for gradients.
         over_horovod: whether Horovod can send it.
         gain: a power of two that parameter changes are multiplied by before sending and divided by afterwards. None: they are
             sent as they are.
@@ -35,15 +36,21 @@ class Compression:
     narrow: Narrow | None
     over_horovod: bool
     compressor: tuple[str, str] | None = None
+    bits: int | None = None
     gain: float | None = None
     needs_scale: bool = False
 
+
+QUANTIZED = ("hvdtrain.learner.torch.quantized", "Quantized")
 
 COMPRESSIONS = {
     # With this gain, averages of up to 64 fit into float16, and on 2 ranks changes of 1e-6 keep all 11 bits of precision.
     "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
     "bf16": Compression("bfloat16", over_horovod=False),
     "powersgd": Compression(None, over_horovod=True, compressor=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
+    "int8": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=8),
+    "int4": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=4),
+    "int2": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=2),
 }
 """By the value of the key `horovod_compression`."""
 
@@ -55,8 +62,8 @@ class CompressionKeys(Section):
     compression: str | None = key(
         None,
         "send gradients, or with 'param' the changes of the parameters since the last sync, in 16 bits: 'fp16', or, with "
-        "torch.distributed, 'bf16'; counts and integers stay exact. 'powersgd', with PyTorch: send gradients as products of thin "
-        "matrices",
+        "torch.distributed, 'bf16'; counts and integers stay exact. With PyTorch, 'powersgd' sends gradients as products of thin "
+        "matrices, and 'int8', 'int4' and 'int2' send changes of the parameters in so many bits",
         one_of(COMPRESSIONS),
         names=("horovod_compression", "torch_distributed.compression"),
     )
@@ -79,16 +86,26 @@ class GradientCompressor:
 
     Attributes:
         is_stateful: whether it keeps tensors between updates that differ from rank to rank.
+        prefixes: with which the names of these tensors in the state begin.
         sent: the bytes that this rank has sent.
     """
 
     is_stateful = False
+    prefixes: tuple[str, ...] = ()
 
     def __init__(self, comm: Communicator, narrow: Narrow | None = None, gain: float = 1.0) -> None:
         self._comm = comm
         self._gain = gain
         self.narrow: Narrow | None = None if comm.size == 1 else narrow
         self.sent = 0
+        self._must_forget = False
+        self._shared: dict[str, list[Tensor]] = {}
+        self._own: dict[str, list[Tensor]] = {}
+
+    @property
+    def needs_changes(self) -> bool:
+        """Whether parameters lose too much precision, so that their changes since the last sync have to be sent instead."""
+        return self.narrow is not None
 
     def start(
         self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
@@ -113,13 +130,22 @@ class GradientCompressor:
         """Collective. As `Communicator.gather_rows`."""
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
-    def begin(self, state: ModelState) -> None:
-        """Called before the first update of an epoch: take over this compressor's tensors in the state, and drop all others."""
-        state.shared.clear()
-        state.own.clear()
+    def begin(self, state: ModelState, others: Collection[str] = ()) -> None:
+        """Called before the first update of an epoch: take over this compressor's tensors in the state.
+
+        Args:
+            others: the names of tensors that somebody else keeps there. All remaining ones are dropped.
+        """
+        for kept in (state.shared, state.own):
+            for name in [name for name in kept if name not in others]:
+                if self._must_forget or not name.startswith(self.prefixes):
+                    del kept[name]
+        self._must_forget = False
+        self._shared, self._own = state.shared, state.own
 
     def forget(self) -> None:
         """Discard the kept tensors at the next `begin`: they belong to a different number of ranks."""
+        self._must_forget = True
 
     def count_graph_bytes(self, float32: int, others: int) -> None:
         """Count tensors sent inside a graph, which the communicator does not see.
@@ -154,13 +180,9 @@ class GradientCompressor:
 def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
     """The compressor of gradients. It needs no gain: the loss scale keeps their sum within the range of float16."""
     chosen = COMPRESSIONS.get(keys.compression or "")
-    if chosen is None:
+    if chosen is None or chosen.bits is not None:  # with `horovod_param_start`, only later changes are sent in few bits
         return GradientCompressor(comm)
-    if chosen.compressor is None:
-        return GradientCompressor(comm, chosen.narrow)
-    module, name = chosen.compressor
-    compressor: GradientCompressor = getattr(importlib.import_module(module), name)(comm, keys.compression_rank)
-    return compressor
+    return GradientCompressor(comm, chosen.narrow) if chosen.compressor is None else _open(chosen, comm, keys.compression_rank)
 
 
 def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
@@ -169,5 +191,13 @@ def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientComp
     chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None or comm.size == 1:
         return GradientCompressor(comm)
+    if chosen.bits is not None:
+        return _open(chosen, comm, chosen.bits)
     ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, before the division, has to fit as well
     return GradientCompressor(comm, chosen.narrow, 1.0 if chosen.gain is None else chosen.gain / ranks)
+
+
+def _open(chosen: Compression, comm: Communicator, number: int) -> GradientCompressor:
+    module, name = chosen.compressor or ("", "")
+    compressor: GradientCompressor = getattr(importlib.import_module(module), name)(comm, number)
+    return compressor

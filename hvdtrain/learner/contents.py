@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.learner.integrity import SAVE_ID
+
 if TYPE_CHECKING:
     from hvdtrain.learner.running_average import RunningSums
 
@@ -78,6 +80,13 @@ class CheckpointContents:
     def write_model(self, model_file: Path) -> None:
         """Write only the model. Raises: OSError, RuntimeError, if the disk is full."""
         self.format.write_model(model_file, self.model, self.progress)
+
+    def write_running(self, file: Path) -> bool:
+        """Write the sums of a running average, and return True; False: there are none. Raises: OSError, if the disk is full."""
+        if self.running is None:
+            return False
+        self.running.write(file, {SAVE_ID: self.progress.get(SAVE_ID)})
+        return True
 
 
 @dataclass(frozen=True)

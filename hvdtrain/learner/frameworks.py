@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
-Feature = Literal["torch.distributed", "constant parameters", "powersgd", "elastic Horovod"]
+Feature = Literal["torch.distributed", "constant parameters", "computed compression", "elastic Horovod"]
 """Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
-parameters are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`;
-elastic Horovod is horovodrun with --min-np. A key of one framework declares `needs` instead."""
+parameters are entries of `preload_from_files` with init_for_train = 'always'; computed compression means the values of
+`horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np. A key of a single framework declares
+`needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,12 @@ class Framework:
         features: its optional capabilities.
         has_prepare: whether `learner.py` has a `prepare`.
         header: its name in the header of a safetensors file.
-        horovod: the binding of Horovod that sends its tensors; '': the one of the framework's name.
+        library: the Python package that computes, and Horovod's binding for it; '': the one of the framework's name.
         model_suffix: the suffix of the model's file, if it differs.
         model_parts: patterns of the suffixes of more files that belong to a model.
         model_marker: the suffix of one of them, which accompanies every model written here. A model without it is another
-             program's; training goes on from such a model with a new optimizer. None: not without an optimizer's file.
+             program's; training continues from such a model with a new optimizer. None: not without an optimizer's file.
+        imports: the modules with which a process can be forked that has imported them; empty: it cannot be forked.
     """
 
     package: str
@@ -85,10 +87,11 @@ class Framework:
     features: frozenset[Feature] = frozenset()
     has_prepare: bool = False
     header: str = ""
-    horovod: str = ""
+    library: str = ""
     model_suffix: str | None = None
     model_parts: tuple[str, ...] = ()
     model_marker: str | None = None
+    imports: tuple[str, ...] = ()
 
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
         """Choose the device and the number of threads, before the framework computes anything. Raises: ConfigError."""
@@ -129,8 +132,9 @@ FRAMEWORKS: dict[str, Framework] = {
         "hvdtrain.learner.torch",
         "pt",
         ("torch",),
-        frozenset({"torch.distributed", "constant parameters", "powersgd", "elastic Horovod"}),
+        frozenset({"torch.distributed", "constant parameters", "computed compression", "elastic Horovod"}),
         header="pt",
+        imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist", "torch._dynamo"),  # which its optimizers import
     ),
     "tensorflow": Framework(
         "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
@@ -140,13 +144,22 @@ FRAMEWORKS: dict[str, Framework] = {
         "returnn.npz",
         ("returnn", "tensorflow", "tensorflow-cpu"),
         has_prepare=True,
-        horovod="tensorflow",
+        library="tensorflow",
         model_suffix="index",
         model_parts=(r"data-\d{5}-of-\d{5}", "meta", "progress"),
         model_marker="progress",
     ),
 }
 """By the value of the key `backend`."""
+
+
+def library_of(backend: str) -> str:
+    """The Python package that computes for a framework; Horovod's binding has the same name."""
+    return FRAMEWORKS[backend].library or backend
+
+
+LIBRARIES = tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
+"""Those of all frameworks."""
 
 
 def check_elastic(backend: str) -> None:

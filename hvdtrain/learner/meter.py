@@ -161,7 +161,7 @@ class Clock(Protocol):
 
     def take(self) -> float: ...
 
-    def known(self) -> float: ...
+    def known_seconds(self) -> float: ...
 
 
 class LearnerMeter:
@@ -209,7 +209,7 @@ class LearnerMeter:
         return self.clock.take()
 
     def step_seconds(self) -> float:
-        return self.clock.known()
+        return self.clock.known_seconds()
 
     def peak_memory(self) -> int | None:
         return self._peak_memory()
@@ -283,12 +283,12 @@ class PendingScores:
     def take(self) -> Scores:
         """The scores of all batches since the last call of this or of `drain_ready`; waits for the device."""
         self.fetch()
-        return self._taken()
+        return self._take()
 
     def drain_ready(self) -> Scores:
         """The same for those batches whose numbers have arrived; for all, if arrival is unknown."""
         self._read(len(self._pending) if self._transfer.has_arrived is None else self._num_arrived(self._transfer.has_arrived))
-        return self._taken()
+        return self._take()
 
     def take_not_finite(self) -> list[NotFinite]:
         """The minimized losses that were not finite, among those fetched since the last call."""
@@ -299,7 +299,7 @@ class PendingScores:
         """Read all pending numbers, waiting for the device."""
         self._read(len(self._pending))
 
-    def _taken(self) -> Scores:
+    def _take(self) -> Scores:
         taken, self._scores = self._scores, Scores()
         return taken
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
@@ -30,6 +30,11 @@ class ModelState(Protocol):
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
+        ...
+
+    def frozen_now(self) -> Collection[int]:
+        """The numbers of the trained parameters that have been frozen since the training began (`freeze_until_step`). All ranks
+        have the same values of these, which an average would round."""
         ...
 
     def average_weights(self, updates: int) -> None:

@@ -6,14 +6,16 @@ docs/communication.md describes all of it for users.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
-from hvdtrain.errors import Problem, problem
+from hvdtrain.comm.groups import RankGroup, make_groups, single_rank
+from hvdtrain.config.keys import ALONE, Rule, Sections, key, not_negative, positive
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
 from hvdtrain.learner.model_state import Kind, ModelState, StatePart
@@ -75,6 +77,13 @@ class ParamAverageKeys(CompressionKeys):
         "'adam', 'learning_rate': ..., 'momentum': ...}; None: the average is the new model",
         names=("horovod_param_outer", "torch_distributed.param_outer"),
     )
+    group: int | Literal["host"] | None = key(
+        None,
+        "param: N ranks, or the ranks of each host ('host'), average gradients in every update and are one model; parameters are "
+        "averaged between these groups; None: each rank updates alone",
+        Rule("a positive number of ranks or 'host'", lambda value: value == "host" or (isinstance(value, int) and value > 0)),
+        names=("horovod_param_group", "torch_distributed.param_group"),
+    )
     local_start: int = key(
         0,
         "param: average gradients in every update of the first N steps of the training; ranks update alone after these",
@@ -100,6 +109,12 @@ class ParamAverageKeys(CompressionKeys):
             found += problem(
                 "conflict", f"{name('sync_delay')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {delay}"
             )
+        if self.group is not None and self.local_start:
+            found += problem(
+                "conflict",
+                f"{name('local_start')}: expected 0 with {name('group')}, whose ranks average gradients throughout, got "
+                f"{self.local_start}",
+            )
         learner = others.get(LearnerKeys)
         if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
             found += problem(
@@ -116,12 +131,16 @@ class ParamAverage:
     A rank's weight in the average is the number of updates since the last one for which it had a batch. With plain SGD and an
     average after every update, this equals averaging gradients. (Local SGD: Stich, 2019.)
 
+    A group of ranks, which average gradients, takes the place of a rank: its ranks are one model, and its weight is the number of
+    their batches. Buffers differ within a group as well, and are averaged over all ranks. (PyTorch's HierarchicalModelAverager.)
+
     With a delay, training does not wait: a sync adds to each rank's parameters the change that it would have made to the
     parameters that were sent, so updates made since then are kept (Shen et al., 2019). It does so after a fixed number of
     updates, no matter when the average arrives. Parts of the model are sent in turn, at equal distances (both as in streaming
     DiLoCo: Douillard et al., 2025). Buffers are then averaged only at the end of the epoch, since training does not read them.
 
     Args:
+        group: the ranks that are one model.
         interval: the number of updates between two syncs.
         outer: computes the new model from the average; None: the average is the new model.
         delay: the number of updates until an average is applied; 0: training waits for it.
@@ -133,7 +152,7 @@ class ParamAverage:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: RankGroup,
         timer: Timer,
         interval: SyncInterval | int,
         outer: OuterOptimizer | None = None,
@@ -141,25 +160,30 @@ class ParamAverage:
         parts: int = 1,
         compressor: GradientCompressor | None = None,
     ) -> None:
-        self._comm = comm
+        self._comm = group.whole
+        self._group = group
         self._timer = timer
         self._interval = EveryUpdates(interval) if isinstance(interval, int) else interval
         self._outer = outer
         self._delay = delay
-        self._compressor = GradientCompressor(comm) if compressor is None else compressor
-        self._sync = ParamSync(comm, self._compressor, outer, parts, deltas=self._compressor.narrow is not None)
-        self._counts = UpdateCounts(comm.size)  # since the ranks' buffers were the same
+        self._compressor = GradientCompressor(group.between) if compressor is None else compressor
+        self._sync = ParamSync(group, self._compressor, outer, parts, deltas=self._compressor.needs_changes)
+        self._counts = UpdateCounts(single_rank(group.whole))  # since the ranks' buffers were the same
         self._updates_since_send = 0  # updates since the last cycle over the parts ended
         self._next_part = 0  # the part that is sent next
         self._warned = False
 
     @classmethod
     def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
+        group = make_groups(comm, keys.group, "horovod_param_group")
         interval, _ = make_interval(keys.sync_rule, keys.sync_steps, keys.sync_seconds)
-        outer, _ = make_outer(keys.outer_optimizer, comm.size)
+        outer, _ = make_outer(keys.outer_optimizer, group.between.size)
         delay, parts = keys.sync_delay, keys.sync_parts
-        sync = cls(comm, timer, interval, outer, delay, parts, change_compressor(comm, keys))
-        return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
+        sync = cls(group, timer, interval, outer, delay, parts, change_compressor(group.between, keys))
+        if group.between is comm:
+            return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
+        gradients = GradientExchange(group.within, timer, "average", group=group.ranks)
+        return Reducer(gradients, sync, sync.describe(), has_groups=True)
 
     def describe(self) -> str:
         """How and how often parameters are averaged, for the log."""
@@ -168,6 +192,10 @@ class ParamAverage:
             text += f", in {len(self._sync.parts)} parts in turn"
         if self._delay:
             text += f", applied {self._delay} updates after they were sent"
+        if self._group.between is not self._comm:
+            count = self._group.between.size
+            groups = "all ranks, which are one group" if count == 1 else f"{count} groups of ranks"
+            text = f"gradients are averaged for every update within {groups}; between groups, {text}"
         return text if self._outer is None else f"{text}; outer optimizer: {self._outer.describe()}"
 
     @property
@@ -178,8 +206,14 @@ class ParamAverage:
     def sent(self) -> int:
         return self._compressor.sent
 
+    @property
+    def alike(self) -> Sequence[int]:
+        return self._group.ranks
+
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._sync.drop_unknown(state)
+        if start.is_resumed and state.frozen_now():
+            state.map_tensors("parameters", lambda tensors: self._sync.share_frozen(state, tensors))
         if not start.is_resumed:
             self._sync.assign_anew()
         if not start.is_resumed or (ANCHOR not in state.shared and not self._counts.updates):
@@ -192,6 +226,11 @@ class ParamAverage:
             self._warned = True
             log.warning(warning)
 
+    def take_over(self, state: ModelState) -> None:
+        """Begin with the current model, which is the same on all ranks."""
+        self._sync.drop_unknown(state)
+        self.keep_anchor(state)
+
     def keep_anchor(self, state: ModelState) -> None:
         """Keep the current model, which is the same on all ranks, as the anchor."""
         if self._sync.needs_anchor:
@@ -200,7 +239,7 @@ class ParamAverage:
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._updates_since_send += 1
         for counts in (self._counts, *(part.counts for part in self._sync.parts)):
-            counts.add(update.has_batch, update.ranks_with_batch)
+            counts.add(update)
         under_way = [part for part in self._sync.parts if part.is_under_way]
         for part in under_way:
             part.age += 1
@@ -238,7 +277,7 @@ class ParamAverage:
         if not self._counts.updates:
             return nullcontext()
         kinds: dict[Kind, Average] = {
-            "parameters": self._sync.average_to_save,
+            "parameters": lambda tensors: self._sync.average_to_save(state, tensors),
             "statistics": lambda tensors: average(self._comm, tensors, self._counts, "saved.statistics"),
         }
         return temporarily_average(state, kinds)
@@ -255,6 +294,7 @@ class ParamAverage:
             "since": self._updates_since_send,
             "next": self._next_part,
             "parts": parts,
+            **({} if self._group.between is self._comm else {"group": list(self._group.ranks)}),
         }
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
@@ -262,7 +302,15 @@ class ParamAverage:
         if not same_ranks:  # every rank starts from the average, which includes the parts that were under way
             for part in self._sync.parts:
                 part.steps = max((part_state["steps"] for part_state in stored), default=0)
+            self._compressor.forget()
             return
+        group = list(self._group.ranks)
+        if state["rounds"] and (begun := state.get("group", group)) != group:  # its counts are those of a group
+            raise ConfigError.of(
+                "conflict",
+                f"horovod_param_group: expected {len(begun)} ranks in a group, as when the epoch began, got {len(group)} (change "
+                "it between two epochs)",
+            )
         self._counts.restore(state)
         self._interval.restore(state)
         if len(stored) == len(self._sync.parts):
@@ -307,7 +355,7 @@ class ParamAverage:
     def _warning(self, start: EpochStart) -> str | None:
         """The problem with the number of updates in an epoch; None: there is none."""
         between = self._interval.updates(start.learning_rate)
-        if between > start.updates and self._comm.size > 1:
+        if between > start.updates and self._group.between.size > 1:
             wanted = f"{between}" if between < NEVER else "more"
             return (
                 f"horovod_param_sync_step: expected at most {start.updates}, the number of updates in epoch {start.epoch}, got "

@@ -18,11 +18,12 @@ later. `ParamAverage` decides when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdtrain.comm.base import Communicator, Tensor, all_reduce, num_bytes
+from hvdtrain.comm.base import Tensor, all_reduce, num_bytes
+from hvdtrain.comm.groups import RankGroup
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, positive
 from hvdtrain.errors import Problem, problem
@@ -198,11 +199,11 @@ class SyncBucket:
         sent_name, average_name: the names of the sent parameters and of their average among the saved tensors.
     """
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, counts: UpdateCounts) -> None:
         self.number = number
         self.sent_name, self.average_name = f"sent.{number}", f"arrived.{number}"
         self.indices: list[int] = []
-        self.counts = UpdateCounts(size)
+        self.counts = counts
         self.steps = 0
         self.age = -1
         self.handle: Any = None
@@ -221,8 +222,8 @@ class SyncBucket:
 
 
 class ParamSync:
-    """Averages parts of the model over the ranks. Its methods take and return all parameters, in the model's order,
-    as `ModelState.map_tensors` does.
+    """Averages parts of the model over the ranks, or over groups of them. Its methods take and return all parameters, in the
+    model's order, as `ModelState.map_tensors` does.
 
     Args:
         outer: computes the new parameters from the average; None: they are the average.
@@ -236,19 +237,19 @@ class ParamSync:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: RankGroup,
         compressor: GradientCompressor,
         outer: OuterOptimizer | None,
         num_parts: int,
         deltas: bool = False,
     ) -> None:
-        self._comm = comm
+        self._comm = group.between
         self._compressor = compressor
         self.num_syncs = 0
         self._outer = outer
         self._deltas = deltas
         self._moments = () if outer is None else outer.moments
-        self.parts = [SyncBucket(number, comm.size) for number in range(num_parts)]
+        self.parts = [SyncBucket(number, UpdateCounts(group)) for number in range(num_parts)]
 
     @property
     def needs_anchor(self) -> bool:
@@ -271,14 +272,24 @@ class ParamSync:
         for part in self.parts:
             part.indices = []
 
+    def share_frozen(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
+        """Collective. Take frozen parameters from rank 0: if they are frozen only since a stop within an epoch, ranks may have
+        different values, which no average would make equal."""
+        changed, numbers = list(tensors), list(state.frozen_now())
+        shared = self._comm.broadcast([tensors[number] for number in numbers], name="frozen_parameters")
+        for number, tensor in zip(numbers, shared, strict=True):
+            changed[number] = tensor
+        return changed
+
     def average(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""
+        kept = _frozen_values(state, tensors)
         changed = list(tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
             handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
-            new = self._new_parameters(state, part, self._compressor.finish(handle))
+            new = self._new_parameters(state, part, self._compressor.finish(handle), kept)
             for index, target in zip(part.indices, new, strict=True):
                 changed[index] = target
         return changed
@@ -298,11 +309,13 @@ class ParamSync:
 
     def apply_averages(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Add to some parts the change that a sync would have made when they were sent. Updates since then are kept."""
+        kept = _frozen_values(state, tensors)
         changed = list(tensors)
         for part in parts:
             self.flush(state, part)
             indices = self._indices(part, tensors)
-            new, before = self._new_parameters(state, part, state.shared.pop(part.average_name)), state.own.pop(part.sent_name)
+            new = self._new_parameters(state, part, state.shared.pop(part.average_name), kept)
+            before = state.own.pop(part.sent_name)
             for index, target, old in zip(indices, new, before, strict=True):
                 # Without updates since then, the target itself: sums would be rounded differently on each rank.
                 changed[index] = tensors[index] + (target - old) if part.counts.updates else target
@@ -315,15 +328,17 @@ class ParamSync:
             state.shared[part.average_name] = self._compressor.finish(part.handle)
             part.handle = None
 
-    def average_to_save(self, tensors: list[Tensor]) -> list[Tensor]:
+    def average_to_save(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
         """Collective. The average of the ranks' current parameters."""
+        kept = _frozen_values(state, tensors)
         changed = list(tensors)
         for part in self.parts:
-            weight = 1.0 if part.is_under_way else part.counts.weight()  # the average includes the updates before it was sent
+            # The average includes the updates before it was sent.
+            weight = 1.0 if part.is_under_way else part.counts.weight()
             own = apply_weight([tensors[index] for index in self._indices(part, tensors)], weight)
             name = f"average.saved.{self._name(part).removeprefix('average.')}"
             for index, new in zip(part.indices, all_reduce(self._comm, own, "average", name=name), strict=True):
-                changed[index] = new
+                changed[index] = kept.get(index, new)
         return changed
 
     def drop_unknown(self, state: ModelState) -> None:
@@ -331,9 +346,7 @@ class ParamSync:
         under_way = [part for part in self.parts if part.is_under_way]
         known = {name for part in under_way for name in (part.sent_name, part.average_name)}
         known |= {ANCHOR, *self._moments} if self.needs_anchor else set()
-        for tensors in (state.shared, state.own):
-            for name in tensors.keys() - known:
-                del tensors[name]
+        self._compressor.begin(state, known)
 
     def _message(self, state: ModelState, part: SyncBucket, own: list[Tensor]) -> list[Tensor]:
         """The tensors to average: a rank's parameters, or their changes since the last sync, times the rank's weight."""
@@ -346,15 +359,25 @@ class ParamSync:
         """Collective. Start to average the tensors from `_message`. Only changes are sent in 16 bits, never parameters."""
         return self._compressor.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
 
-    def _new_parameters(self, state: ModelState, part: SyncBucket, arrived: list[Tensor]) -> list[Tensor]:
-        """Step the outer optimizer; return the new parameters of a part, the same on all ranks."""
+    def _new_parameters(
+        self, state: ModelState, part: SyncBucket, arrived: Sequence[Tensor], kept: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Step the outer optimizer; return the new parameters of a part, the same on all ranks.
+
+        Args:
+            kept: by number, the values of parameters that do not change.
+        """
         self.num_syncs += 1
+        arrived = [kept.get(index, mean) for index, mean in zip(part.indices, arrived, strict=True)]
         if not self.needs_anchor or ANCHOR not in state.shared:  # the key was set in the middle of an epoch
             return arrived
         part.steps += 1
         anchor = state.shared[ANCHOR]
         targets = []
         for index, mean in zip(part.indices, arrived, strict=True):
+            if index in kept:
+                targets.append(mean)
+                continue
             target = anchor[index] - mean if self._deltas else mean
             if self._outer is not None:
                 before = [state.shared[name][index] for name in self._moments]
@@ -378,3 +401,10 @@ class ParamSync:
 
     def _name(self, part: SyncBucket) -> str:
         return "average.parameters" + (f".{part.number}" if len(self.parts) > 1 else "")
+
+
+def _frozen_values(state: ModelState, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By number, copies of the parameters that are still frozen. All ranks have the same values, but an average of equal numbers
+    is rounded, and an outer optimizer may enlarge the difference."""
+    numbers = list(state.frozen_now())
+    return dict(zip(numbers, copy_tensors([tensors[number] for number in numbers]), strict=True))

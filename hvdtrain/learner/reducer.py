@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
+from hvdtrain.comm.groups import RankGroup
 from hvdtrain.errors import BrokenSequence
 from hvdtrain.learner.compression import GradientCompressor
 
@@ -48,16 +49,16 @@ class FinishedUpdate:
     """An update that all ranks have finished.
 
     Attributes:
-        has_batch: whether this rank had a batch for it.
-        ranks_with_batch: how many ranks had one; known from the plan.
+        has_batch: by rank, whether it had a batch for it, as planned.
         step: the number of training steps done.
         learning_rate: used by the optimizer.
+        own: whether this rank had a batch, if the plan does not say so, as ranks may leave out all of a batch; None: it does.
     """
 
-    has_batch: bool
-    ranks_with_batch: int
+    has_batch: Sequence[bool]
     step: int = 0
     learning_rate: float = 0.0
+    own: bool | None = None
 
 
 class GradientExchange:
@@ -66,10 +67,12 @@ class GradientExchange:
     While it is not active, every rank keeps its own gradients, and no call is collective.
 
     Args:
+        comm: the ranks that exchange gradients.
         timer: measures the seconds that this rank waits for others.
         op: also used for the counts of loss elements: if both are averaged, the factors cancel.
         compressor: None: gradients are sent as they are.
         steps: the number of initial training steps in which gradients are exchanged; None: all steps.
+        group: the ranks of the job that `comm` connects, if they are a part of it; None: all ranks of the job.
 
     Attributes:
         is_active: whether gradients are exchanged for the next update, so that ranks without a batch apply it as well.
@@ -82,9 +85,11 @@ class GradientExchange:
         op: Op = "sum",
         compressor: GradientCompressor | None = None,
         steps: int | None = None,
+        group: Sequence[int] | None = None,
     ) -> None:
         self._comm = comm
         self._timer = timer
+        self._group = group
         self.op: Op = op
         self.compressor = GradientCompressor(comm) if compressor is None else compressor
         self.steps = steps
@@ -99,6 +104,25 @@ class GradientExchange:
     def is_shared(self) -> bool:
         """Whether there are several ranks, and gradients are exchanged at least in some steps."""
         return self._comm.size > 1 and self.steps != 0
+
+    @property
+    def keeps_ranks_alike(self) -> bool:
+        """Whether all ranks of the job have the same parameters after every update."""
+        return self.steps is None and self._group is None
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether all ranks of the job see the same gradients in the next update."""
+        return self.is_active and self._group is None
+
+    def begin_update(self, has_batch: Sequence[bool]) -> None:
+        """Called by all ranks before the first step of an update. A group without any batch does not update.
+
+        Args:
+            has_batch: by rank of the job, whether it has a batch for the update; known from the plan.
+        """
+        if self._group is not None:
+            self.is_active = any(has_batch[rank] for rank in self._group)
 
     def start(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
@@ -130,9 +154,10 @@ class GradientExchange:
         )  # without an exchange, only a rank with a batch calls this
         found = next((known for known in values if known is not None), None)
         if found is None:
-            raise BrokenSequence(
+            error = BrokenSequence(
                 "train: expected sequences that can be read in the first step, got only broken ones on all ranks"
-            ).on_all_ranks()
+            )
+            raise error.on_all_ranks() if self._group is None else error
         return found
 
     def count_graph(self, seconds: float, float32: int, others: int) -> None:
@@ -155,6 +180,11 @@ class EpochSync(Protocol):
 
     @property
     def sent(self) -> int: ...
+
+    @property
+    def alike(self) -> Sequence[int]:
+        """The ranks, including this one, that have the same model and optimizer after every update."""
+        ...
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         """Called by all ranks before the first update of an epoch, or of its continuation."""
@@ -193,6 +223,20 @@ class EpochSync(Protocol):
         ...
 
 
+class Traffic(NamedTuple):
+    """What a rank has exchanged.
+
+    Attributes:
+        syncs: the number of parameter syncs.
+        sent: the bytes sent for them and as gradients.
+        between_groups: the bytes of these that were sent to other groups of ranks; 0 without groups.
+    """
+
+    syncs: int = 0
+    sent: int = 0
+    between_groups: int = 0
+
+
 @dataclass(frozen=True)
 class Reducer:
     """How the ranks train together.
@@ -201,16 +245,19 @@ class Reducer:
         gradients: reduces gradients between backward and the optimizer.
         sync: changes the model after updates.
         description: what the ranks exchange and how often, for the log.
+        has_groups: whether gradients are exchanged within groups of ranks, and `sync` is between the groups.
     """
 
     gradients: GradientExchange
     sync: EpochSync
     description: str
+    has_groups: bool = False
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """The number of parameter syncs so far, and the bytes sent for them and as gradients."""
-        return self.sync.num_syncs, self.sync.sent + self.gradients.compressor.sent
+    def traffic(self) -> Traffic:
+        """The exchange so far."""
+        sent = self.sync.sent + self.gradients.compressor.sent
+        return Traffic(self.sync.num_syncs, sent, self.sync.sent if self.has_groups else 0)
 
 
 class ReducerClass(Protocol):
@@ -227,35 +274,46 @@ class ReducerClass(Protocol):
 
 
 class UpdateCounts:
-    """Counts updates since the last sync for which this rank, and all ranks, had batches. Known from the plan, without a message.
+    """Counts updates since the last sync for which this rank, and all ranks, had batches.
+
+    Args:
+        group: the ranks that are one model. Their batches are added up.
 
     Attributes:
         updates: the number of updates since the last sync.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self.reset()
 
     def reset(self) -> None:
         self.updates = 0
         self._own = 0
-        self._all = 0
+        self._all: int | None = 0  # None: the ranks have to exchange their numbers
 
-    def add(self, has_batch: bool, ranks_with_batch: int) -> None:
+    def add(self, update: FinishedUpdate) -> None:
         self.updates += 1
-        self._own += int(has_batch)
-        self._all += ranks_with_batch
+        planned = update.own is None
+        self._own += sum(update.has_batch[rank] for rank in self._group.ranks) if planned else int(update.own or False)
+        self._all = self._all + update.has_batch.count(True) if planned and self._all is not None else None
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | None]:
         return {"rounds": self.updates, "own": self._own, "all": self._all}  # the names in checkpoints
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Numbers) -> None:
         self.updates, self._own, self._all = state["rounds"], state["own"], state["all"]
 
     def weight(self) -> float:
-        """This rank's weight in an average: its share of the updates, and exactly 1 if all ranks have the same share."""
-        return self._own * self._size / self._all if self._all else 1.0
+        """This rank's or group's weight in an average: its share of the batches, and exactly 1 if all have the same share.
+
+        Collective, if the plan does not say for how many updates the ranks had batches.
+        """
+        own, total = self._own, self._all
+        if total is None:
+            own = sum(self._group.within.gather(own, name="updates_within"))
+            total = sum(self._group.between.gather(own, name="updates"))
+        return own * self._group.between.size / total if total else 1.0
 
 
 def apply_weight(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:

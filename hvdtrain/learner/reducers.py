@@ -7,12 +7,14 @@ one, then the other (`PostLocal`). A new reducer is a file with a class of `Epoc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import new_class
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
+from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
@@ -61,7 +63,7 @@ class GradReduce:
         self._comm = comm
         self._timer = timer
         self._compressor = compressor
-        self._counts = UpdateCounts(comm.size)
+        self._counts = UpdateCounts(single_rank(comm))
 
     @classmethod
     def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
@@ -69,11 +71,15 @@ class GradReduce:
         gradients = GradientExchange(comm, timer, op, gradient_compressor(comm, keys))
         return Reducer(gradients, cls(comm, timer, gradients.compressor), describe_gradients(gradients))
 
+    @property
+    def alike(self) -> Sequence[int]:
+        return range(self._comm.size)
+
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._compressor.begin(state)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
-        self._counts.add(update.has_batch, update.ranks_with_batch)
+        self._counts.add(update)
         state.average_weights(1)
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -132,6 +138,10 @@ class PostLocal:
     def sent(self) -> int:
         return self._local_phase.sent
 
+    @property
+    def alike(self) -> Sequence[int]:
+        return self._local_phase.alike
+
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._gradients.is_active = start.step < (self._gradients.steps or 0)
         self._phase.begin_epoch(state, start)
@@ -141,7 +151,7 @@ class PostLocal:
         self._phase.after_update(state, update)
         if self._gradients.is_active and update.step >= (self._gradients.steps or 0):
             self._shared_phase.end_of_epoch(state)  # buffers become the same, too
-            self._local_phase.keep_anchor(state)
+            self._local_phase.take_over(state)
             self._gradients.is_active = False
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -183,7 +193,7 @@ if TYPE_CHECKING:
 else:  # so that a new reducer's keys are keys of a config, too
     ReducerKeys = new_class("ReducerKeys", tuple(reducer.keys for reducer in reversed(REDUCERS.values())))
 
-ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start")
+ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start", "group")
 """Keys that conflict with reduced gradients. (The two keys of the interval between syncs are ignored there.)"""
 
 
@@ -258,11 +268,16 @@ class ReduceKeys(ReducerKeys, RankKeys):
             hint = "Horovod has no such type; torch_distributed has"
             found += problem("conflict", f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
         precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
-        if chosen.narrow is None and self.reduce_type != "grad":
-            narrow = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.narrow is not None)
-            kind = self.reduce_type
-            found += problem("conflict", f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.compression!r}")
-        if chosen.narrow is None and precision is not None and not precision.problems():
+        kind = self.reduce_type
+        suitable = {
+            name: one.bits is None if kind == "grad" else one.narrow is not None or one.bits is not None
+            for name, one in COMPRESSIONS.items()
+            if one.over_horovod or not self.use_horovod
+        }
+        if not suitable.get(self.compression or "", True):
+            wanted = " or ".join(repr(name) for name, is_suitable in suitable.items() if is_suitable)
+            found += problem("conflict", f"{where}: expected {wanted} with reduce_type {kind!r}, got {self.compression!r}")
+        if chosen.compressor is not None and chosen.bits is None and precision is not None and not precision.problems():
             if precision.precision().loss_scale(precision.precision().dtype) is not None:
                 found += problem(
                     "conflict",

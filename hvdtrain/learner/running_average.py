@@ -27,7 +27,7 @@ class RunningSums:
         samples: the number of terms in each sum.
         updates: the number of updates since the last term.
         begin_step: the number of steps of the training before the first update that counts.
-        series: a name of its own: sums of the same series belong together.
+        series: a unique name; sums of the same series belong together.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RunningAverage:
         self._is_restored = True
 
     def begin(self, step: int) -> None:
-        """Training begins or goes on after `step` steps of it; unless the sums were restored, a new series begins here."""
+        """Training begins or continues after `step` steps of it; unless the sums were restored, a new series begins here."""
         if not self._is_restored:
             self.state.begin_step = step
 

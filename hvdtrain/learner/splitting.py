@@ -16,41 +16,27 @@ from hvdtrain.errors import ConfigError
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:
-    """Two batches with the sequences of one, about half of the frames in each, and no more padding than they need."""
+    """Two batches with the sequences (or pieces) of one, about half of the frames in each, and no more padding than they need."""
+    frames: Array
     if batch.joined is not None:
-        return _split_joined(batch, batch.joined)
-    lengths: Array = numpy.asarray(numpy.sum([padded.seq_lens for padded in batch.data.values()], axis=0, dtype=numpy.int64))
-    sums = (
-        numpy.cumsum(lengths)
-        if any(isinstance(padded, Packed) for padded in batch.data.values())
-        else numpy.arange(1, len(lengths) + 1)
-    )
-    middle = int(numpy.searchsorted(sums, sums[-1] / 2)) + 1
-    middle = min(middle, len(lengths) - 1)
-    return _part(batch, slice(0, middle)), _part(batch, slice(middle, len(lengths)))
-
-
-def _split_joined(batch: Batch, joined: Array) -> tuple[Batch, Batch]:
-    """Two batches with the pieces of one, which are joined to one row."""
-    middle = min(int(numpy.searchsorted(numpy.cumsum(joined), joined.sum() / 2)) + 1, len(joined) - 1)
-    frame = int(joined[:middle].sum())
-    halves = []
-    for pieces, frames in ((slice(0, middle), slice(0, frame)), (slice(middle, None), slice(frame, None))):
-        data = {}
-        for name, padded in batch.data.items():
-            values = padded.values[:, frames]
-            data[name] = replace(padded, values=values, seq_lens=numpy.array([values.shape[1]], dtype=padded.seq_lens.dtype))
-        parts = None if batch.parts is None else BatchParts(batch.parts.names, batch.parts.numbers[pieces])
-        halves.append(Batch(data, batch.indices[pieces], joined=joined[pieces], parts=parts))
-    return halves[0], halves[1]
+        frames = batch.joined
+    elif batch.is_packed:
+        frames = numpy.asarray(numpy.sum([padded.seq_lens for padded in batch.data.values()], axis=0, dtype=numpy.int64))
+    else:
+        frames = numpy.ones(len(batch.indices), dtype=numpy.int64)  # rows are equally long
+    sums = numpy.cumsum(frames)
+    middle = min(int(numpy.searchsorted(sums, sums[-1] / 2)) + 1, len(sums) - 1)
+    return _part(batch, slice(0, middle)), _part(batch, slice(middle, len(sums)))
 
 
 def _part(batch: Batch, rows: slice) -> Batch:
-    tags, parts = batch.seq_tags, batch.parts
+    """Some successive sequences, or pieces, of a batch."""
+    tags, parts, joined = batch.seq_tags, batch.parts, batch.joined
     return Batch(
-        {name: _rows(padded, rows) for name, padded in batch.data.items()},
+        {name: _rows(padded, rows) if joined is None else _pieces(padded, joined, rows) for name, padded in batch.data.items()},
         batch.indices[rows],
         None if tags is None else lambda: tags()[rows],
+        joined=None if joined is None else joined[rows],
         parts=None if parts is None else BatchParts(parts.names, parts.numbers[rows]),
     )
 
@@ -61,6 +47,12 @@ def _rows(padded: Padded, rows: slice) -> Padded:
         first = int(padded.seq_lens[: rows.start].sum(dtype=numpy.int64))
         return replace(padded, values=padded.values[first : first + int(seq_lens.sum(dtype=numpy.int64))], seq_lens=seq_lens)
     return replace(padded, values=padded.values[rows, : int(seq_lens.max())], seq_lens=seq_lens)
+
+
+def _pieces(padded: Padded, joined: Array, pieces: slice) -> Padded:
+    """Some pieces of a row."""
+    first, count = int(joined[: pieces.start].sum()), int(joined[pieces].sum())
+    return replace(padded, values=padded.values[:, first : first + count], seq_lens=numpy.array([count], padded.seq_lens.dtype))
 
 
 class BatchSplitter:

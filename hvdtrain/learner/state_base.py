@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
 
-NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
+NEW_OPTIMIZER = "(continue with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""
 
 UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -56,7 +56,6 @@ class StateBase(ABC):
 
     Attributes:
         running: the sums of a running average, on rank 0; None: there are none.
-        other_checksums: those of models that are neither trained nor saved, by name; they have to be the same on all ranks.
     """
 
     num_pretrain_epochs = 0
@@ -67,7 +66,6 @@ class StateBase(ABC):
         self._average = average
         self._scale = scale
         self.running: RunningAverage | None = None
-        self.other_checksums: Mapping[str, str] = {}
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 
@@ -78,6 +76,10 @@ class StateBase(ABC):
     @abstractmethod
     def has_tensors(self, kind: Kind) -> bool:
         """Whether the model has tensors of a kind."""
+
+    def frozen_now(self) -> Collection[int]:
+        """See `ModelState`."""
+        return ()
 
     @abstractmethod
     def trained_values(self) -> Iterator[tuple[str, Array]]:
@@ -92,8 +94,17 @@ class StateBase(ABC):
         """The hash of the frozen parameters, if checkpoints leave them out."""
         return None
 
+    def other_checksums(self) -> Mapping[str, str]:
+        """Those of models that are neither trained nor saved, by name; they have to be the same on all ranks."""
+        return {}
+
     def check_base(self) -> None:  # noqa: B027 most checkpoints leave nothing out
         """Check that frozen parameters which checkpoints leave out are as the model was made with. Raises: ConfigError."""
+
+    def reset_optimizer(self) -> None:
+        """Forget what the reducer keeps; a framework that supports `use_last_best_model` also begins with a new optimizer."""
+        self.shared.clear()
+        self.own.clear()
 
     # The moving average
 
@@ -139,7 +150,7 @@ class StateBase(ABC):
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
         """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written before
-        training goes on."""
+        training continues."""
         model = self._model_tensors()
         with self._average.training_mode() if self._average is not None else nullcontext():
             optimizer = self._optimizer_contents()
@@ -162,6 +173,13 @@ class StateBase(ABC):
         """The same as a copy, which training does not change and which any thread may write."""
         contents = self.contents(progress)
         return contents if contents.running is None else replace(contents, running=contents.running.copy())
+
+    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        """A snapshot that is written while training goes on. It is valid until the next call."""
+        return self.snapshot(progress)
+
+    def close(self) -> None:  # noqa: B027  # most have started nothing
+        """End what `copy_for_background` has started."""
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.

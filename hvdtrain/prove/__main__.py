@@ -214,7 +214,7 @@ def prove(job: Job, folder: Path) -> int:
     if differing:
         print("\n".join(cause_lines(list(differing.values()))))
     print("".join(f"{line}\n" for line in unequal), end="")
-    print("\n".join(wrap(f"not covered: {uncovered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
+    print("\n".join(wrap(f"not covered: {describe_gaps(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
     agree = not differing and not unequal
     print(f"prove: {'all runs agree' if agree else 'the runs differ'}")
     return 0 if agree else 1
@@ -306,7 +306,7 @@ def _begin(first: Record, batches: GlobalBatches) -> int:
     return len(first.losses) - batches.end
 
 
-def uncovered(job: Job, first: Record, batches: GlobalBatches) -> str:
+def describe_gaps(job: Job, first: Record, batches: GlobalBatches) -> str:
     """The parts of a training that were not trained or compared."""
     parts = []
     begin = _begin(first, batches)

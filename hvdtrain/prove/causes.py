@@ -17,6 +17,7 @@ import numpy
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch, Packed
+from hvdtrain.errors import first_few
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
@@ -352,9 +353,7 @@ def name_parts(parts: Sequence[ModulePart]) -> str:
     >>> name_parts([ModulePart("", "a", "Dropout"), ModulePart("", "", "Net")])
     'Dropout at a, Net'
     """
-    words = [f"{part.type} at {part.name}" if part.name else part.type for part in parts[:MOST_NAMES]]
-    more = f" and {len(parts) - MOST_NAMES} more" if len(parts) > MOST_NAMES else ""
-    return ", ".join(words) + more
+    return first_few([f"{part.type} at {part.name}" if part.name else part.type for part in parts], MOST_NAMES)
 
 
 def _ranks(record: Record) -> str:

@@ -28,12 +28,12 @@ from hvdtrain.prove.causes import disable_dropout, find_parts, probe
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, sum_losses
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime.log import silence
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session, writing_nothing
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.training.limits import Rates, TrainingLimits
+from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hvdtrain.config.source import command_parser
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.report.runs import read_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,11 +33,11 @@ def parser() -> argparse.ArgumentParser:
     result = command_parser(
         "report",
         "Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and the settings\n"
-        "with their origins. With several folders, the page compares the trainings.",
+        "with their origins. With several folders, or one that has trainings below it, the page compares the trainings.",
         "",
     )
     result.add_argument(
-        "folders", nargs="+", type=_folder, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
+        "folders", nargs="+", type=_folder, metavar="FOLDER", help="a folder of a training (with scores.jsonl), or of several"
     )
     result.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
     result.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
@@ -60,14 +59,17 @@ def _folder(text: str) -> Path:
 def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
     """Write the page and the pictures; return their paths."""
     from hvdtrain.report import page
+    from hvdtrain.report.project import read_project
 
-    runs = read_runs(folders)
-    out.write_text(page.page(runs), encoding="utf-8")
+    found = read_project(folders)
+    for problem in found.problems:
+        print(f"warning: {problem}; the page omits the training", file=sys.stderr)
+    out.write_text(page.page(found.runs, found.title), encoding="utf-8")
     if pictures is None:
         return [out]
     from hvdtrain.report.pictures import write_pictures
 
-    return [out, *write_pictures(pictures, [figure for _, figures, _ in page.chapters_of(runs) for figure in figures])]
+    return [out, *write_pictures(pictures, [figure for chapter in page.chapters_of(found.runs) for figure in chapter.figures])]
 
 
 if __name__ == "__main__":

@@ -30,12 +30,18 @@ class EpochReport:
         loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
         syncs: the number of syncs of the ranks' parameters (`horovod_reduce_type = "param"`).
         sent: bytes that rank 0 has handed to the network in these and as gradients.
+        sent_between_groups: those of them that it has sent to other groups of ranks (`horovod_param_group`).
         seconds_before: seconds of training before the epoch was resumed; included in `elapsed`, but not in `seconds`.
         learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
         losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
         splits: how many training batches did not fit into a rank's memory and were split.
         broken: the number of broken sequences that the epoch's batches went without; None: none.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
+        goodput: where the seconds of the whole training went so far, over all its starts (`runtime/goodput.py`).
+        flops: the floating-point operations of the `epoch` and of a `step`, over all ranks, what they can do in a second
+            (`peak`), and the `share` of that; None without `count_flops`.
+        num_frames: by data key, the frames of the epoch without padding; on rank 0. Not in scores.jsonl.
+        memory: the largest number of bytes so far that rank 0 used of its device's memory; None: unknown. Not in scores.jsonl.
     """
 
     epoch: int
@@ -51,36 +57,48 @@ class EpochReport:
     loss_scale: float | None = None
     syncs: int = 0
     sent: int = 0
+    sent_between_groups: int = 0
     seconds_before: float = 0.0
     learning_rates: Mapping[str, float] | None = None
     epoch_learning_rate: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     splits: int = 0
     broken: int | None = None
+    goodput: Mapping[str, float] | None = None
+    flops: Mapping[str, float] | None = None
+    num_frames: Mapping[str, int] = field(default_factory=dict)
+    memory: int | None = None
 
-    def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
-        """The log lines of the epoch, each with the lowest verbosity that shows it.
-
-        Args:
-            datasets: names of the evaluated datasets.
-        """
+    def training_lines(self) -> list[tuple[int, str]]:
+        """Lines about the epoch's training, each with the lowest verbosity that shows it. Programs read the first one."""
         start = f"train epoch {self.epoch}"
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
-        lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
+        lines = [(5, self.line), (4, f"{start}, padding: {padding}")]
         lines += [] if self.learning_rates is None else [(4, f"{start}, learning rate: {self._rates(self.learning_rates)}")]
+        lines += [] if self.flops is None else [(4, f"{start}, operations: {flops_text(self.flops)}")]
         if self.broken:
             lines.append(
                 (2, f"{start}: {self.broken} of {self.num_sequences} sequences are broken and were left out (skip_broken)")
             )
         if self.sent:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
-            lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
-        lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
+            between = f", {size_text(self.sent_between_groups)} of it between groups" if self.sent_between_groups else ""
+            lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank{between}"))
         if self.splits:
             lines.append((2, f"{start}: {self.splits} batches did not fit into memory and were split (split_on_oom)"))
+        return lines
+
+    def score_lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
+        """Lines about the ranks' seconds and the scores, in the same form. Programs read those about scores.
+
+        Args:
+            datasets: names of the evaluated datasets.
+        """
+        start = f"train epoch {self.epoch}"
+        lines = [(5, f"{start}, seconds: {row}") for row in seconds_lines(self.seconds)]
         late = straggler_line(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
-        return lines + [(1, line) for line in self._score_lines(datasets)]
+        return lines + [(5, line) for line in self._score_lines(datasets)]
 
     @property
     def line(self) -> str:
@@ -142,7 +160,7 @@ class EvaluationReport:
             found.append(f"{dataset}: {text(scores)}")
         return (
             f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(found)}, "
-            f"elapsed: {clock_text(self.seconds)}"
+            f"in {clock_text(self.seconds)}"
         )
 
 
@@ -156,14 +174,55 @@ class Reporter(Protocol):
     def epoch(self, report: EpochReport) -> None: ...
 
 
-def seconds_by_rank(seconds: Sequence[Mapping[str, float]]) -> list[str]:
-    """One line per rank with its seconds by activity.
+def flops_text(flops: Mapping[str, float]) -> str:
+    """The numbers of an epoch, as words.
 
-    >>> seconds_by_rank([{"compute": 8.25, "rest": 1}, {"compute": 7, "rest": 2.25}])
-    ['rank 0: compute 8.2, rest 1.0', 'rank 1: compute 7.0, rest 2.2']
+    >>> flops_text({"epoch": 4.2e12, "step": 1.23e10, "peak": 1.2e11, "share": 0.41})
+    '12.3 GFLOP per step, 41% of the 120 GFLOP/s that all ranks reach with products of large matrices'
     """
-    rows = [", ".join(f"{name} {value:.1f}" for name, value in rank.items()) for rank in seconds]
-    return [f"rank {number}: {row}" for number, row in enumerate(rows)]
+    step, peak = (f"{flops[name] / 1e9:.3g} GFLOP" for name in ("step", "peak"))
+    return f"{step} per step, {flops['share']:.0%} of the {peak}/s that all ranks reach with products of large matrices"
+
+
+FEW_RANKS = 8
+"""In a job of at most this many ranks, as on one host, the log and TensorBoard show each of them."""
+
+
+def seconds_lines(seconds: Sequence[Mapping[str, float]]) -> list[str]:
+    """The ranks' seconds by activity: one line per rank if there are few, else the median and the slowest rank.
+
+    >>> seconds_lines([{"compute": 8.25, "rest": 1}, {"compute": 7, "rest": 2.25}])
+    ['rank 0: compute 8.2, rest 1.0', 'rank 1: compute 7.0, rest 2.2']
+    >>> for line in seconds_lines([{"data wait": 0.1, "compute": 8.0}] * 99 + [{"data wait": 3.0, "compute": 8.1}]):
+    ...     print(line)
+    median of 100 ranks: data wait 0.1, compute 8.0
+    slowest, rank 99: data wait 3.0, compute 8.1; waiting for data took 2.9 s longer than usual
+    """
+    if len(seconds) <= FEW_RANKS:
+        return [f"rank {number}: {_seconds_text(rank)}" for number, rank in enumerate(seconds)]
+    usual = _medians(seconds)
+    slowest = _slowest(seconds)
+    cause = max(OWN_WORK, key=lambda name: seconds[slowest].get(name, 0.0) - usual.get(name, 0.0))
+    longer = seconds[slowest].get(cause, 0.0) - usual.get(cause, 0.0)
+    return [
+        f"median of {len(seconds)} ranks: {_seconds_text(usual)}",
+        f"slowest, rank {slowest}: {_seconds_text(seconds[slowest])}; {OWN_WORK[cause]} took {longer:.1f} s longer than usual",
+    ]
+
+
+def _seconds_text(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05) or "0.0 in all"
+
+
+def _medians(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median seconds of every activity."""
+    names = dict.fromkeys(name for rank in seconds for name in rank)
+    return {name: median(rank.get(name, 0.0) for rank in seconds) for name in names}
+
+
+def _slowest(seconds: Sequence[Mapping[str, float]]) -> int:
+    """The rank that took longest for its own work."""
+    return max(range(len(seconds)), key=lambda rank: own_seconds(seconds[rank]))
 
 
 OWN_WORK = {"data wait": "waiting for data", "compute": "computing"}
@@ -192,10 +251,40 @@ def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
     'rank 1 held the others up by 3.0 s (38%): computing took 11.0 s, against 8.0 s'
     >>> straggler_line([{"compute": 8.0, "communication": 0.2}, {"compute": 8.3, "communication": 0.1}])
     """
+    found = straggler(seconds)
+    if found is None:
+        return None
+    typical = {
+        name: median(rank.get(name, 0.0) for number, rank in enumerate(seconds) if number != found.rank) for name in OWN_WORK
+    }
+    own = seconds[found.rank]
+    cause = max(OWN_WORK, key=lambda name: own.get(name, 0.0) - typical[name])
+    return (
+        f"rank {found.rank} held the others up by {found.late:.1f} s ({found.share:.0%}): {OWN_WORK[cause]} took "
+        f"{own.get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
+    )
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that held up the others.
+
+    Attributes:
+        late: seconds that it took longer than the median of the others.
+        share: the same as a share of their time.
+    """
+
+    rank: int
+    late: float
+    share: float
+
+
+def straggler(seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
+    """The rank that held up the others in an epoch, if any. The argument is that of `straggler_line`."""
     if len(seconds) < 2:
         return None
-    own_work = [sum(rank.get(name, 0.0) for name in OWN_WORK) for rank in seconds]
-    slowest = max(range(len(own_work)), key=own_work.__getitem__)
+    own_work = [own_seconds(rank) for rank in seconds]
+    slowest = _slowest(seconds)
     others = [rank for number, rank in enumerate(seconds) if number != slowest]
     usual = median(time for number, time in enumerate(own_work) if number != slowest)
     late = own_work[slowest] - usual
@@ -203,12 +292,12 @@ def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
     waited = median(_waiting(rank) for rank in others) - _waiting(seconds[slowest])
     if late < MIN_SECONDS or late < MIN_SHARE * usual or waited < late / 2:
         return None
-    typical = {name: median(rank.get(name, 0.0) for rank in others) for name in OWN_WORK}
-    cause = max(OWN_WORK, key=lambda name: seconds[slowest].get(name, 0.0) - typical[name])
-    return (
-        f"rank {slowest} held the others up by {late:.1f} s ({late / usual:.0%}): {OWN_WORK[cause]} took "
-        f"{seconds[slowest].get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
-    )
+    return Straggler(slowest, late, late / usual if usual else 0.0)
+
+
+def own_seconds(rank: Mapping[str, float]) -> float:
+    """Seconds that a rank spent on its own work: computing and waiting for data."""
+    return sum(rank.get(name, 0.0) for name in OWN_WORK)
 
 
 def _waiting(rank: Mapping[str, float]) -> float:

@@ -21,13 +21,17 @@ from hvdtrain.runtime import log
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file, without entries that are None, zero seconds_before and splits, and empty losses;
-    scores that are not finite become strings.
+    """A report as it is written to the file, without entries that are None, zero seconds_before, splits and
+    sent_between_groups, empty losses, and what only the log shows; scores that are not finite become strings.
     """
     scores = {name: _finite(value) for name, value in report.scores.items()}
-    if_any = {name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits")}
-    line = {**asdict(report), "scores": scores, **if_any}
-    return {name: value for name, value in line.items() if value is not None}
+    if_any = {name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits", "sent_between_groups")}
+    line = {**vars(report), "scores": scores, **if_any}  # asdict would copy the seconds of every rank
+    return {name: value for name, value in line.items() if value is not None and name not in ONLY_LOGGED}
+
+
+ONLY_LOGGED = ("num_frames", "memory")
+"""What only the log shows of a report."""
 
 
 class JsonLines:
@@ -150,7 +154,7 @@ def _set_aside(path: Path, why: str) -> None:
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)
-    log.warning(f"{path}: {why}; it is kept as {aside.name}, and training goes on with the readable lines")
+    log.warning(f"{path}: {why}; it is kept as {aside.name}, and training continues with the readable lines")
 
 
 def _rewrite(path: Path, lines: list[str]) -> None:
@@ -212,7 +216,7 @@ def _own_counts(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def table(summary: Mapping[str, Any]) -> list[str]:
-    """The lines of a table with a row per layer.
+    """The lines of a table with a row per layer, and of one with the sums.
 
     >>> layers = [Layer("", "Model", {}, frozenset()), Layer("last", "Linear", {"weight": (5, 8)}, frozenset())]
     >>> print("\\n".join(table(as_json(layers, {"last": [(3, 5)]}))))
@@ -221,17 +225,22 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     last   Linear  3x5             40       no
     in all: 40 parameters, 0 of them are trained
     """
+    rows = layer_rows(summary["layers"])
+    return [*rows, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]
+
+
+def layer_rows(layers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table with a row for each of these layers of a summary."""
     lines = [("layer", "type", "output", "parameters", "trained")]
-    for row in summary["layers"]:
+    for row in layers:
         counts = row["num_parameters"], row["num_trainable"]
         trained = "-" if not counts[0] else "yes" if counts[0] == counts[1] else "no" if not counts[1] else f"{counts[1]:,}"
         lines.append((row["name"] or "model", row["type"], _shapes_text(row["output"]), f"{counts[0]:,}", trained))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
+    return [
         "  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])])  # numbers at the right
         for line in lines
     ]
-    return [*texts, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]
 
 
 def _shapes_text(shapes: list[list[int]] | None) -> str:

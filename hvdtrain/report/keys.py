@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.check import Factory, build_objects
-from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
 from hvdtrain.errors import Problem, problem
 from hvdtrain.report.services import METHODS, SERVICES, require
 from hvdtrain.runtime import log
@@ -27,6 +28,12 @@ class TrackerKeys(Section):
         None,
         "experiment trackers that rank 0 reports to: 'wandb', 'mlflow', a class or an object with methods begin, log_epoch, "
         "log_steps, artifact, end, 'module:Class', a dict of `class` and its arguments, or a list of these (docs/reports.md)",
+    )
+    metrics_file: str | None = key(
+        None,
+        "a file NAME.prom with the training's numbers in Prometheus's text format, which rank 0 replaces after every epoch and "
+        "when the log has a line about a step (log_interval): for the textfile collector of node_exporter",
+        Rule("a path that ends with .prom: node_exporter reads no other files", lambda value: Path(value).suffix == ".prom"),
     )
     track_epoch: Callable[..., None] | str | None = key(
         None,

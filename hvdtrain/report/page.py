@@ -7,8 +7,10 @@ import difflib
 import gzip
 import hashlib
 import json
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -16,11 +18,12 @@ from typing import Any
 
 from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
-from hvdtrain.report import plots
+from hvdtrain.report import overview, plots, project
 from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.plots import Figure, finite, split
-from hvdtrain.report.runs import Run
+from hvdtrain.report.runs import Run, hosts_text
 from hvdtrain.runtime.timer import duration_text
+from hvdtrain.version import __version__
 
 POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
@@ -30,63 +33,131 @@ POLICY = (
 checksum. So text that was not escaped by mistake can run nothing."""
 
 
-def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
-    """The chapters: a title, the figures, and the run whose late ranks are listed below them."""
-    chapters: list[tuple[str, list[Figure], Run | None]]
-    chapters = [("Scores", plots.score_figures(runs), None), ("Speed", plots.speed_figures(runs), None)]
+MANY_POINTS = 2500
+"""The most points within epochs of a figure's curves of the same kind."""
+
+MANY_RUNS = 30
+"""With more trainings than this, the page has no chapters about each of them."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter of the page: figures, below other content.
+
+    Attributes:
+        name: identifies it in addresses.
+        before: HTML above the figures.
+        run: whose late ranks are listed below the figures.
+        is_folded: whether the figures are drawn only when they are asked for.
+    """
+
+    name: str
+    title: str
+    figures: Sequence[Figure]
+    before: str = ""
+    run: Run | None = None
+    is_folded: bool = False
+
+
+def chapters_of(runs: list[Run]) -> list[Chapter]:
+    """The chapters with figures."""
+    found = [Chapter("scores", "Scores", plots.score_figures(runs))]
+    if len(runs) > 1:
+        found.append(Chapter("compared", "One by one", project.key_against_score(runs), project.small_multiples(runs)))
+    found.append(Chapter("speed", "Speed", plots.speed_figures(runs)))
     if len(runs) == 1:
-        chapters.append(("Where the time went", plots.time_figures(runs[0]), runs[0]))
+        found.append(Chapter("time", "Where the time went", plots.time_figures(runs[0]), run=runs[0]))
     else:
-        chapters.append(("Where the time went", plots.time_comparison(runs), None))
-        for run in runs:
+        found.append(Chapter("time", "Where the time went", plots.time_comparison(runs)))
+        for number, run in enumerate(runs if len(runs) <= MANY_RUNS else []):
             figures = [replace(figure, name=f"{figure.name} of {run.name}") for figure in plots.time_figures(run)]
-            chapters.append((f"Where the time of {run.name} went", figures, run))
-    return [chapter for chapter in chapters if chapter[1]]
+            title = f"Where the time of {run.name} went"
+            found.append(Chapter(f"time-{number}", title, figures, run=run, is_folded=len(runs) > plots.FEW_RUNS))
+    if len(runs) > plots.FEW_RUNS:
+        limit = max(100, MANY_POINTS // len(runs))
+        found = [replace(chapter, figures=[plots.thinned(figure, limit) for figure in chapter.figures]) for chapter in found]
+    return [chapter for chapter in found if chapter.figures or chapter.before]
 
 
-def content(runs: list[Run]) -> dict[str, Any]:
-    """The page's content: `sections` {id: HTML} and `figures`, as page.js expects them, and their checksum as `version`."""
+def content(runs: list[Run], title: str = "") -> dict[str, Any]:
+    """The page's content: `sections` {id: HTML} and `figures`, as page.js expects them, and their checksum as `version`.
+
+    Args:
+        title: of a page about several trainings.
+    """
     chapters = chapters_of(runs)
-    sections = {"summary": _header(runs) + (_tiles(runs[0]) if len(runs) == 1 else _comparison(runs))}
-    for number, (title, figures, run) in enumerate(chapters):
-        cards = "".join(_card(figure) for figure in figures)
-        sections[f"chapter{number}"] = _section(title, f"<div class=grid>{cards}</div>")
-        sections[f"late{number}"] = _straggler_list(run) if run is not None else ""
-    sections |= {"epochs": _epochs(runs), "models": _models(runs), "settings": _settings(runs), "starts": _starts(runs)}
-    shown = {"sections": sections, "figures": [asdict(figure) for _, figures, _ in chapters for figure in figures]}
+    title = title or ", ".join(run.name for run in runs)
+    is_single = len(runs) == 1
+    parts = {"epochs": _epochs(runs), "models": _models(runs), "settings": _settings(runs), "starts": _starts(runs)}
+    titles = {"runs": "Trainings"} if not is_single else {}
+    titles |= {chapter.name: chapter.title for chapter in chapters if is_single or chapter.run is None}
+    headings = {"epochs": "Epochs", "models": "Model", "settings": "Config", "starts": "Starts"}
+    titles |= {name: headings[name] for name, html in parts.items() if html}
+    sections = {"summary": _header(runs, title) + (overview.tiles(runs[0]) if is_single else overview.overview_of_several(runs))}
+    sections["toc"] = _contents(titles)
+    if not is_single:
+        sections["trainings"] = project.runs_table(runs, [_dot(number) for number in range(len(runs))])
+    for chapter in chapters:
+        cards = "".join(_card(figure) for figure in chapter.figures)
+        late = _straggler_list(chapter.run) if chapter.run is not None else ""
+        grid = f"<div class=grid>{cards}</div>{late}"
+        if chapter.is_folded:
+            sections[f"{chapter.name}-"] = (
+                f"<details class=folded id={chapter.name}><summary>{escape(chapter.title)}</summary>{grid}</details>"
+            )
+        else:
+            sections[f"{chapter.name}-"] = _section(chapter.title, chapter.before + grid, chapter.name)
+    sections |= {f"{name}-": html for name, html in parts.items()}
+    shown = {
+        "sections": sections,
+        "figures": [asdict(figure) for chapter in chapters for figure in chapter.figures],
+        "runs": [{"name": run.name, "state": run.state.name} for run in runs],
+    }
     version = hashlib.sha256(_json(shown).encode()).hexdigest()[:16]
-    return {"title": ", ".join(run.name for run in runs), "version": version, **shown}
+    is_running = any(run.state.name == "running" for run in runs)
+    return {"title": title, "version": version, "running": is_running, **shown}
 
 
-def page(runs: list[Run], *, live: bool = False) -> str:
+def page(runs: list[Run], title: str = "", *, live: bool = False) -> str:
     """The page as HTML.
 
     Args:
+        title: of a page about several trainings.
         live: whether the page asks its server for new data (serve.py).
 
     Raises:
         ConfigError: plotly is not installed.
     """
-    shown = content(runs)
+    shown = content(runs, title)
     here = Path(__file__).parent
-    script = (here / "page.js").read_text(encoding="utf-8")
-    packed, checksum = plotly_script()
-    policy = POLICY.format(scripts=f"{checksum_of(script)} {checksum}")
+    script = own_script()
+    packed, _ = plotly_script()
     sections = "\n".join(f"<section id={name}>{html}</section>" for name, html in shown["sections"].items())
     data = _json({name: value for name, value in shown.items() if name != "sections"})
     return f"""<!doctype html>
 <html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">
-<meta name=color-scheme content="light dark"><meta http-equiv=Content-Security-Policy content="{policy}">
+<meta name=color-scheme content="light dark"><meta http-equiv=Content-Security-Policy content="{policy()}">
 <title>{escape(shown["title"])}</title><style>{(here / "page.css").read_text(encoding="utf-8")}</style></head>
 <body{" data-live" if live else ""}><main>
 {sections}
 </main>
+<footer class=note>{"" if live else f"as of {time.strftime('%Y-%m-%d %H:%M')} · "}hvdtrain {__version__}</footer>
 <noscript><p class=note>The figures need JavaScript.</p></noscript>
 <script type=application/json id=data>{data}</script>
 <script type=text/plain id=plotly>{packed}</script>
 <script>{script}</script>
 </body></html>
 """
+
+
+def own_script() -> str:
+    """The page's own script."""
+    return (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+
+
+def policy() -> str:
+    """The page's content security policy. Raises: ConfigError, if plotly is not installed."""
+    return POLICY.format(scripts=f"{checksum_of(own_script())} {plotly_script()[1]}")
 
 
 def checksum_of(script: str) -> str:
@@ -116,139 +187,74 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _section(title: str, html: str) -> str:
-    return f"<h2>{escape(title)}</h2>{html}"
+def _section(title: str, html: str, name: str) -> str:
+    return f"<h2 id={name}>{escape(title)}<a class=link href='#{name}' title='link to this chapter'>#</a></h2>{html}"
 
 
 def _card(figure: Figure) -> str:
     switch = "<button class=switch type=button aria-pressed=false>share</button>" if figure.bars else ""
     note = f"<span class=note>{escape(figure.note)}</span>" if figure.note else ""
+    name = figure_id(figure)
+    buttons = (
+        f"<span class=buttons>{switch}<button type=button data-csv='{name}'>CSV</button>"
+        f"<button type=button data-png='{name}'>PNG</button><a class=link href='#{name}' title='link to this figure'>#</a></span>"
+    )
+    choices = ""
+    if figure.scatter is not None:
+        for what, options in (("key", figure.scatter.keys), ("score", figure.scatter.scores)):
+            entries = "".join(f"<option>{escape(option)}</option>" for option in options)
+            choices += f"<label class=note>{what} <select data-choose={what}>{entries}</select></label>"
     return (
-        f"<figure class='card{' wide' if figure.wide else ''}'>"
-        f"<figcaption><b>{escape(figure.title)}</b> {note}{switch}</figcaption>"
+        f"<figure class='card{' wide' if figure.wide else ''}' id='{name}'>"
+        f"<figcaption><b>{escape(figure.title)}</b> {note}{choices}<button type=button class=beyond hidden></button>{buttons}"
+        f"</figcaption><div class=legend></div>"
         f'<div class=plot data-figure="{escape(figure.name)}"></div></figure>'
     )
 
 
-def _header(runs: list[Run]) -> str:
-    names = " ".join(
-        f"<span class=run>{_dot(number) if len(runs) > 1 else ''}{escape(run.name)}</span>" for number, run in enumerate(runs)
-    )
-    start = runs[0].starts[-1] if len(runs) == 1 and runs[0].starts else {}
+def figure_id(figure: Figure) -> str:
+    """The name of a figure in addresses."""
+    return "figure-" + re.sub(r"[^A-Za-z0-9_]+", "-", figure.name)
+
+
+def _header(runs: list[Run], title: str) -> str:
+    is_single = len(runs) == 1
+    start = runs[0].starts[-1] if is_single and runs[0].starts else {}
     facts = [f"started {start['time']}"] if start.get("time") else []
     hosts = _hosts(start)
     facts += [hosts] if hosts else []
+    state = f" {overview.badge(runs[0])}" if is_single else ""
     controls = (
         "<div class=controls><span class=choice role=group aria-label='x axis'>"
         + "".join(f"<button type=button data-x={x}>{x.replace('seconds', 'time')}</button>" for x in ("epoch", "step", "seconds"))
         + "</span><button type=button id=log aria-pressed=false>log scale</button><span id=live></span></div>"
     )
-    return f"<header><div><h1>{names}</h1><p class=note>{escape(' · '.join(facts))}</p></div>{controls}</header>"
+    line = f"<p class=note>{escape(' · '.join(facts))}</p>" if facts else ""
+    band = overview.band(runs[0], with_name=False) if is_single else ""
+    return f"<header><div><h1>{escape(title)}{state}</h1>{line}</div>{controls}</header>{band}"
+
+
+def _contents(titles: Mapping[str, str]) -> str:
+    """The table of contents."""
+    links = "".join(f"<a href='#{name}'>{escape(title)}</a>" for name, title in titles.items())
+    return f"<nav aria-label=contents>{links}</nav>"
 
 
 def _dot(number: int) -> str:
-    return f"<i class=dot style='background:var(--c{number % 8})'></i>"
+    return f"<i class=dot style='background:var(--c{number % plots.COLORS})'></i>"
 
 
 def _hosts(start: Mapping[str, Any]) -> str:
     """The ranks by host: '4 ranks: 2 on a (CPU), 2 on b (CPU)'."""
-    hosts = [f"{host} ({device})" for host, device in start.get("hosts") or ()]
-    where = [f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts)]
-    return f"{len(hosts)} rank{'s' if len(hosts) > 1 else ''}: {', '.join(where)}" if hosts else ""
-
-
-def _tiles(run: Run) -> str:
-    """The most important numbers, in large type."""
-    tiles = []
-    best = run.best(run.measure) if run.measure else None
-    if run.measure and best:
-        tiles.append(_tile(f"best {_short(run.measure)}", f"{best[1]:.4g}", f"epoch {best[0]}", "best"))
-    wanted, done = run.setting("num_epochs"), run.epochs[-1]["epoch"] if run.epochs else 0
-    share = min(1.0, _done(run) / wanted) if isinstance(wanted, int) and wanted else None
-    bar = f"<i class=bar><i style='width:{share:.1%}'></i></i>" if share is not None else ""
-    tiles.append(_tile("epochs", f"{done}", f"of {wanted}" if share is not None else "", "", bar))
-    seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
-    tiles.append(_tile("time", duration_text(seconds), f"{seconds / len(run.epochs):.3g} s per epoch" if run.epochs else ""))
-    for figure in plots.speed_figures([run]):
-        values = [value for curve in figure.panels[0].curves[-1:] for value in curve.y if value is not None]
-        if figure.name == "speed":
-            name = f"speed on {_ranks(run)} rank{'s' * (_ranks(run) != 1)}"
-            tiles.append(_tile(name, f"{values[-1]:,.4g}", "sequences/s"))
-    computing = [epoch for epoch in run.epochs if finite(epoch.get("computing")) is not None]
-    if computing:
-        share = sum(epoch["computing"] * epoch["elapsed"] for epoch in computing) / sum(epoch["elapsed"] for epoch in computing)
-        bar = f"<i class=bar><i style='width:{share:.1%}'></i></i>"
-        tiles.append(_tile("computing", f"{share:.1%}", "of the training time", "", bar))
-    size = run.starts[-1].get("num_parameters") if run.starts else None
-    if isinstance(size, int):
-        tiles.append(_tile("parameters", _count(size), ""))
-    return f"<div class=tiles>{''.join(tiles)}</div>"
-
-
-def _tile(name: str, value: str, note: str, look: str = "", more: str = "") -> str:
-    return (
-        f"<div class='tile {look}'><span class=note>{escape(name)}</span><b>{escape(value)}</b>"
-        f"<span class=note>{escape(note)}</span>{more}</div>"
-    )
-
-
-def _count(number: int) -> str:
-    """A number with a letter for thousands, millions or more."""
-    for letter, unit in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= unit:
-            return f"{number / unit:.3g} {letter}"
-    return str(number)
-
-
-def _done(run: Run) -> float:
-    """The number of finished epochs, plus the share of the current one if steps are logged."""
-    finished = run.epochs[-1]["epoch"] if run.epochs else 0
-    last = run.steps[-1] if run.steps else None
-    return max(finished, last["epoch"] - 1 + float(last["progress"])) if last else finished
-
-
-def _ranks(run: Run) -> int:
-    if run.epochs and run.epochs[-1].get("seconds"):
-        return len(run.epochs[-1]["seconds"])
-    return len(run.starts[-1].get("hosts") or ()) if run.starts else 1
-
-
-def _comparison(runs: list[Run]) -> str:
-    """A table with a row per run."""
-    measures = list(dict.fromkeys(run.measure for run in runs if run.measure))
-    names = measures + sorted({name for run in runs for epoch in run.epochs for name in epoch["scores"]} - set(measures))
-    names = [name for name in names if split(name)[0] != "train"]
-    best = {name: [run.best(name) for run in runs] for name in names}
-    of_all = {
-        name: (max if any(run.is_higher_better(name) for run in runs) else min)(
-            (pair[1] for pair in values if pair), default=None
-        )
-        for name, values in best.items()
-    }
-    rows = []
-    for number, run in enumerate(runs):
-        seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
-        rate = plots.sequences_per_second(run.epochs[-1]) if run.epochs else None
-        cells = [f"{_dot(number)}{escape(run.name)}", str(run.epochs[-1]["epoch"] if run.epochs else 0), str(_ranks(run))]
-        cells += [duration_text(seconds), f"{rate:,.4g}" if rate else ""]
-        for name in names:
-            found = best[name][number]
-            text = f"{found[1]:.4g} <small class=note>epoch {found[0]}</small>" if found else ""
-            cells.append(f"<b class=good>{text}</b>" if found and found[1] == of_all[name] and len(runs) > 1 else text)
-        rows.append(cells)
-    heads = ["run", "epochs", "ranks", "time", "sequences/s", *(f"best {_short(name)}" for name in names)]
-    return f"<div class='card scroll'>{_table(heads, rows)}</div>"
-
-
-def _short(name: str) -> str:
-    return " ".join(split(name)).strip()
+    hosts = [(host, device) for host, device in start.get("hosts") or ()]
+    return f"{len(hosts)} rank{'s' if len(hosts) > 1 else ''}: {hosts_text(hosts)}" if hosts else ""
 
 
 def _straggler_list(run: Run) -> str:
     """A list of the epochs in which a rank held up the others."""
     found = [(epoch["epoch"], straggler_line(epoch.get("seconds") or [])) for epoch in run.epochs]
     lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in found if late]
-    if _ranks(run) < 2:
+    if overview.num_ranks(run) < 2:
         return ""
     if not lines:
         return "<p class=note>No rank held the others up: none was at least 15 % slower than the others.</p>"
@@ -261,29 +267,32 @@ def _straggler_list(run: Run) -> str:
 def _epochs(runs: list[Run]) -> str:
     """A table of all epochs of each run."""
     tables = []
-    for run in runs:
+    for number, run in enumerate(runs if len(runs) <= MANY_RUNS else []):
+        has_sent = any("sent" in epoch for epoch in run.epochs) and overview.num_ranks(run) > 1
         names = list(dict.fromkeys(name for epoch in run.epochs for name in epoch["scores"]))
         best = {name: (run.best(name) or (None,))[0] for name in names if split(name)[0] != "train"}
         rows = []
         for epoch in run.epochs:
-            row = [str(epoch["epoch"]), _number(epoch.get("steps"), "g"), duration_text(epoch.get("elapsed") or 0.0)]
-            row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("learning_rate"), ".4g")]
-            if any("sent" in epoch for epoch in run.epochs) and _ranks(run) > 1:
-                row.append(size_text(epoch.get("sent") or 0))
+            row = [str(epoch["epoch"])]
             for name in names:
                 text = _number(epoch["scores"].get(name), ".4g")
                 row.append(f"<b class=good>{text}</b>" if best.get(name) == epoch["epoch"] else text)
+            row += [_number(epoch.get("learning_rate"), ".4g"), duration_text(epoch.get("elapsed") or 0.0)]
+            row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("steps"), "g")]
+            if has_sent:
+                row.append(size_text(epoch.get("sent") or 0))
             rows.append(row)
-        heads = ["epoch", "steps", "training", "computing", "learning rate"]
-        heads += ["sent by a rank"] if any("sent" in epoch for epoch in run.epochs) and _ranks(run) > 1 else []
+        heads = ["epoch", *map(overview.short, names), "learning rate", "training", "computing", "steps"]
+        heads += ["sent by a rank"] if has_sent else []
         title = f"Epochs of {run.name}" if len(runs) > 1 else "All epochs"
-        table = _table([*heads, *map(_short, names)], rows)
+        tools = f"<div class=tools><button type=button data-csv='epochs-{number}'>CSV</button></div>"
+        table = tools + f"<div id='epochs-{number}'>{_table(heads, rows)}</div>"
         is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
         if rows:
             tables.append(
                 f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>"
             )
-    return _section("Epochs", "\n".join(tables)) if tables else ""
+    return _section("Epochs", "\n".join(tables), "epochs") if tables else ""
 
 
 def _models(runs: list[Run]) -> str:
@@ -308,7 +317,7 @@ def _models(runs: list[Run]) -> str:
         table = _table(["layer", "type", "its own parameters", "parameters", "trained"], rows)
         is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
         parts.append(f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>")
-    return _section("Model", "\n".join(parts)) if parts else ""
+    return _section("Model", "\n".join(parts), "models") if parts else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -339,7 +348,7 @@ def _settings(runs: list[Run]) -> str:
     parts.append(_keys("Keys that were set", given, heads, known, is_open=len(runs) == 1))
     parts.append(_keys("All keys in effect", names, heads, known))
     parts += _texts(runs)
-    return _section("Config in effect", "\n".join(part for part in parts if part)) if any(parts) else ""
+    return _section("Config in effect", "\n".join(part for part in parts if part), "settings") if any(parts) else ""
 
 
 Settings = Mapping[str, Sequence[str]]
@@ -418,7 +427,7 @@ def _starts(runs: list[Run]) -> str:
             parts.append(
                 f"<div class=card><b>{title}{escape(str(start.get('time', '')))}</b><dl>{rows}{command}</dl><p>{chips}</p></div>"
             )
-    return _section("Starts and versions", f"<div class=grid>{''.join(parts)}</div>") if parts else ""
+    return _section("Starts and versions", f"<div class=grid>{''.join(parts)}</div>", "starts") if parts else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.plots import Bars, Curve, Figure, Heat, Panel
+from hvdtrain.report.plots import Bars, Curve, Figure, Heat, Panel, Scatter
 
 try:
     import matplotlib
@@ -21,7 +21,20 @@ except ImportError as error:
         "missing-package", f"hvdtrain report --pictures: expected the package matplotlib, got: {error} (pip install matplotlib)"
     ) from None
 
-COLORS = ["#0f6cbd", "#d8590b", "#0a8f66", "#b0489b", "#b98500", "#3aa5d6", "#8a5a3c", "#6b5fc7"]
+COLORS = [
+    "#0f6cbd",
+    "#d8590b",
+    "#0a8f66",
+    "#b0489b",
+    "#b98500",
+    "#3aa5d6",
+    "#8a5a3c",
+    "#6b5fc7",
+    "#c8324f",
+    "#5d7d0e",
+    "#007c8c",
+    "#555",
+]
 """The colors of page.css."""
 
 GREY = "#98a2ad"
@@ -55,6 +68,8 @@ def _draw(figure: Figure, file: Path) -> None:
         _draw_bars(axes[0, 0], figure.bars)
     if figure.heat is not None:
         _draw_heat(axes[0, 0], figure.heat)
+    if figure.scatter is not None:
+        _draw_scatter(axes[0, 0], figure.scatter)
     axes[0, 0].set_title(figure.title, loc="left", fontsize=11)
     if figure.panels:
         axes[-1, 0].set_xlabel("epoch")
@@ -94,6 +109,16 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         alpha=0.35 if curve.look == "faint" else 1.0,
         label=curve.name or "_",
     )
+    for place in curve.missing:
+        axes.plot(
+            [float(place["epoch"] or 0.0)],
+            [1.0],
+            "x",
+            color=color,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            label="_",
+        )
     if curve.best is not None:
         axes.plot(epochs[curve.best], values[curve.best], "*", color=color, markersize=11, label="_")
 
@@ -130,6 +155,17 @@ def _draw_heat(axes: Axes, heat: Heat) -> None:
     axes.set_xlabel("epoch")
     axes.set_ylabel("rank", fontsize=9)
     axes.figure.colorbar(drawn, ax=axes, format=PercentFormatter(1.0))
+
+
+def _draw_scatter(axes: Axes, scatter: Scatter) -> None:
+    """The first score over the first key."""
+    [key, values], [name, scores] = next(iter(scatter.keys.items())), next(iter(scatter.scores.items()))
+    for number, (value, score) in enumerate(zip(values, scores, strict=True)):
+        if score is not None:
+            axes.plot([value], [score], "o", color=_color(number), label=scatter.names[number])
+    axes.set_xlabel(key)
+    axes.set_ylabel(name, fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _color(number: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.report.epoch import OWN_WORK
+from hvdtrain.report.epoch import own_seconds
 from hvdtrain.report.runs import Run
 
 Values = list[float | None]
@@ -25,11 +25,17 @@ MAX_POINTS = 1000
 ACTIVITIES = ("compute", "communication", "parameter sync", "data wait", "evaluation", "saving")
 """What ranks spend their time on, in the order of the colors. Other activities follow; `rest` is grey."""
 
+MOST_RANKS = 64
+"""The most ranks that figures show one by one; of more ranks, the slowest ones."""
+
 BEFORE = "earlier start"
 """The time of a resumed epoch before it was stopped: what it was spent on is not recorded."""
 
 DASHES = ("solid", "dash", "dashdot")
 """Line styles: with several runs, for the datasets or values of a run."""
+
+COLORS = 12
+"""The number of colors of page.css."""
 
 GREY = -1
 """The color of curves and bars that stand for neither a run, nor a dataset, nor an activity."""
@@ -47,7 +53,9 @@ class Curve:
         look: "line" with a mark at every point, "steps" without marks, "faint" behind a smoothed curve. A single point is only
             visible with a mark.
         best: the index of the best value in `y`, which gets a mark.
-        group: curves of a group share one entry in the legend, that of the last one.
+        run: the number of its run.
+        part: what it is of that run, such as a dataset: curves of the same run and part share one entry in the legend.
+        missing: of values that are not finite, the position on each x axis, and `text`.
     """
 
     name: str
@@ -57,7 +65,9 @@ class Curve:
     dash: str = "solid"
     look: str = "line"
     best: int | None = None
-    group: str = ""
+    run: int = 0
+    part: str = ""
+    missing: Sequence[Mapping[str, float | str | None]] = ()
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bars:
-    """Stacked bars, one for each of `labels`; `series` are (name, color, seconds of each label)."""
+    """Stacked bars, one for each of `labels`; `series` are (name, color, seconds of each label); `of_runs`: labels are runs."""
 
     labels: Sequence[str | int]
     series: Sequence[tuple[str, int, list[float]]]
     axis: str
     horizontal: bool = False
+    of_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,14 +112,30 @@ class Heat:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """Scores over the values of keys, a point for each run.
+
+    Attributes:
+        names: of the runs.
+        keys: by key, its value in each run as text.
+        scores: by name, the score of each run.
+    """
+
+    names: Sequence[str]
+    keys: Mapping[str, Sequence[str]]
+    scores: Mapping[str, Values]
+
+
+@dataclass(frozen=True)
 class Figure:
-    """A figure: panels of curves above each other with a common x axis, bars, or cells.
+    """A figure: panels of curves above each other with a common x axis, bars, cells, or points.
 
     Attributes:
         name: identifies the figure in the page; also the file name of its picture.
         note: a sentence below the title.
         wide: whether it takes the whole width of the page.
         scores: whether it shows scores, to which the page's logarithmic scale applies.
+        hidden: the parts of curves that the page hides at first.
     """
 
     name: str
@@ -117,8 +144,14 @@ class Figure:
     panels: Sequence[Panel] = ()
     bars: Bars | None = None
     heat: Heat | None = None
+    scatter: Scatter | None = None
     wide: bool = False
     scores: bool = False
+    hidden: Sequence[str] = ()
+
+
+FEW_RUNS = 3
+"""With more runs than this, the page shows only one dataset's scores at first, and no raw values behind smoothed curves."""
 
 
 def score_figures(runs: list[Run]) -> list[Figure]:
@@ -140,7 +173,11 @@ def score_figures(runs: list[Run]) -> list[Figure]:
         curves = [curve for number, run in enumerate(runs) for curve in _score_curves(run, number, len(runs), loss, datasets)]
         main = loss == losses[0]
         panels = [Panel(loss, curves), *([learning_rates(runs)] if main else [])]
-        figures.append(Figure(f"score {loss}", loss, _best_note(runs, loss, datasets), panels, wide=main, scores=True))
+        shown = split(measure)[0] if measure else ""
+        shown = shown if shown in datasets and shown != "train" else next((name for name in datasets if name != "train"), "train")
+        hidden = [name for name in datasets if name != shown] if len(runs) > FEW_RUNS else []
+        note = _best_note(runs, loss, datasets)
+        figures.append(Figure(f"score {loss}", loss, note, panels, wide=main, scores=True, hidden=hidden))
     return figures
 
 
@@ -149,21 +186,28 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         name = f"{dataset}_loss_{loss}" if dataset else loss
         color = number if runs > 1 else place
         dash = ("dot" if dataset == "train" else DASHES[(place - 1) % 3]) if runs > 1 else "solid"
-        label = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss
+        label, part = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss, dataset or loss
         epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
         if dataset == "train" and (not epochs or any(float(line["progress"]) < 1 for line in run.steps)):
-            within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color)
-            yield from (replace(curve, group=label) for curve in within)
+            within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color, dash)
+            yield from (replace(curve, run=number, part=part) for curve in within)
         if dataset != "train" and run.evaluations:
             score = partial(_score_named, name)
             label_within = f"{label}, within epochs"
             found = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
-            yield from (replace(curve, group=label) for curve in found)
+            yield from (replace(curve, run=number, part=part) for curve in found)
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
-            best = run.best(name) if dataset != "train" else None
-            at = [epoch["epoch"] for epoch in epochs].index(best[0]) if best else None
-            yield Curve(label, positions(run, epochs), values, color, dash, best=at, group=label)
+            has_star = dataset != "train" and (runs == 1 or name == run.measure)
+            best = run.best(name) if has_star else None
+            star = [epoch["epoch"] for epoch in epochs].index(best[0]) if best else None
+            x = middles(run, epochs) if dataset == "train" else positions(run, epochs)
+            missing = [
+                {**{axis: at[index] for axis, at in x.items()}, "text": str(epoch["scores"][name])}
+                for index, epoch in enumerate(epochs)
+                if values[index] is None
+            ]
+            yield Curve(label, x, values, color, dash, best=star, run=number, part=part, missing=missing)
 
 
 def _score_of(line: Mapping[str, Any], loss: str) -> Any:
@@ -192,7 +236,7 @@ def learning_rates(runs: list[Run]) -> Panel:
         within = list(_step_curves(run, name, lambda line: line.get("learning_rate"), color, smooth=False))
         epochs = [epoch for epoch in run.epochs if finite(epoch.get("learning_rate")) is not None]
         by_epoch = Curve(name, positions(run, epochs), [finite(epoch["learning_rate"]) for epoch in epochs], color)
-        curves += within or ([by_epoch] if epochs else [])
+        curves += [replace(curve, run=number) for curve in within or ([by_epoch] if epochs else [])]
     return Panel("learning rate", curves, from_zero=True)
 
 
@@ -233,8 +277,8 @@ def _by_step(
         within = list(_step_curves(run, label, (lambda line: line.get(value)) if isinstance(value, str) else value, color, dash))
         if not within and per_epoch is not None:
             values = [finite(per_epoch(epoch)) for epoch in run.epochs]
-            within = [Curve(label, positions(run, run.epochs), values, color, dash)]
-        curves += within
+            within = [Curve(label, middles(run, run.epochs), values, color, dash)]
+        curves += [replace(curve, run=number, part=name or (run.name if len(runs) == 1 else "")) for curve in within]
     return curves
 
 
@@ -261,28 +305,29 @@ def time_figures(run: Run) -> list[Figure]:
     mean = "mean over the ranks" if ranks > 1 else ""
     found = [Figure("time", "Each epoch's time", mean, bars=Bars([epoch["epoch"] for epoch in epochs], by_epoch, "epoch"))]
     if ranks > 1:
+        own = [[own_seconds(epoch["seconds"][rank]) for epoch in epochs] for rank in range(ranks)]
+        usual = [median(column) for column in zip(*own, strict=True)]
+        shown = list(range(ranks))
+        if ranks > MOST_RANKS:
+            shown = sorted(sorted(shown, key=lambda rank: -sum(own[rank]))[:MOST_RANKS])
+        of_many = f"; the {len(shown)} slowest of {ranks} ranks" if len(shown) < ranks else ""
         rows = [
-            (
-                name,
-                _color(names, name),
-                [_mean(epoch["seconds"][rank].get(name, 0.0) for epoch in epochs) for rank in range(ranks)],
-            )
+            (name, _color(names, name), [_mean(epoch["seconds"][rank].get(name, 0.0) for epoch in epochs) for rank in shown])
             for name in names
         ]
-        bars = Bars([f"rank {rank}" for rank in range(ranks)], rows, "", horizontal=True)
-        found.append(Figure("ranks", "Each rank's time", "mean over the epochs", bars=bars))
-        own = [[_own_work(epoch["seconds"][rank]) for epoch in epochs] for rank in range(ranks)]
-        usual = [median(column) for column in zip(*own, strict=True)]
-        late = [[value / middle - 1 if middle else None for value, middle in zip(row, usual, strict=True)] for row in own]
-        rounded: list[Values] = [[round(value, 3) for value in row] for row in own]
-        heat = Heat([epoch["epoch"] for epoch in epochs], list(range(ranks)), late, rounded)
-        found.append(
-            Figure("stragglers", "Slow ranks", "own work (computing and waiting for data) against the median rank", heat=heat)
-        )
+        bars = Bars([f"rank {rank}" for rank in shown], rows, "", horizontal=True)
+        found.append(Figure("ranks", "Each rank's time", f"mean over the epochs{of_many}", bars=bars))
+        late = [
+            [value / middle - 1 if middle else None for value, middle in zip(own[rank], usual, strict=True)] for rank in shown
+        ]
+        rounded: list[Values] = [[round(value, 3) for value in own[rank]] for rank in shown]
+        heat = Heat([epoch["epoch"] for epoch in epochs], shown, late, rounded)
+        about = f"own work (computing and waiting for data) against the median rank{of_many}"
+        found.append(Figure("stragglers", "Slow ranks", about, heat=heat))
     padded = [epoch for epoch in run.epochs if epoch.get("padding")]
     keys = dict.fromkeys(key for epoch in padded for key in epoch["padding"])
     curves = [
-        Curve(key, positions(run, padded), [finite(epoch["padding"].get(key)) for epoch in padded], number)
+        Curve(key, middles(run, padded), [finite(epoch["padding"].get(key)) for epoch in padded], number, part=key)
         for number, key in enumerate(keys)
     ]
     return found + (
@@ -298,7 +343,7 @@ def time_comparison(runs: list[Run]) -> list[Figure]:
     for name in names:
         values = [_mean(rank.get(name, 0.0) for epoch in run.epochs for rank in epoch.get("seconds") or []) for run in known]
         series.append((name, _color(names, name), values))
-    bars = Bars([run.name for run in known], series, "", horizontal=True)
+    bars = Bars([run.name for run in known], series, "", horizontal=True, of_runs=True)
     return [Figure("time of runs", "An epoch's time", "mean over ranks and epochs", bars=bars, wide=True)] if known else []
 
 
@@ -313,10 +358,6 @@ def _color(names: Sequence[str], name: str) -> int:
     if name == "rest":
         return GREY
     return ACTIVITIES.index(name) if name in ACTIVITIES else len(ACTIVITIES) + list(names).index(name)
-
-
-def _own_work(rank: Mapping[str, float]) -> float:
-    return sum(rank.get(name, 0.0) for name in OWN_WORK)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -357,6 +398,19 @@ def positions(run: Run, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Values
     }
 
 
+def middles(run: Run, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Values]:
+    """The middles of the training of epochs on the x axes, where their means are drawn."""
+    ends = _ends(run)
+    steps: Values = []
+    seconds: Values = []
+    for epoch in epochs:
+        step, second = ends[epoch["epoch"]]
+        steps.append(step - int(epoch.get("steps") or 0) / 2)
+        whole = seconds_of(epoch)
+        seconds.append(round(second - whole + min(whole, float(epoch.get("elapsed") or 0.0)) / 2, 3))
+    return {"epoch": [epoch["epoch"] - 0.5 for epoch in epochs], "step": steps, "seconds": seconds}
+
+
 def _ends(run: Run) -> dict[int, tuple[int, float]]:
     """By epoch, the steps done and the seconds passed at its end."""
     ends, steps, seconds = {}, 0, 0.0
@@ -390,17 +444,23 @@ def _step_curves(
         lines: those that have the value; None: those of steps.jsonl.
     """
     of_steps = run.steps if lines is None else lines
-    pairs = [(line, number) for line in of_steps if (number := finite(value(line))) is not None]
-    if not pairs:
+    known = [(line, value(line)) for line in of_steps if value(line) is not None]
+    if not any(finite(number) is not None for _, number in known):
         return
     ends = [(0, (0, 0.0)), *_ends(run).items()]
     before = [epoch for epoch, _ in ends]
     places = []
-    for line, _ in pairs:
+    values = []
+    missing: list[Mapping[str, float | str | None]] = []
+    for line, number in known:
         steps, seconds = ends[bisect_left(before, line["epoch"]) - 1][1]
         passed = seconds + (finite(line.get("elapsed")) or 0.0)
-        places.append((line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed))
-    values = [number for _, number in pairs]
+        place = (line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed)
+        if (found := finite(number)) is not None:
+            places.append(place)
+            values.append(found)
+        else:
+            missing.append({**dict(zip(("epoch", "step", "seconds"), place, strict=True)), "text": str(number)})
 
     def curve(numbers: Sequence[float], label: str, look: str) -> Curve:
         kept = decimate(numbers)
@@ -410,7 +470,8 @@ def _step_curves(
             "step": [step for _, step, _ in at],
             "seconds": [round(seconds, 2) for _, _, seconds in at],
         }
-        return Curve(label, x, [float(f"{numbers[number]:.6g}") for number in kept], color, dash, look)
+        shown = missing[:MAX_MISSING] if look != "faint" else []
+        return Curve(label, x, [float(f"{numbers[number]:.6g}") for number in kept], color, dash, look, missing=shown)
 
     if smooth and len(values) >= MIN_TO_SMOOTH:
         yield curve(values, "", "faint")
@@ -419,8 +480,25 @@ def _step_curves(
         yield curve(values, name, "steps" if len(values) > 1 else "line")
 
 
+MAX_MISSING = 100
+"""The most values of a curve within epochs that are marked as not finite."""
+
 MIN_TO_SMOOTH = 20
 """A curve with at least this many points is smoothed."""
+
+
+def thinned(figure: Figure, limit: int) -> Figure:
+    """The figure with at most `limit` points on each curve within epochs, and without raw values behind smoothed ones."""
+
+    def thin(curve: Curve) -> Curve:
+        if curve.look == "line" or len(curve.y) <= limit:
+            return curve
+        kept = decimate([0.0 if value is None else value for value in curve.y], limit)
+        x = {name: [values[number] for number in kept] for name, values in curve.x.items()}
+        return replace(curve, x=x, y=[curve.y[number] for number in kept])
+
+    panels = [replace(panel, curves=[thin(curve) for curve in panel.curves if curve.look != "faint"]) for panel in figure.panels]
+    return replace(figure, panels=panels)
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:

@@ -9,9 +9,10 @@ import shlex
 import sys
 import time
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.ends import State, read_state
+from hvdtrain.report.epoch import FEW_RANKS
 from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
@@ -56,6 +59,12 @@ def command_text(arguments: Sequence[str]) -> str:
     return " ".join([program, *words])
 
 
+def report_command(folder: Path) -> str:
+    """The command that makes a page about the training in a folder, for the program that runs now."""
+    program = "hvdtrain" if Path(sys.argv[0]).name == "hvdtrain" else "python -m hvdtrain"
+    return f"{program} report {shlex.quote(str(folder))}"
+
+
 @dataclass(frozen=True)
 class Start:
     """One start of a training: a line of starts.jsonl.
@@ -66,6 +75,8 @@ class Start:
         first_epoch: the epoch that training starts or resumes with.
         texts: the text of each config file, by its path.
         directory: the directory in which the command was given.
+        goodput: where the seconds of the training went until this start (`runtime/goodput.py`).
+        commit: of the repository with the config; empty: there is none.
     """
 
     hosts: Sequence[tuple[str, str]]
@@ -77,6 +88,37 @@ class Start:
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
     command: str = field(default_factory=lambda: command_text(sys.argv))
     versions: Mapping[str, str] = field(default_factory=versions)
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    commit: str = ""
+
+    @property
+    def host_lines(self) -> list[str]:
+        """Where each rank runs; if there are many, the number of ranks on each host."""
+        if len(self.hosts) > FEW_RANKS:
+            return [hosts_text(self.hosts)]
+        return [f"rank {rank}: {host} ({device})" for rank, (host, device) in enumerate(self.hosts)]
+
+
+SHOWN_HOSTS = 8
+"""The most hosts that a line names."""
+
+
+def hosts_text(hosts: Iterable[tuple[str, str]]) -> str:
+    """The number of ranks on each host.
+
+    Args:
+        hosts: (host, device) of every rank.
+
+    >>> hosts_text([("node1", "CPU"), ("node1", "CPU"), ("node2", "CPU")])
+    '2 on node1 (CPU), 1 on node2 (CPU)'
+    >>> hosts_text([(f"node{rank // 8}", "NVIDIA H100") for rank in range(1024)])[-52:]
+    ' 8 on node7 (NVIDIA H100), and 960 on 120 more hosts'
+    """
+    counts = list(Counter(hosts).items())
+    places = [f"{count} on {host} ({device})" for (host, device), count in counts[:SHOWN_HOSTS]]
+    more = counts[SHOWN_HOSTS:]
+    of_more = f"and {sum(count for _, count in more)} on {len(more)} more host{'s' if len(more) > 1 else ''}"
+    return ", ".join([*places, *([of_more] if more else [])])
 
 
 def append_start(folder: Path, start: Start) -> None:
@@ -90,6 +132,15 @@ def append_start(folder: Path, start: Start) -> None:
         raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}: {reason}") from None
 
 
+def last_start(folder: Path) -> Mapping[str, Any]:
+    """The last readable line of a folder's starts.jsonl; empty: there is none."""
+    path = folder / "starts.jsonl"
+    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
+        with suppress(*DAMAGED_LINE_ERRORS):
+            return _start(json.loads(line))
+    return {}
+
+
 @dataclass(frozen=True)
 class Run:
     """A training, read from its folder.
@@ -101,6 +152,7 @@ class Run:
         steps: the lines of steps.jsonl in the order of steps; the last ones for steps that were trained twice.
         evaluations: the lines of evaluations.jsonl, in the same way.
         summary: the model layer by layer, as in summary.json; None: unknown.
+        state: whether it is running, or how it ended.
     """
 
     name: str
@@ -109,6 +161,7 @@ class Run:
     steps: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] | None = None
     evaluations: Sequence[Mapping[str, Any]] = ()
+    state: State = State()
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
@@ -140,29 +193,34 @@ class Run:
         return min(found, key=lambda pair: sign * pair[1], default=None)
 
 
-def read_runs(folders: list[Path], *, running: bool = False) -> list[Run]:
+def read_runs(folders: list[Path], names: Sequence[str] | None = None, *, running: bool = False) -> list[Run]:
     """Read several runs.
 
     Args:
+        names: their names; None: the shortest ones that distinguish the folders.
         running: whether the runs are still training, so that they may have no finished epoch yet.
 
     Raises:
         DataError: scores.jsonl is missing, or none of its lines has an epoch. Other damaged lines cause warnings on stderr.
     """
-    return [_read(folder, name, running) for folder, name in zip(folders, _names(folders), strict=True)]
+    return [_read(folder, name, running) for folder, name in zip(folders, names or names_of(folders), strict=True)]
 
 
 def _read(folder: Path, name: str, running: bool) -> Run:
     scores = folder / "scores.jsonl"
-    lines, problems = _lines(scores) if not running or scores.exists() else ([], [])
+    is_early = running or (folder / "starts.jsonl").exists()
+    lines, problems = _lines(scores) if not is_early or scores.exists() else ([], [])
     epochs = {line["epoch"]: line for line in lines}
-    if not epochs and (problems or not running):
-        raise DataError(problems[0] if problems else f"{scores}: expected at least one finished epoch, got none")
     starts, more = _lines(folder / "starts.jsonl", _start) if (folder / "starts.jsonl").exists() else ([], [])
+    if not epochs and (problems or not (running or starts)):
+        raise DataError(problems[0] if problems else f"{scores}: expected at least one finished epoch, got none")
     for problem in () if running else (*problems, *more):
         print(f"warning: {problem}; the page omits it", file=sys.stderr)  # noqa: T201 this is a command
     steps, evaluations = (read_steps(folder / file) for file in ("steps.jsonl", "evaluations.jsonl"))
-    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, steps, _summary(folder), evaluations)
+    run = Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, steps, _summary(folder), evaluations)
+    wanted = run.setting("num_epochs")
+    is_complete = bool(epochs) and isinstance(wanted, int) and max(epochs) >= wanted
+    return replace(run, state=read_state(folder, run.setting("model"), is_complete=is_complete))
 
 
 def _summary(folder: Path) -> Mapping[str, Any] | None:
@@ -238,9 +296,11 @@ NUMBER: Any = 0.0
 
 EPOCH: Mapping[str, Any] = {
     **dict.fromkeys(("steps", "global_step", "elapsed", "computing", "learning_rate", "num_sequences", "loss_scale"), NUMBER),
-    **dict.fromkeys(("syncs", "sent", "seconds_before", "epoch_learning_rate"), NUMBER),
+    **dict.fromkeys(("syncs", "sent", "sent_between_groups", "seconds_before", "epoch_learning_rate"), NUMBER),
     **dict.fromkeys(("padding", "learning_rates", "losses"), {"": NUMBER}),
     "seconds": [{"": NUMBER}],
+    "goodput": {"": NUMBER},
+    "flops": {"": NUMBER},
 }
 """Examples of the entries of a line of scores.jsonl, for their types."""
 
@@ -251,11 +311,12 @@ STEP: Mapping[str, Any] = {
 """Examples of the entries of a line of steps.jsonl, except for scores and the gradients' norm."""
 
 START: Mapping[str, Any] = {
-    **dict.fromkeys(("directory", "time", "command"), ""),
+    **dict.fromkeys(("directory", "time", "command", "commit"), ""),
     **dict.fromkeys(("first_epoch", "num_parameters"), NUMBER),
     **dict.fromkeys(("texts", "versions"), {"": ""}),
     "settings": {"": [""]},
     "hosts": [[""]],
+    "goodput": {"": NUMBER},
 }
 """Examples of the entries of a line of starts.jsonl."""
 
@@ -305,7 +366,7 @@ def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple
     return found, problems
 
 
-def _names(folders: list[Path]) -> list[str]:
+def names_of(folders: list[Path]) -> list[str]:
     """The shortest suffixes of the paths that are all different."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(len(path) for path in parts) + 1):

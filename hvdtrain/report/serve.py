@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from hvdtrain.errors import DataError
 from hvdtrain.report import page
-from hvdtrain.report.runs import read_runs
+from hvdtrain.report.ends import ENDS, WRITTEN
+from hvdtrain.report.project import find_trainings, read_project
 
 LOCAL = "127.0.0.1"
 
@@ -20,33 +22,44 @@ HOSTS = ("127.0.0.1", "localhost")
 """Host names that a request may have: another site's name that resolves to this machine (DNS rebinding) is refused. Any port is
 accepted, since an SSH tunnel may use another one."""
 
-FILES = ("scores.jsonl", "starts.jsonl", "steps.jsonl", "summary.json")
+FILES = (*WRITTEN, ENDS, "summary.json")
 """The files of a run that a page shows."""
+
+UNCHANGED = 20.0
+"""Seconds after which the content is made again even if no file has changed, as a training may have ended without a word, and
+after which new trainings are looked for."""
 
 
 class LivePage:
     """The content of a page about runs, rebuilt when their files have changed.
 
     Args:
-        folders: the runs' folders.
+        folders: of the trainings, or above them.
     """
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
         self._lock = threading.Lock()
-        self._seen: list[tuple[int, int] | None] | None = None
+        self._seen: list[tuple[int, int] | int | None] | None = None
         self._version, self._json = "", b""
+        self._trainings: list[Path] = []
 
     def page(self) -> bytes:
         """The page. Raises: DataError, if a file is malformed."""
-        return page.page(read_runs(self._folders, running=True), live=True).encode()
+        found = read_project(self._folders, running=True)
+        return page.page(found.runs, found.title, live=True).encode()
 
     def newer_than(self, version: str) -> bytes | None:
         """The content as JSON; None if `version` is still current. Raises: DataError, if a file is malformed."""
         with self._lock:
-            now = [_file_state(folder / name) for folder in self._folders for name in FILES]
+            period = int(time.monotonic() / UNCHANGED)
+            if self._seen is None or self._seen[0] != period:
+                self._trainings = [folder for place in self._folders for folder in find_trainings(place) or [place]]
+            now: list[tuple[int, int] | int | None] = [period]
+            now += [_file_state(folder / name) for folder in self._trainings for name in FILES]
             if now != self._seen:
-                content = page.content(read_runs(self._folders, running=True))
+                found = read_project(self._folders, running=True)
+                content = page.content(found.runs, found.title)
                 self._version, self._json = content["version"], json.dumps(content, allow_nan=False).encode()
                 self._seen = now
             return None if self._version == version else self._json
@@ -105,7 +118,7 @@ def open_server(folders: list[Path], port: int) -> tuple[ThreadingHTTPServer, st
         def _answer(self, status: int, body: bytes = b"", kind: str = "text/plain") -> None:
             self.send_response(status)
             headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-            headers |= {"Content-Security-Policy": f"{page.POLICY}; frame-ancestors 'none'"}
+            headers |= {"Content-Security-Policy": f"{page.policy()}; frame-ancestors 'none'"}
             headers |= {} if status == 204 else {"Content-Type": kind, "Content-Length": str(len(body))}
             for name, value in headers.items():
                 self.send_header(name, value)

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.report.ends import Status
 
 if TYPE_CHECKING:
     from hvdtrain.report.runs import Start
-
-Status = Literal["finished", "stopped", "failed"]
-"""How a training ended: after its last epoch or by early stopping; with a checkpoint to resume from; with an error."""
 
 METHODS = ("begin", "log_epoch", "log_steps", "artifact", "end")
 """The methods that a tracker may have."""
@@ -52,8 +50,12 @@ class RunDescription:
     def facts(self) -> dict[str, Any]:
         """Facts about the run that are not in its config."""
         start = self.start
-        hosts = [f"rank {rank}: {host} ({device})" for rank, (host, device) in enumerate(start.hosts)]
-        facts = {"git": dict(self.git), "hosts": hosts, "num_ranks": len(hosts), "num_parameters": start.num_parameters}
+        facts = {
+            "git": dict(self.git),
+            "hosts": start.host_lines,
+            "num_ranks": len(start.hosts),
+            "num_parameters": start.num_parameters,
+        }
         return {**facts, "command": start.command, "versions": dict(start.versions)}
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Meter
-from hvdtrain.report.epoch import EvaluationReceiver, EvaluationReport, Reporter
+from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, EvaluationReport, Reporter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
@@ -52,7 +52,7 @@ class StepRecord:
 
 
 StepReceiver = Callable[[StepRecord], None]
-"""Receives every record on rank 0, between two steps, so it has to be fast. If it raises an exception, training goes on."""
+"""Receives every record on rank 0, between two steps, so it has to be fast. If it raises an exception, training continues."""
 
 
 class EpochAndStepReceiver(Reporter, Protocol):
@@ -88,6 +88,11 @@ class Reporters:
             self.services,
             [*self.evaluations, *(receiver.evaluation for receiver in more)],
         )
+
+    def epoch(self, report: EpochReport) -> None:
+        """Pass the report of a finished epoch on to those that need no time for it."""
+        for reporter in self.epochs:
+            reporter.epoch(report)
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
@@ -139,7 +144,7 @@ class StepNumbers:
         self._meter = meter
 
     def begin(self, work: WorkCounter, position: int) -> None:
-        """The training of an epoch begins or goes on.
+        """The training of an epoch begins or continues.
 
         Args:
             work: counts the content of its batches.
@@ -163,7 +168,7 @@ class StepNumbers:
         elapsed: float,
         learning_rate: float,
         scores: Mapping[str, float],
-    ) -> None:
+    ) -> StepRecord:
         """Record a step. The arguments are those of `StepRecord`, and the number of batches of the plan that are done."""
         now, seconds = time.perf_counter(), self._seconds_so_far()
         passed = max(now - self._since, 1e-9)
@@ -181,7 +186,7 @@ class StepNumbers:
             gradient_norm=self._meter.gradient_norm(),
             sequences_per_second=num_sequences / passed,
             frames_per_second={name: count / passed for name, count in num_frames.items()},
-            memory=self._memory(),
+            memory=peak_memory(self._meter),
             computing=computed,
             data_wait=waited,
         )
@@ -192,14 +197,17 @@ class StepNumbers:
                 if number not in self._failed:
                     self._failed.add(number)
                     log.warning(
-                        f"the numbers of step {step} were not recorded, training goes on: {type(error).__name__}: {error}"
+                        f"the numbers of step {step} were not recorded, training continues: {type(error).__name__}: {error}"
                     )
+        return record
 
     def _seconds_so_far(self) -> tuple[float, float]:
         """Seconds spent waiting for data, and computing as in the report of an epoch, since a fixed time."""
         seconds = self._timer.seconds
         return seconds.get("data wait", 0.0), self._meter.step_seconds() + seconds.get("parameter sync", 0.0)
 
-    def _memory(self) -> int:
-        of_device = self._meter.peak_memory()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device  # in KB on Linux
+
+def peak_memory(meter: Meter) -> int:
+    """The largest number of bytes of memory used so far: of the GPU; on a CPU, of the host (RSS)."""
+    of_device = meter.peak_memory()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device  # in KB on Linux

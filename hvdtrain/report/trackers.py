@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,10 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
-from hvdtrain.report.services import RunDescription, Status
+from hvdtrain.report.ends import State, Status
+from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
+from hvdtrain.report.runs import read_runs
+from hvdtrain.report.services import RunDescription
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime import log
 
@@ -36,6 +39,8 @@ def metrics(report: EpochReport) -> dict[str, float]:
         numbers["loss_scale"] = report.loss_scale
     if report.sent:
         numbers |= {"exchange/bytes": report.sent, "exchange/syncs": report.syncs}
+    if report.sent_between_groups:
+        numbers["exchange/bytes between groups"] = report.sent_between_groups
     names = dict.fromkeys(name for rank in report.seconds for name in rank)
     whole = sum(sum(rank.values()) for rank in report.seconds)
     for name in names:
@@ -76,7 +81,9 @@ class BestEffortReporter:
             self._reporter.epoch(report)
         except Exception as error:
             if not self._has_failed:
-                log.warning(f"{self._name} failed after epoch {report.epoch}, training goes on: {type(error).__name__}: {error}")
+                log.warning(
+                    f"{self._name} failed after epoch {report.epoch}, training continues: {type(error).__name__}: {error}"
+                )
             self._has_failed = True
 
 
@@ -166,7 +173,7 @@ class BackgroundTracker:
                 self._is_disabled = name == "begin"
                 if not self.num_failures:
                     without = " without it" if self._is_disabled else ""
-                    log.warning(f"trackers: {self._label} failed in {name}, training goes on{without}: {_error_text(error)}")
+                    log.warning(f"trackers: {self._label} failed in {name}, training continues{without}: {_error_text(error)}")
                 self.num_failures += 1
 
     def _record_begin(self, run_id: Any) -> None:
@@ -207,21 +214,22 @@ class RunIds:
             os.replace(unfinished, self._path)
 
 
-def write_report_page(folder: Path) -> dict[str, Path]:
-    """Write `report.html`, the page about a training, into its folder; returns no file if that fails, which is logged."""
-    from hvdtrain.report.__main__ import main  # here, since it needs plotly
+def write_report_page(folder: Path, status: Status) -> dict[str, Path]:
+    """Write `report.html`, the page about a training, into its folder; returns no file if that fails, which is logged.
 
-    page, output = folder / "report.html", io.StringIO()
+    Args:
+        status: how the training ends, which is not recorded yet.
+    """
+    from hvdtrain.report import page  # here, since it needs plotly
+
     try:
-        with redirect_stdout(output), redirect_stderr(output):
-            failed = main([str(folder), "--out", str(page)])
+        with redirect_stderr(io.StringIO()):  # warnings of damaged lines
+            runs = [replace(run, state=State(status)) for run in read_runs([folder])]
+            (folder / "report.html").write_text(page.page(runs), encoding="utf-8")
     except Exception as error:
-        failed = True
-        output.write(_error_text(error))
-    if failed:
-        log.warning(f"trackers: no report page was written: {output.getvalue().strip()}")
+        log.warning(f"trackers: no report page was written: {_error_text(error)}")
         return {}
-    return {"report": page}
+    return {"report": folder / "report.html"}
 
 
 class TensorBoard:
@@ -259,7 +267,7 @@ class TensorBoard:
 
     def epoch(self, report: EpochReport) -> None:
         numbers = metrics(report)
-        for rank, seconds in enumerate(report.seconds):
+        for rank, seconds in enumerate(report.seconds) if len(report.seconds) <= FEW_RANKS else ():
             numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         for name, array in self._parameters() if self._parameters is not None else ():

@@ -88,7 +88,7 @@ class WatchedImports:
         """Also watch the imports of modules that are imported inside the `with` block."""
         original = builtins.__import__
 
-        def watched(
+        def watching_import(
             name: str,
             globals: Mapping[str, Any] | None = None,
             locals: Mapping[str, Any] | None = None,
@@ -99,7 +99,7 @@ class WatchedImports:
                 self.begin()
             return original(name, globals, locals, fromlist, level)
 
-        builtins.__import__ = watched
+        builtins.__import__ = watching_import
         try:
             yield
         finally:

@@ -28,13 +28,11 @@ UNSUPPORTED = {
     "gradient_clip_avg_norm": "set gradient_clip_global_norm",
     "inc_seq_length": "set max_seq_length",
     "packed_batch_cost": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size",
-    "use_last_best_model": "none",
     "torch_batching": "batches are planned from the lengths, on every rank, not made from a stream: set batch_size, max_seqs or "
     "max_pad_size, seq_ordering in the dataset's dict, shuffle_batches; docs/batches.md has all limits",
     "seq_drop": "none",
     "dataset_random_seed_offset": "set random_seed_offset in the dataset's dict",
     "window": "stack the frames in the model, or in map_seq of a MapDataset",
-    "context_window": "stack the frames in the model, or in map_seq of a MapDataset",
     "shuffle_frames_of_nseqs": "shuffle the frames in map_seq of a MapDataset",
     "grad_clip": "set gradient_clip",
     "gradient_nan_inf_filter": "num_allowed_consec_invalid_gradient_steps skips updates whose gradients are not finite",
@@ -47,7 +45,7 @@ KEYS_OF_NETWORKS = frozenset(
     """
     network get_network pretrain pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate
     pretrain_repetitions init_new_network_callback reinit_network_each_epoch use_learning_rate_control_always
-    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter grad_norm_to_clip_to_zero
+    optimizer_epsilon gradient_clip_norm gradient_clip_avg_norm gradient_nan_inf_filter grad_norm_to_clip_to_zero search_do_eval
 
     adadelta adagrad adam combine_labels ctc_prior_file debug_add_check_numerics_on_output debug_add_check_numerics_ops
     debug_print_layer_output debug_print_layer_output_shape debug_print_layer_output_template debug_rec_layer
@@ -76,7 +74,7 @@ OF_THE_WRAPPER = (
 )  # fmt: skip
 """Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients; there is no wrapper here."""
 
-NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "context_window": (1,), "default_float_dtype": ("float32",)}
+NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "default_float_dtype": ("float32",)}
 """Values of unsupported keys without effect, in addition to None, False, 0, '' and empty lists and dicts."""
 
 OFF_WORDS = ("false", "no", "off", "none", "0", "0.0")
@@ -148,6 +146,18 @@ def is_no_op(name: str, value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)) and not value and name in UNSUPPORTED:
         return True
     return not isinstance(value, bool) and any(type(value) is type(no_op) and value == no_op for no_op in NO_OPS.get(name, ()))
+
+
+def explain(name: str) -> str | None:
+    """What hvdtrain does with a key of RETURNN that has no counterpart; None: it is not one that hvdtrain knows."""
+    instead = UNSUPPORTED.get(name)
+    reason = "" if instead in (None, "none") else f": {instead}"
+    if name in ("network", "get_network"):
+        return "RETURNN's key for a TensorFlow network, which hvdtrain trains with RETURNN's layers (docs/returnn.md)"
+    if name in KEYS_OF_NETWORKS:
+        with_get_model = "" if instead is None else f"; with get_model, hvdtrain refuses it{reason}"
+        return f"a key of RETURNN that has its meaning where network or get_network is set (docs/returnn.md){with_get_model}"
+    return None if instead is None else f"a key of RETURNN that hvdtrain refuses{reason}"
 
 
 def without_effect(values: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,21 @@ from hvdtrain.errors import problem
 from hvdtrain.learner.returnn_tf.source import NetworkSource, no_train_step
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import is_no_op
-from hvdtrain.returnn_layer.older_data import older_extern_data
+from hvdtrain.returnn_layer.older_data import older_extern_data, with_entries
+from hvdtrain.schedule.history import EpochRecord
 
 BACKEND = "tensorflow-net-dict"
 """The value of `backend`, in RETURNN as here."""
+
+OF_THE_ENGINE = {
+    "enforce_min_len1": "give empty sequences a frame in the data",
+    "eval_use_train_flag": "none",
+    "reset_updater_vars_mod_step": "start with fresh_optimizer",
+    "train_in_eval": "none",
+    "truncation": "chunking cuts sequences",
+}
+"""Keys that change what RETURNN's TensorFlow engine computes, or what earlier engines did, and that are refused, with what to do
+instead."""
 
 FOR_THE_NETWORK = ("dynamic_learning_rate",)
 """Keys whose functions compute with tensors of the network's graph, so that RETURNN's updater calls them."""
@@ -38,27 +49,40 @@ def with_network(source: Source, imports: WatchedImports) -> Source:
     """The config with the network as its model."""
     imports.begin()
     values, origins = dict(source.values), dict(source.origins)
-    seen = {name: _parsed(value, origins.get(name)) for name, value in values.items()}
+    seen = {name: _parse(value, origins.get(name)) for name, value in values.items()}
     imports.set_config(seen)
     problems = list(source.problems)
     if all(is_no_op(name, values.get(name)) for name in ("network", "get_network")):
         problems += problem("missing", f"network: expected a dict of layers with backend = {BACKEND!r}, got none")
+    for name, advice in OF_THE_ENGINE.items():
+        if not is_no_op(name, seen.get(name)) and (name, seen[name]) != ("truncation", -1):
+            problems += problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {origins[name]} ({advice})")
     for name in FOR_THE_NETWORK:
         values.pop(name, None)
     origin = origins.get("network", origins.get("get_network", ""))
     made = {"backend": BACKEND, "get_model": NetworkSource(seen, source.texts), "train_step": no_train_step}
     made["optimizer"] = optimizer_of(seen)
-    if values.get("extern_data") is None and (older := older_extern_data(seen)) is not None:
-        made["extern_data"] = older
+    given = values.get("extern_data")
+    if (extern_data := older_extern_data(seen) if given is None else with_entries(given)) is not None:
+        made["extern_data"] = extern_data
     if values.get("learning_rate") is None and values.get("learning_rates") is None:
         made["learning_rate"] = 1.0  # RETURNN's default
+    warnings = list(source.warnings)
+    if values.get("batch_size") is None and values.get("max_seqs") is None:
+        made["batch_size"] = 1
+        warnings.append("batch_size: the config has neither batch_size nor max_seqs, so a batch has one frame, as in RETURNN")
     if seen.get("search_output_file") and values.get("search_labels") is None:
         made["search_labels"] = partial(label_text, seen)
-    if seen.get("learning_rate_control"):
+    if seen.get("learning_rate_control") or seen.get("use_last_best_model"):
         made["learning_rate_control_error_measure"] = measures_of(seen.get("learning_rate_control_error_measure"))
+    cleanup = seen.get("cleanup_old_models")
+    if isinstance(cleanup, Mapping) and isinstance(cleanup.get("ignore_score_keys"), (list, tuple, set)):
+        made["cleanup_old_models"] = {**cleanup, "ignore_score_keys": list(map(our_name, cleanup["ignore_score_keys"]))}
     for name in made:
         origins.setdefault(name, origin)
-    return replace(source, values=values | made, origins=origins, problems=tuple(problems), is_foreign=True)
+    return replace(
+        source, values=values | made, origins=origins, problems=tuple(problems), warnings=tuple(warnings), is_foreign=True
+    )
 
 
 def optimizer_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,15 +124,29 @@ USUAL_MEASURES = ("dev_score", "dev_score_output", "dev_score_output/output", "d
 def measures_of(given: Any) -> list[str]:
     """The scores by their names here, of which learning-rate control uses the first that exists.
 
-    >>> measures_of("dev_error")[:3]
-    ['dev_loss_error', 'dev_loss_error_output', 'dev_loss_score']
+    >>> measures_of("dev_error")[:3], measures_of("dev_loss_error_other")[0]
+    (['dev_loss_error', 'dev_loss_error_output', 'dev_loss_score'], 'dev_loss_error_other')
     """
     named = [given] if isinstance(given, str) else list(given or ())
     wanted = [name for one in named for name in (one, f"{one}_output")] + [*USUAL_MEASURES]
-    return list(dict.fromkeys(re.sub(r"^(.+?)_(score|error)(_.*)?$", r"\1_loss_\2\3", one) for one in wanted))
+    return list(dict.fromkeys(map(our_name, wanted)))
 
 
-def _parsed(value: Any, origin: str | None) -> Any:
+def our_name(score: str) -> str:
+    """The name of a network's score here, given that or RETURNN's.
+
+    >>> our_name("dev_score"), our_name("train_error_output/output_prob"), our_name("dev_loss_score_other")
+    ('dev_loss_score', 'train_loss_error_output/output_prob', 'dev_loss_score_other')
+    """
+    return re.sub(r"^(.+?)_(?:loss_)?(score|error)(_.*)?$", r"\1_loss_\2\3", score)
+
+
+def with_our_names(history: Iterable[EpochRecord]) -> list[EpochRecord]:
+    """The epochs in a file of RETURNN's learning-rate control, with the names that a network's scores have here."""
+    return [replace(one, scores={our_name(name): value for name, value in one.scores.items()}) for one in history]
+
+
+def _parse(value: Any, origin: str | None) -> Any:
     """A value as RETURNN sees it: text of the command line may be any value of Python."""
     if origin not in OVERRIDING or not isinstance(value, str):
         return value

@@ -54,6 +54,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     if isinstance(values.get("torch_distributed"), dict):
         values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
     ignored = ignored_by_returnn(values) if source.is_foreign else ()
+    values = {name: value for name, value in values.items() if name not in ignored or name not in keys}
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
     unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
@@ -66,7 +67,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
             *in_dict,
         ),
         foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
-        warnings=(*misspelt.values(), *remarks),
+        warnings=(*source.warnings, *misspelt.values(), *remarks),
         notes=(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else (),
     )
 

@@ -30,6 +30,7 @@ OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "cache_size": ((None,), DEFAULT),
     "chunking": ((*FALSE, "0"), DEFAULT),
     "cleanup_old_models": (FALSE, False),
+    "context_window": ((*FALSE, 1), DEFAULT),
     "dev": (NO_DATA, DEFAULT),
     "device": (("",), DEFAULT),
     "dynamic_learning_rate": ((None, False, ""), DEFAULT),
@@ -71,6 +72,7 @@ OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "startup_callback": ((None, False), DEFAULT),
     "task": ((None, ""), DEFAULT),
     "torch_distributed": ((None,), DEFAULT),
+    "use_last_best_model": (FALSE, DEFAULT),
 }
 """By hvdtrain's name of a key: the values that turn it off or select its default in RETURNN, and the value that replaces them.
 `tools/returnn_keys.py` writes docs/returnn_keys.md from it, next to RETURNN's defaults."""
@@ -84,8 +86,9 @@ IGNORED_WITH_TORCH = (
     "use_last_best_model",
     "seq_drop",
     "inc_seq_length",
+    "context_window",
 )
-"""Keys that RETURNN reads only for TensorFlow: without effect in a config for its PyTorch engine, and refused otherwise."""
+"""Keys that RETURNN reads only for TensorFlow: without effect in a config for its PyTorch engine."""
 
 DATASETS = ("dev", "eval", "forward_data", "search_data")
 
@@ -143,6 +146,9 @@ def convert_values(
     if for_returnn and _is_true(converted.get("use_dummy_datasets")) and converted.get("extern_data"):
         converted |= dummy_datasets(converted)
         remarks.append("use_dummy_datasets: RETURNN generates the data")
+    if for_returnn and isinstance(converted.get("cleanup_old_models"), (list, tuple)):
+        remarks.append("cleanup_old_models: expected a dict, got a list or tuple: as in RETURNN, the default rule holds")
+        converted["cleanup_old_models"] = True
     measure = converted.get("learning_rate_control_error_measure")
     if for_returnn and measure:
         converted["learning_rate_control_error_measure"] = [*([measure] if isinstance(measure, str) else measure), FALLBACK]
@@ -159,17 +165,17 @@ def dummy_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     def dummy(num_seqs: int, **more: Any) -> dict[str, Any]:
         return {"class": "DummyGenericDataset", "data_template": values["extern_data"], "num_seqs": num_seqs, **more}
 
-    def fixed(name: str) -> dict[str, Any]:
+    def fixed_dataset(name: str) -> dict[str, Any]:
         return dummy(num_seqs, fixed_random_seed=crc32(name.encode()))
 
     given: int | None = values.get("dummy_dataset_num_seqs")
     num_train: int = values.get("train_dummy_dataset_num_seqs", given) or 1000
     num_seqs = given or (max(num_train // 20, 1) if values.get("train") else 100)
-    datasets = {name: fixed(name) for name in DATASETS if values.get(name)}
+    datasets = {name: fixed_dataset(name) for name in DATASETS if values.get(name)}
     if values.get("train"):
         datasets["train"] = dummy(num_train)
     if values.get("eval_datasets"):
-        datasets["eval_datasets"] = {name: fixed(name) for name in values["eval_datasets"]}
+        datasets["eval_datasets"] = {name: fixed_dataset(name) for name in values["eval_datasets"]}
     return datasets
 
 

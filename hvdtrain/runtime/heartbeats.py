@@ -1,8 +1,8 @@
 """Which rank hangs: the watchdogs of all ranks exchange heartbeats over UDP, even while a collective blocks.
 
-Every rank sends rank 0 a datagram about once a second, and rank 0 replies with its diagnosis of the whole job. Datagrams need no
-connection, so a stopped rank blocks no other one, and a lost datagram is made up for by the next. Where none gets through, each
-rank makes its own diagnosis from what it can observe.
+Every rank sends rank 0 a datagram about once a second, in large jobs through a relay (`relays.py`), and rank 0 replies with its
+diagnosis of the whole job. Datagrams need no connection, so a stopped rank blocks no other one, and a lost datagram is made up
+for by the next. Where none gets through, each rank makes its own diagnosis from what it can observe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hvdtrain.runtime.peers import (
@@ -31,9 +32,10 @@ from hvdtrain.runtime.peers import (
     sign,
     verify,
 )
+from hvdtrain.runtime.relays import GroupReport, Layout, ranges_text, ranks_in
 
 INTERVAL = 1.0
-"""Seconds between two datagrams of a rank, in a job of up to MANY ranks; more in a larger one, so that rank 0 keeps up."""
+"""Seconds between two datagrams of a rank, if up to MANY ranks send to the same one; more with more, so that it keeps up."""
 
 MANY = 200
 
@@ -45,6 +47,9 @@ SECONDS_FOR_LAUNCHERS = 3.0
 
 SECONDS_FOR_DAEMONS = 10.0
 """How long mpirun has to end a job that hangs."""
+
+SECONDS_OF_DETAILS = 10.0
+"""How long relays report every rank behind them after rank 0 last needed that."""
 
 SHOWN = 16
 """The most ranks that a message names."""
@@ -63,7 +68,7 @@ class Contact:
     Attributes:
         names: names and addresses of its host; 127.0.0.1 may be among them.
         port: the port it listens on; None: it cannot listen.
-        token: a secret of the job, which authenticates its datagrams. Rank 0's is used.
+        token: on rank 0, a secret of the job, which authenticates its datagrams.
     """
 
     host: str
@@ -108,6 +113,20 @@ class Diagnosis:
     gone: tuple[int, ...] = ()
     ends: bool = False
 
+    def as_json(self) -> list[Any]:
+        """It, as texts and a number."""
+        return [*map(ranges_text, (self.hanging, self.silent, self.gone)), self.ends]
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any]) -> Diagnosis:
+        """What `as_json` returned."""
+        hanging, silent, gone, ends = found
+        return cls(ranks_in(hanging), ranks_in(silent), ranks_in(gone), ends)
+
+
+def _values(heartbeat: Heartbeat | None) -> list[Any]:
+    return [] if heartbeat is None else list(vars(heartbeat).values())
+
 
 def has_waited_long(heartbeat: Heartbeat) -> bool:
     """Whether a rank has waited for others for so long that, if one of them has ended, it will not continue."""
@@ -148,11 +167,15 @@ def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], gone:
 
 @dataclass
 class _LastDatagram:
-    """The last datagram from a rank; rank 0 sends no heartbeat."""
+    """The last datagram from a rank; a hub sends no heartbeat to those that send theirs to it.
+
+    Attributes:
+        address: None: a relay reported the rank.
+    """
 
     heartbeat: Heartbeat | None
     received_at: float
-    address: Address
+    address: Address | None
 
 
 @dataclass
@@ -167,6 +190,8 @@ class Heartbeats:
         addresses: addresses at which another rank may reach rank 0.
         together: whether a rank ends if another one has ended; False: a launcher reconnects the remaining ranks.
         restarts: whether the launcher restarts the ranks, so that they end if a host does not answer.
+        hub_addresses: as `addresses`, of the rank to which this one sends its heartbeats, if that is a relay.
+        layout: who sends heartbeats to whom; None: that of this number of ranks.
     """
 
     rank: int
@@ -175,26 +200,47 @@ class Heartbeats:
     addresses: Sequence[Address] = ()
     together: bool = True
     restarts: bool = False
-    _last: dict[int, _LastDatagram] = field(default_factory=dict)  # by sender: on rank 0 all others, on the others rank 0
+    hub_addresses: Sequence[Address] = ()
+    layout: Layout | None = None
+    _last: dict[int, _LastDatagram] = field(default_factory=dict)  # by sender; on rank 0 also those that relays report
     _ended: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)  # because of an error, or killed
     _lost: set[int] = field(default_factory=set)  # their hosts do not answer
+    _groups: dict[int, GroupReport] = field(default_factory=dict)  # on rank 0, by relay
+    _details_until: float = -math.inf  # on rank 0 and relays: until then, relays report every rank
     _reply: Diagnosis | None = None  # from rank 0, on the others
-    _last_diagnosis: Diagnosis | None = None  # that rank 0 broadcast
+    _last_diagnosis: Diagnosis | None = None  # that rank 0 broadcast, or a relay passed on
     _number_sent: int = 0
     _number_received: dict[int, int] = field(
         default_factory=dict
     )  # by sender, so that a replayed datagram does not count as a heartbeat
 
+    def __post_init__(self) -> None:
+        self._layout = layout = self.layout or Layout.of(max(1, len(self.contacts)))
+        self._most_senders = layout.most_senders if layout.has_relays else layout.size
+        self.hub = layout.hub_of(self.rank)
+        self._above = {self.hub, 0} - {self.rank}  # the ranks that may send a diagnosis
+        self._below = set(layout.senders(self.rank)) if layout.is_hub(self.rank) else set()
+        self._began = time.monotonic()
+
+    @cached_property
+    def _local(self) -> list[int]:
+        """The ranks of this host."""
+        return [rank for rank in range(len(self.contacts)) if self.is_local(rank)]
+
     @property
     def interval(self) -> float:
         """Seconds between two datagrams."""
-        return max(INTERVAL, INTERVAL * len(self.contacts) / MANY)
+        return max(INTERVAL, INTERVAL * self._most_senders / MANY)
 
     @property
     def decides(self) -> bool:
-        """Whether this rank makes the diagnosis: it is rank 0, or it receives nothing from rank 0."""
-        return self.rank == 0 or 0 not in self._last or 0 in self._gone or 0 in self._silent()
+        """Whether this rank makes the diagnosis: it is rank 0, or it receives nothing from rank 0 or its relay."""
+        return self.rank == 0 or not self._sources()
+
+    def _sources(self) -> set[int]:
+        """The ranks from which this one gets the diagnosis."""
+        return (self._above & self._last.keys()) - self._gone - self._silent()
 
     def listen(self, seconds: float) -> None:
         """Handle the datagrams of other ranks for this long."""
@@ -209,9 +255,9 @@ class Heartbeats:
         # Authenticate before parsing: anyone who can reach the port could send input that breaks the parser.
         if (body := verify(self.contacts[0].token, data)) is None:
             return
-        sender, number, what = json.loads(body)
-        # Refuse replayed datagrams, also on another rank: only rank 0 listens to the others, and they listen to rank 0 only.
-        if number <= self._number_received.get(sender, 0) or (sender == 0) == (self.rank == 0):
+        sender, receiver, number, what = json.loads(body)
+        # Refuse replayed datagrams, also on another rank.
+        if number <= self._number_received.get(sender, 0) or receiver != self.rank:
             return
         self._number_received[sender] = number
         if what == ENDED:
@@ -219,27 +265,85 @@ class Heartbeats:
             self._ended.add(sender)
         elif what == FAILED:
             self._gone.add(sender)
-        elif self.rank == 0:
-            self._last[sender] = _LastDatagram(Heartbeat(**what), time.monotonic(), address)
-            self._send_to(self._last_diagnosis and asdict(self._last_diagnosis), address)
+        elif sender in self._above:
+            self._last[sender] = _LastDatagram(None, time.monotonic(), address)
+            self._follow(sender, *what)
         else:
-            self._last[0] = _LastDatagram(None, time.monotonic(), address)
-            self._reply = what and Diagnosis(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
+            heartbeat, group = what
+            self._last[sender] = _LastDatagram(Heartbeat(*heartbeat), time.monotonic(), address)
+            if group is not None:
+                self._take_group(sender, GroupReport.from_json(group))
+            self._send_to(sender, address, self._reply_to_send())
+
+    def _follow(self, sender: int, diagnosis: Sequence[Any] | None, needs_details: bool) -> None:
+        """Take over a diagnosis from above; a relay passes it on."""
+        before, self._reply = self._reply, None if diagnosis is None else Diagnosis.from_json(diagnosis)
+        if sender == self.hub != 0:
+            self._last.pop(0, None)  # it need not send anything to this rank any more
+        if needs_details:
+            self._details_until = time.monotonic() + SECONDS_OF_DETAILS
+        self._last_diagnosis = self._reply
+        if self._reply != before:
+            self._send_below(self._reply_to_send())
+
+    def _take_group(self, relay: int, group: GroupReport) -> None:
+        """On rank 0: take over what a relay reports."""
+        self._groups[relay] = group
+        self._gone |= set(group.gone)
+        self._ended |= set(group.ended)
+        now = time.monotonic()
+        for rank, age, *heartbeat in group.members or ():
+            known = self._last.get(rank)
+            if known is None or known.address is None or known.received_at < now - age:
+                self._last[rank] = _LastDatagram(Heartbeat(*heartbeat), now - age, None)
+
+    def _group_report(self) -> GroupReport:
+        """On a relay: what rank 0 needs to know about the ranks behind it."""
+        now = time.monotonic()
+        heard = {rank: last for rank, last in self._last.items() if rank in self._below}
+        found = (self._gone, self._ended, self._lost, self._silent())
+        gone, ended, lost, silent = (tuple(ranks & self._below) for ranks in found)
+        is_overdue = any(last.heartbeat and last.heartbeat.overdue for rank, last in heard.items() if rank not in silent)
+        report = GroupReport(gone, ended, lost, silent, is_overdue)
+        if not report.is_trouble and now > self._details_until:
+            return report
+        entries = [(rank, round(now - last.received_at, 2), *_values(last.heartbeat)) for rank, last in heard.items()]
+        return replace(report, members=entries)
 
     def send(self, message: Heartbeat | str) -> None:
-        """Send rank 0 a heartbeat, ENDED or FAILED. Rank 0 sends its own ENDED or FAILED to all others."""
-        what = message if isinstance(message, str) else asdict(message)
+        """Send rank 0 or the relay a heartbeat, ENDED or FAILED. A hub also sends its ENDED or FAILED to the ranks below it."""
+        if isinstance(message, str):
+            self._send_below(message)
         if self.rank == 0:
-            for last in list(self._last.values()) if isinstance(message, str) else ():
-                self._send_to(what, last.address)
             return
-        for address in [self._last[0].address] if 0 in self._last.keys() - self._silent() else self.addresses:
-            self._send_to(what, address)
+        what: object = message
+        if isinstance(message, Heartbeat):
+            what = [_values(message), self._group_report().as_json() if self._below else None]
+        for receiver in self._receivers():
+            last = self._last[receiver] if receiver in self._sources() else None
+            addresses = self.addresses if receiver == 0 else self.hub_addresses
+            for address in addresses if last is None or last.address is None else [last.address]:
+                self._send_to(receiver, address, what)
 
-    def _send_to(self, what: object, address: Address) -> None:
+    def _receivers(self) -> Sequence[int]:
+        """The ranks to send heartbeats to: the one that this rank always sends them to and, if that is a silent relay, rank 0."""
+        is_new = time.monotonic() - self._began < SILENT * self.interval and self.hub not in self._gone | self._ended
+        return [self.hub] if self.hub == 0 or self.hub in self._sources() or is_new else [self.hub, 0]
+
+    def _reply_to_send(self) -> object:
+        """The diagnosis for the ranks below, and whether relays have to report every rank."""
+        diagnosis = self._last_diagnosis
+        return [None if diagnosis is None else diagnosis.as_json(), time.monotonic() < self._details_until]
+
+    def _send_below(self, what: object) -> None:
+        for rank, last in list(self._last.items()):
+            if rank not in self._above and last.address is not None:
+                self._send_to(rank, last.address, what)
+
+    def _send_to(self, receiver: int, address: Address, what: object) -> None:
         if self.datagrams is not None:
             self._number_sent += 1
-            body = json.dumps([self.rank, self._number_sent, what]).encode()
+            body = json.dumps([self.rank, receiver, self._number_sent, what]).encode()
             self.datagrams.send(sign(self.contacts[0].token, body), address)
 
     def close(self) -> None:
@@ -250,23 +354,46 @@ class Heartbeats:
     def conclude(self, own: Heartbeat) -> Diagnosis | None:
         """Why the job makes no progress, as far as this rank can tell; None: it makes progress."""
         self._find_lost_hosts()
-        if not self.decides:
+        decides = self.decides
+        if decides or self._below:
+            self._find_gone_ranks(set(self._local) - {self.rank} if decides else self._below.intersection(self._local))
+        if not decides:
             return self._reply
-        self._find_gone_ranks()
+        if self._groups and not self._has_details(own):
+            return self._last_diagnosis
         # A rank ends in an orderly way only when all are about to, so a slower one is not blocked on it.
         are_blocked = self.together and not self._ended
         return diagnose(self._heartbeats(own), self._silent(), self._gone | self._lost if are_blocked else ())
 
-    def _find_gone_ranks(self) -> None:
+    def _has_details(self, own: Heartbeat) -> bool:
+        """On rank 0, whether it knows enough for a diagnosis: all is well, or all relays that can have reported every rank."""
+        now, silent = time.monotonic(), self._silent()
+        relays = (self._groups.keys() & self._last.keys()) - self._gone - silent
+        is_trouble = bool(self._gone or self._lost) or any(self._groups[relay].is_trouble for relay in relays)
+        direct = [last for rank, last in self._last.items() if last.address is not None and rank not in silent]
+        if is_trouble or own.overdue or any(last.heartbeat and last.heartbeat.overdue for last in direct):
+            self._details_until = now + SECONDS_OF_DETAILS
+        elif now > self._details_until:  # what relays have reported gets old, and so do ranks that their relays hear again
+            relayed = {rank for rank, last in self._last.items() if last.address is None}
+            back = {rank for rank in silent - self._below if self._layout.hub_of(rank) in relays}
+            self._last = {rank: last for rank, last in self._last.items() if rank not in relayed | back}
+            return True
+        return all(self._groups[relay].members is not None for relay in relays)
+
+    def _find_gone_ranks(self, local: Collection[int]) -> None:
         """Find the ranks that ended without sending a message: on this host, their processes are gone; on other hosts, they are
         silent, and the kernel reports that their ports are closed.
+
+        Args:
+            local: ranks of this host.
         """
-        others = set(self._local_ranks()) - {self.rank} - self._ended
-        self._gone |= {rank for rank in others if self.contacts[rank].process.has_ended()}
+        self._gone |= {rank for rank in set(local) - self._ended if self.contacts[rank].process.has_ended()}
         if self.datagrams is None:
             return
         for rank in self._silent() & self._last.keys() - self._gone:
             last = self._last[rank]
+            if last.address is None:
+                continue
             if self.datagrams.refused.get(last.address, -math.inf) > last.received_at:
                 self._gone.add(rank)
             else:
@@ -279,14 +406,14 @@ class Heartbeats:
         """
         began = time.monotonic()
         while True:
-            found = self._gone | {rank for rank in self._local_ranks() if self.contacts[rank].process.has_ended()}
+            found = self._gone | {rank for rank in self._local if self.contacts[rank].process.has_ended()}
             for rank, last in list(self._last.items()):
-                if self.datagrams is not None:
+                if self.datagrams is not None and last.address is not None:
                     found |= {rank} if self.datagrams.refused.get(last.address, -math.inf) > began else set()
                     self.datagrams.probe(last.address)
             if found - self._ended or time.monotonic() - began > seconds:
                 return [self._ended_line(rank) for rank in sorted(found - self._ended)][:SHOWN]
-            time.sleep(0.05)
+            time.sleep(max(0.05, len(self._local) / 500))  # every rank of the host does the same
 
     def _ended_line(self, rank: int) -> str:
         return f"rank {rank} on {self.contacts[rank].host} has ended"
@@ -295,14 +422,15 @@ class Heartbeats:
         """Find the silent ranks whose hosts no longer answer.
 
         Ask every host as soon as its ranks send heartbeats: one behind a firewall never answers, and must not count as lost. Only
-        the first rank of each host asks, as kernels limit how often they answer the same host.
+        relays and the first rank of each host ask, as kernels limit how often they answer the same host.
         """
-        self._lost = set()
-        if self.datagrams is None or not self.restarts or self.rank != self._local_ranks()[0]:
+        self._lost = {rank for group in self._groups.values() for rank in group.lost}
+        if self.datagrams is None or not self.restarts or not (self._below or self.rank == self._local[0]):
             return
         by_host: dict[str, set[int]] = defaultdict(set)
         for rank in self._last.keys() - self._gone:
-            by_host[self._last[rank].address[0]].add(rank)
+            if (address := self._last[rank].address) is not None:
+                by_host[address[0]].add(rank)
         silent = self._silent()
         for name, ranks in by_host.items():
             host = self.datagrams.hosts[name]
@@ -314,10 +442,9 @@ class Heartbeats:
                 self._lost |= ranks
 
     def broadcast(self, diagnosis: Diagnosis | None) -> None:
-        """On rank 0: send the diagnosis to all others, now and with every reply from now on."""
+        """On a hub: send the diagnosis to the ranks below, now and with every reply from now on."""
         self._last_diagnosis = diagnosis
-        for last in self._last.values() if self.rank == 0 else ():
-            self._send_to(diagnosis and asdict(diagnosis), last.address)
+        self._send_below(self._reply_to_send())
 
     def _heartbeats(self, own: Heartbeat) -> dict[int, Heartbeat]:
         """By rank, the last heartbeat, with the seconds since then counted as idle."""
@@ -330,10 +457,17 @@ class Heartbeats:
 
     def _silent(self) -> set[int]:
         now = time.monotonic()
-        silent = {rank for rank, last in self._last.items() if now - last.received_at > SILENT * self.interval}
-        if self.rank != 0:
+        seconds, more = SILENT * self.interval, 2 * self.interval  # what a relay reports is older
+        silent = {
+            rank
+            for rank, last in self._last.items()
+            if now - last.received_at > (seconds if last.address is not None else seconds + more)
+        }
+        if not self._below:
             return silent
-        never_heard = set(self._local_ranks()) - {0} - self._last.keys() - self._ended
+        for relay in self._groups.keys() & self._last.keys() - silent:
+            silent |= set(self._groups[relay].silent) - self._last.keys()
+        never_heard = self._below.intersection(self._local) - self._last.keys() - self._ended
         return silent | {rank for rank in never_heard if self.contacts[rank].process.describe()}
 
     def reset_silence(self) -> None:
@@ -373,7 +507,8 @@ class Heartbeats:
     def _lost_host_lines(self) -> Iterator[str]:
         for host in sorted({self.contacts[rank].host for rank in self._lost})[:SHOWN]:
             ranks = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
-            seconds = time.monotonic() - max(self._last[rank].received_at for rank in ranks if rank in self._lost)
+            heard = [self._last[rank].received_at for rank in ranks if rank in self._lost and rank in self._last]
+            seconds = time.monotonic() - max(heard, default=self._began)
             names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}"
             yield f"{host} with {names} has not answered for {seconds:.0f} s, so it has lost power or its network connection"
 
@@ -383,25 +518,26 @@ class Heartbeats:
         since = "" if last is None else f" for {time.monotonic() - last.received_at:.0f} s"
         activity = "" if last is None or last.heartbeat is None else f" (last in {last.heartbeat.activity})"
         text = f"rank {rank} on {contact.host} has sent no heartbeat{since}{activity}: its process {contact.process.pid}"
-        if not self._is_local(rank):
+        if not self.is_local(rank):
             return f"{text} is stopped, or its host or network is down"
         return f"{text} {contact.process.describe() or 'is running, but does not release the GIL'}"
 
-    def _is_local(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""
         other, own = self.contacts[rank], self.contacts[self.rank]
         return (other.host, other.process.place) == (own.host, own.process.place)
 
-    def _local_ranks(self) -> list[int]:
-        return [rank for rank in range(len(self.contacts)) if self._is_local(rank)]
+    def request_stacks(self, silent: Collection[int]) -> bool:
+        """Make silent ranks of this host print their stacks. Only the first rank of the host that is not silent does so.
 
-    def request_stacks(self, silent: Collection[int]) -> None:
-        """Make silent ranks of this host print their stacks. Only the first rank of the host that is not silent does so."""
-        local = self._local_ranks()
-        if self.rank == next((rank for rank in local if rank not in silent), None):
-            for rank in set(local) & set(silent):
-                if self.contacts[rank].process.state() in ("R", "S", "D"):
-                    self.contacts[rank].process.send(STACK_SIGNAL)
+        Returns:
+            whether there are such ranks, which every rank of the host has to give time.
+        """
+        running = [rank for rank in self._local if rank in silent and self.contacts[rank].process.state() in ("R", "S", "D")]
+        if self.rank == next((rank for rank in self._local if rank not in silent), None):
+            for rank in running:
+                self.contacts[rank].process.send(STACK_SIGNAL)
+        return bool(running)
 
     def kill(self, silent: Collection[int]) -> None:
         """Kill the silent ranks of this host: a launcher would ask a stopped process to end, and never get an answer.
@@ -409,9 +545,9 @@ class Heartbeats:
         Those of other hosts are left to the launcher. As mpirun never gives up on a lost host, its daemon is ended, too.
         """
         for rank in silent:
-            if self._is_local(rank) and rank != self.rank:
+            if self.is_local(rank) and rank != self.rank:
                 self.contacts[rank].process.send(signal.SIGKILL)
-        if not all(self._is_local(rank) for rank in silent):
+        if not all(self.is_local(rank) for rank in silent):
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
@@ -423,21 +559,24 @@ def exchange_contacts(
     If all ranks are on one host, they listen on its loopback address, which other hosts cannot reach.
 
     Args:
-        names: names and addresses of this host.
+        names: names and addresses of this host, on the ranks that others send heartbeats to (`Layout.is_hub`).
         gather: returns the values of all ranks, by rank.
         together, restarts: see `Heartbeats`.
     """
     on_one_host = len(set(gather(network()))) == 1
     datagrams = open_datagrams(LOOPBACK if on_one_host else "")
     port = None if datagrams is None else datagrams.port
-    own = Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex())
+    own = Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex() if rank == 0 else "")
     contacts: list[Contact] = gather(own)
     if datagrams is not None and contacts[0].port is None:
         datagrams.close()
         datagrams = None
     heartbeats = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
+    hub = heartbeats.hub
     if rank != 0:
-        heartbeats.addresses = _addresses(contacts[0], local=on_one_host or 0 in heartbeats._local_ranks())
+        heartbeats.addresses = _addresses(contacts[0], local=on_one_host or heartbeats.is_local(0))
+    if hub not in (0, rank):
+        heartbeats.hub_addresses = _addresses(contacts[hub], local=on_one_host or heartbeats.is_local(hub))
     return heartbeats
 
 

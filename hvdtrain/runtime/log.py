@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
-from hvdtrain.runtime.peers import MPIRUN
+from hvdtrain.runtime.peers import MPIRUN, MPIRUN_OF_OPEN_MPI_5
 from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
@@ -36,12 +37,20 @@ DEFAULT_VERBOSITY = 3
 EVERY = 0.2
 """Seconds between two updates of a progress bar."""
 
-BAR = "{l_bar}{bar:10}{r_bar}"
-"""tqdm's default format, but with a bar of a fixed width, as the losses after it would change the width with every update."""
+SHARE = "SHARE"
+BAR = "{desc}: SHARE|{bar:10}{r_bar}"
+"""tqdm's default format, but with a bar of a fixed width, as the losses after it would change the width with every update. SHARE
+stands for the share that is done, as in lines about steps: tqdm would take the number of steps, which are not equally large."""
 
-NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+NARROW = "{desc}: SHARE {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WIDE = 100
 """NARROW is the format in a terminal with fewer columns than WIDE."""
+
+BETWEEN = " | "
+"""Separates the parts of a row. A terminal that is too narrow for the row shows them on several lines."""
+
+GREEN, YELLOW, PLAIN = "\x1b[1;32m", "\x1b[33m", "\x1b[0m"
+"""The escape codes of a terminal's colors."""
 
 
 def _is_verbosity(value: int | list[int]) -> bool:
@@ -58,9 +67,9 @@ class LogKeys(Section):
         "command; rank 0 always prints to stdout, too ('stdout')",
     )
     log_verbosity: int | list[int] = key(
-        5,
+        3,
         "0: nothing; 1: scores; 2: also warnings; 3: also times, and a progress bar on a terminal; 4: also learning rate, saving "
-        "and start-up; 5: also lines about steps; or a list with a number for each of `log`",
+        "and start-up; 5: also lines about steps, and those about epochs for programs; or a list with a number for each of `log`",
         Rule("a number from 0 to 5, or a list of them", _is_verbosity),
     )
     log_interval: float = key(
@@ -71,6 +80,11 @@ class LogKeys(Section):
     )
     log_interval_steps: int | None = key(
         None, "the same after every N steps of an epoch or an evaluation, instead of after log_interval seconds", positive
+    )
+    log_color: Literal["auto", "always", "never"] = key(
+        "auto",
+        "colors of warnings and of the best epoch on stdout; auto: on a terminal, unless the environment has NO_COLOR; option "
+        "--color",
     )
     log_batch_size: bool = key(
         False, "log with the steps the number of sequences in rank 0's batch and the length of the longest one in frames"
@@ -98,6 +112,8 @@ class LogKeys(Section):
         return []
 
 
+NO_ENVIRONMENT: Mapping[str, str] = {}
+
 # The levels of `logging` for the verbosities 0 to 5.
 LEVELS = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.INFO - 5, 5: logging.DEBUG}
 
@@ -105,6 +121,16 @@ LEVELS = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.
 def write(level: int, message: str) -> None:
     """Log a message that is shown if `log_verbosity` is at least `level` (1 to 5)."""
     LOGGER.log(LEVELS[level], message)
+
+
+def row(level: int, message: str, indent: int = 4, good: str = "") -> None:
+    """Log a line of several parts, separated by `BETWEEN`: one line in a file, as many as needed on a terminal.
+
+    Args:
+        indent: the columns before the second line and those after it.
+        good: the words in it that are green where there are colors.
+    """
+    LOGGER.log(LEVELS[level], message, extra={"indent": indent, "good": good})
 
 
 def result(message: str) -> None:
@@ -132,8 +158,13 @@ def debug(message: str) -> None:
     write(5, message)
 
 
-def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> None:
+def open_log(
+    keys: LogKeys, rank: int, size: int, process: Process = OWN, environment: Mapping[str, str] = NO_ENVIRONMENT
+) -> None:
     """Open the log's targets: stdout, or the program's logging, and commands on rank 0, and files on every rank.
+
+    Args:
+        environment: may have NO_COLOR, and the kind of the terminal, TERM.
 
     Raises:
         ConfigError: a file is not writable.
@@ -151,7 +182,7 @@ def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> Non
         if target.startswith("|") or target == SCREEN:
             if rank:
                 continue
-            handler = Command(target[1:]) if target != SCREEN else Screen() if program is None else program
+            handler = Command(target[1:]) if target != SCREEN else open_screen(keys, environment) if program is None else program
         else:
             path = rank_file(Path(target.replace("$date", time.strftime("%Y-%m-%d-%H-%M-%S"))), rank, size)
             try:
@@ -205,12 +236,66 @@ class ToProgram(logging.Handler):
 
 
 class Screen(logging.Handler):
-    """Writes to the current `sys.stdout`, which the progress bar replaces while it is shown."""
+    """Writes to the current `sys.stdout`, which the progress bar replaces while it is shown.
+
+    Args:
+        terminal: where that is; rows are no wider. None: no terminal.
+        has_colors: whether warnings and what is good have colors.
+    """
+
+    def __init__(self, terminal: Terminal | None = None, has_colors: bool = False) -> None:
+        super().__init__()
+        self._terminal = terminal
+        self._has_colors = has_colors
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # the terminal was closed
             sys.stdout.write(f"{self.format(record)}\n")
             sys.stdout.flush()
+
+    def format(self, record: logging.LogRecord) -> str:
+        text, indent, good = super().format(record), getattr(record, "indent", None), getattr(record, "good", "")
+        if self._terminal is not None and indent is not None:
+            text = "\n".join(wrap(text, self._terminal.columns, indent))
+        if self._has_colors and record.levelno == LEVELS[2]:
+            return f"{YELLOW}{text}{PLAIN}"
+        return text.replace(good, f"{GREEN}{good}{PLAIN}") if self._has_colors and good else text
+
+
+def open_screen(keys: LogKeys, environment: Mapping[str, str]) -> Screen:
+    """The handler for stdout."""
+    window = terminal_of(sys.stdout)
+    suits_colors = window is not None and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+    has_colors = keys.log_color == "always" or (keys.log_color == "auto" and suits_colors)
+    return Screen(None if window is None else Terminal(sys.stdout, window), has_colors)
+
+
+ENDS_OF_LINES = ((r" \| ", BETWEEN), ("  ", "  "), ("(?<=,) ", " "))
+"""Where a row may be cut, coarse to fine: a pattern, and what stands there where the row goes on."""
+
+
+def wrap(row: str, width: int, indent: int, ends: Sequence[tuple[str, str]] = ENDS_OF_LINES) -> list[str]:
+    """The lines of a row in a terminal. Only a part that is itself too long is cut, at double spaces, and then after commas.
+
+    >>> for line in wrap("epoch 1  train ce 2.31 | dev ce 2.40  fer 0.51 | eval ce 2.38  fer 0.50", 48, 9):
+    ...     print(line)
+    epoch 1  train ce 2.31 | dev ce 2.40  fer 0.51
+             eval ce 2.38  fer 0.50
+    >>> for line in wrap("goodput: 41.7% of 0:00:44; lost: start 3.7 s, restarts 20.8 s, the rest 0.9 s", 48, 4):
+    ...     print(line)
+    goodput: 41.7% of 0:00:44; lost: start 3.7 s,
+        restarts 20.8 s, the rest 0.9 s
+    """
+    [(pattern, separator), *finer] = ends
+    start = len(row) - len(row.lstrip())
+    lines: list[str] = []
+    for part in re.split(pattern, row[start:]):
+        if lines and len(lines[-1]) + len(separator) + len(part.rstrip()) <= width:
+            lines[-1] += separator + part
+            continue
+        line = " " * (indent if lines else start) + part
+        lines += wrap(line, width, indent, finer) if finer and len(line.rstrip()) > width else [line]
+    return [line.rstrip() for line in lines]
 
 
 class Command(logging.Handler):
@@ -327,12 +412,16 @@ def terminal_of(stream: IO[str]) -> int | None:
 
     Open MPI gives every rank a pseudo-terminal and forwards its output to that of mpirun. Only mpirun's file descriptors show
     whether that is a terminal, and its current width: the rank's pseudo-terminal keeps the size it had at the start, or has none.
+    From version 5 on, Open MPI forwards whole lines only, so that a bar would not be seen until it is complete: no terminal.
     """
     if not stream.isatty():
         return None
     own, parent = stream.fileno(), f"/proc/{os.getppid()}"
     with suppress(OSError):
-        if Path(parent, "comm").read_text().startswith(MPIRUN):
+        name = Path(parent, "comm").read_text().strip()
+        if name == MPIRUN_OF_OPEN_MPI_5:
+            return None
+        if name.startswith(MPIRUN):
             window = os.open(f"{parent}/fd/{own}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
             if os.isatty(window) and os.get_terminal_size(window).columns:
                 return window
@@ -366,10 +455,10 @@ class Terminal:
         bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is outdated
         return bar
 
-    @property
-    def bar_format(self) -> str:
-        """tqdm's format. In a terminal with few columns, the losses take the space of the bar."""
-        return BAR if self.columns >= WIDE else NARROW
+    def bar_format(self, share: float) -> str:
+        """tqdm's format, with the share that is done, from 0 to 1. In a terminal with few columns, the losses take the space of
+        the bar."""
+        return (BAR if self.columns >= WIDE else NARROW).replace(SHARE, f"{share:4.0%}")
 
     @property
     def columns(self) -> int:

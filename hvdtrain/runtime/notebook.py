@@ -37,10 +37,13 @@ class Notebook:
     """
 
     columns = 120
-    bar_format = None
 
     def __init__(self, tqdm: Any) -> None:
         self._tqdm = tqdm
+
+    def bar_format(self, share: float) -> str:
+        """tqdm's format, with the share that is done, from 0 to 1."""
+        return f"{{desc}}: {share:4.0%}|{{bar}}{{r_bar}}"
 
     def bar(self, **options: Any) -> Any:
         """A tqdm bar; rates are means. Unlike in a terminal, it stays, like everything that a cell prints."""

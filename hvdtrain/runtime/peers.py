@@ -78,7 +78,9 @@ class Process:
                 os.kill(self.pid, number)
 
 
-MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+MPIRUN_OF_OPEN_MPI_5 = "prterun"
+
+MPIRUN = ("mpirun", "mpiexec", "orterun", MPIRUN_OF_OPEN_MPI_5)
 
 DAEMONS = (*MPIRUN, "orted", "prted")
 """The programs that start the ranks of Open MPI. They wait forever for a lost host that they take for a running one."""

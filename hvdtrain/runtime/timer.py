@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ class Timer:
         self.clock = clock
         self.seconds: dict[str, float] = {}
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None  # a profiler's, around every span
+        self._taken: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
 
@@ -72,7 +73,12 @@ class Timer:
     def take(self) -> dict[str, float]:
         """Return the seconds by name since the last call, and reset them."""
         taken, self.seconds = self.seconds, {}
+        self._taken = _added(self._taken, taken)
         return taken
+
+    def total(self) -> dict[str, float]:
+        """All seconds by name so far, taken or not."""
+        return _added(self._taken, self.seconds)
 
     def _switch(self) -> None:
         """Count the time since the last switch under the innermost open name."""
@@ -81,6 +87,10 @@ class Timer:
             name = self._open[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
+
+
+def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
 
 
 class CpuClock:
@@ -101,7 +111,7 @@ class CpuClock:
         self._taken += seconds
         return seconds
 
-    def known(self) -> float:
+    def known_seconds(self) -> float:
         """All seconds so far, without those of an open span."""
         return self._taken + self._timer.seconds.get("step", 0.0)
 

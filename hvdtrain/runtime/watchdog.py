@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -31,6 +32,9 @@ WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "
 
 SECONDS_TO_END = 1.0
 """How long a process may take to exit once its connections are closed. Launchers end the other ranks soon after."""
+
+SECONDS_FOR_STACKS = 0.5
+"""How long silent processes have to print their stacks before they are killed."""
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
@@ -56,7 +60,8 @@ class Patience:
     """How long a rank may make no progress, by phase.
 
     The first interval of a phase counts only until the second one is known, as frameworks compile in it. Planning is an
-    exception: it compiles nothing, and its first interval, the plan of the training data, is often the longest one.
+    exception: it compiles nothing, and its first interval, the plan of the training data, is often the longest one. Finishing is
+    another one: mostly it takes no time at all, and many minutes if a disk is slow once.
 
     Args:
         fixed: the seconds to allow instead in all phases but the first two, which are not bound by the time of a step.
@@ -74,6 +79,10 @@ class Patience:
     >>> patience.learn("planning", 10.0)
     >>> patience.seconds("planning")
     200.0
+    >>> for _ in range(2):
+    ...     patience.learn("finishing", 0.0)
+    >>> patience.seconds("finishing")
+    1800.0
     """
 
     fixed: float | None = None
@@ -82,6 +91,8 @@ class Patience:
 
     def learn(self, phase: Phase, seconds: float) -> None:
         """Record an interval between two signs of progress."""
+        if phase == "finishing":
+            return
         if phase in self._first or phase == "planning":
             self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
         else:
@@ -115,6 +126,10 @@ class Watchdog:
         heartbeats: connects it to the watchdogs of the other ranks; None: this rank is watched alone.
         ending: how the processes exit.
         owns_process: print the stacks of this process when it crashes, and do not wait for the thread to end.
+
+    Attributes:
+        record: called before the job is ended, on the rank that decides so, with the reason, and whether another rank that has
+            ended is the cause. It must neither raise nor block.
     """
 
     def __init__(
@@ -126,6 +141,7 @@ class Watchdog:
         owns_process: bool = True,
     ) -> None:
         self._owns_process = owns_process
+        self.record: Callable[[str, bool], object] = lambda why, is_consequence: None
         self._has_work = heartbeats is not None or timeout != math.inf
         self._ending = ending
         self._patience = Patience(timeout)
@@ -144,6 +160,7 @@ class Watchdog:
         self._last_sent = -math.inf
         self._reported_at: float | None = None
         self._has_printed_stacks = False
+        self._has_recorded = False
 
     def beat(self, activity: str, phase: Phase = "start-up") -> None:
         """Reset the timeout, and record what the process is about to do, for messages."""
@@ -233,19 +250,26 @@ class Watchdog:
             self._reported_at = time.monotonic()
             if decides and (text := self._heartbeats.describe(diagnosis, own)) is not None:
                 _print(text)
-            self._heartbeats.request_stacks(diagnosis.silent)
         ends = diagnosis.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
         if self._rank in diagnosis.hanging and not self._has_printed_stacks:
             self._has_printed_stacks = True
             _print(f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:")
             _print(_stacks())
+        has_work = bool(diagnosis.gone) and not has_waited_long(own)
+        if decides and ends and not has_work and not self._has_recorded and not self._done.is_set():
+            self._has_recorded = True  # before the others end: their launcher may then end this process
+            hangs = f"rank {self._rank} hangs: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}"
+            self.record(self._heartbeats.describe(diagnosis, own) or hangs, bool(diagnosis.gone))
         if decides:
             self._heartbeats.broadcast(replace(diagnosis, ends=ends))
-        if diagnosis.gone and not has_waited_long(own):  # this rank still has work to do
+        if has_work:
             return
         if ends and not self._done.is_set():
             if self._rank in diagnosis.hanging:
                 os._exit(self._ending.hung)
+            # Not before: faulthandler reads the frames of threads that may run, which can crash a process.
+            if self._heartbeats.request_stacks(diagnosis.silent):
+                self._done.wait(SECONDS_FOR_STACKS)
             self._heartbeats.kill(diagnosis.silent)
             # The launcher reports the first rank that exits: let that be one that hangs. A rank that has disconnected exits at
             # once.

@@ -39,7 +39,7 @@ def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], m
         return None
     name, best = measure.name(history), measure.best(history, keys.early_stopping_min_difference)
     patience = keys.early_stopping_patience
-    if name is None or _passed(history, history[0] if best is None else best) < patience:
+    if name is None or _num_since(history, history[0] if best is None else best) < patience:
         return None
     if best is None:
         return f"{name} was not a number in any of {len(history)} epochs, early_stopping_patience is {patience}"
@@ -47,7 +47,7 @@ def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], m
     return f"{name} was best after {at} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"
 
 
-def _passed(history: Sequence[EpochRecord], since: EpochRecord) -> int:
+def _num_since(history: Sequence[EpochRecord], since: EpochRecord) -> int:
     """How many epochs, or evaluations if some are within epochs, there were after a record."""
     if all(record.at_step is None for record in history):
         return history[-1].epoch - since.epoch

@@ -187,7 +187,7 @@ def error_key(
     found = next((name for one in wanted for name in (one, f"{one}_output") if name in names), None)
     if found is not None or (wanted and FALLBACK not in wanted):
         return found
-    if losses and (name := _minimized(names, losses)) is not None:
+    if losses and (name := _minimized_score(names, losses)) is not None:
         return name
     names = [name for name in names if is_higher_better(name, higher) or not implies_higher_is_better(base_of(name))] or names
     candidates = ["dev_score", "dev_score_output"]
@@ -198,7 +198,7 @@ def error_key(
     return next((name for name in candidates if name in names), None)
 
 
-def _minimized(names: Sequence[str], losses: Mapping[str, float]) -> str | None:
+def _minimized_score(names: Sequence[str], losses: Mapping[str, float]) -> str | None:
     """The score of the minimized loss, or of the sum of several."""
     datasets = {name.partition("_loss_")[0] for name in names if "_loss_" in name}
     for dataset in sorted(datasets, key=lambda dataset: (dataset != "dev", dataset == "train", dataset)):

@@ -1,4 +1,4 @@
-"""The log lines before a training begins, and the record of its start."""
+"""The log lines before a training begins and after its end, and the record of its start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hvdtrain.data.feed import batch_lines, feed_lines
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
-from hvdtrain.report.json_lines import as_json, table, write_summary
-from hvdtrain.report.runs import Start, append_start
+from hvdtrain.report.commit import commit_of
+from hvdtrain.report.json_lines import as_json, layer_rows, write_summary
+from hvdtrain.report.rows import end_row
+from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.training.limits import TrainingLimits
+from hvdtrain.training.session import Session
 from hvdtrain.version import __version__
 
 Host = tuple[str, str]
@@ -31,19 +33,20 @@ def gather_hosts(session: Session) -> list[Host]:
 
 def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts: list[Host]) -> None:
     """Collective. Log what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
-    log_ranks(settings, session.comm.size, hosts)
+    level = 4 if limits.are_reached(session.progress) else 3  # what is not about to happen is of less interest
+    log_ranks(settings, session.comm.size, hosts, level)
     log_data(settings, session)
-    log_model(settings, session.learner)
+    log_model(settings, session.learner, level)
     if session.comm.size > 1:
         log_exchange(settings, session)
-    log_prospects(settings, session.progress, limits)
+    log_prospects(settings, session.progress, limits, level)
 
 
-def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
+def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> None:
     """Log where the ranks run, and warn of problems with the way in which they were started."""
     started = launch.launch()
-    where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
-    log.detail(f"hvdtrain {__version__}, {settings.run.backend}: {size} rank{'s' if size > 1 else ''}, {where}")
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    log.write(level, f"hvdtrain {__version__}, {settings.run.backend}: {ranks}, {hosts_text(hosts)}")
     if settings.reduce.use_horovod and started.launcher is None:
         log.warning("use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
@@ -71,10 +74,11 @@ def log_data(settings: Settings, session: Session) -> None:
         log.write(level, line)
 
 
-def log_model(settings: Settings, learner: Learner) -> None:
+def log_model(settings: Settings, learner: Learner, level: int) -> None:
     """Log the size of the model, and how it is updated."""
     dtype = settings.precision.precision().dtype
-    log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
+    computes = "" if dtype == "float32" else f", computes in {dtype} where it can"
+    log.write(level, f"model: {learner.num_parameters} parameters{computes}")
     if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_emulates_bfloat16():
         log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (steps := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
@@ -95,17 +99,37 @@ def log_exchange(settings: Settings, session: Session) -> None:
         log.detail(f"every rank goes through all data in its own order: an epoch is {size} passes")
 
 
-def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits) -> None:
-    """Log from which epoch a restart goes on, how the best epoch is selected, and whether all epochs are done."""
+def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits, level: int) -> None:
+    """Log from where training continues, and a restart; how the best epoch is selected; and whether all epochs are done."""
+    if progress.start:
+        log.write(level, progress.start)
     may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
     if may_restart and limits.save_steps is None and limits.save_minutes is None:
-        log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
-    log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
+        log.write(
+            level, "a restart continues from the last finished epoch that was saved; save_interval_minutes or _steps loses less"
+        )
+    log.write(level, f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
         early = limits.ends_early(progress)
         # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
-        level = 3 if settings.process.is_own else 2
-        log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
+        log.write(
+            3 if settings.process.is_own else 2,
+            f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.",
+        )
+
+
+def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
+    """Log the time of the whole training, the best epoch and its file, and the command that shows more.
+
+    Args:
+        num_epochs: the number of epochs that this start finished.
+    """
+    folder = Path(settings.run.model).parent
+    best = session.best.summary(session.best.records(session.progress)) if session.comm.rank == 0 else None
+    total = session.goodput.spent().seconds if num_epochs else None
+    words, of_best = end_row(total, best, str(folder), report_command(folder) if settings.process.is_own else None)
+    if words:
+        log.row(3, words, good=of_best)
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
@@ -115,15 +139,20 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
         ConfigError: it cannot be written.
     """
     in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
-    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
+    first, size = session.progress.epoch + 1, session.learner.num_parameters
     folder = Path(settings.run.model).parent
+    place = (settings.files[0] if settings.files else folder).absolute().parent
+    commit = commit_of(place) if session.comm.rank == 0 else ""
+    start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)
 
     def note() -> None:
         append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)
-        for line in table(summary):
+        for line in layer_rows(layer for layer in summary["layers"] if layer["name"] and "." not in layer["name"]):
             log.debug(line)
+        if summary["num_trainable"] != summary["num_parameters"]:
+            log.debug(f"{summary['num_trainable']:,} of the parameters are trained")
 
     on_rank_zero(session.comm, note, name="note_start")
     return start

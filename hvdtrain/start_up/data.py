@@ -18,7 +18,7 @@ from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.batch_keys import COST, BatchKeys
-from hvdtrain.data.plan.chunk_keys import keys_of
+from hvdtrain.data.plan.chunk_keys import ChunkKeys, keys_of, parse_context
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.remote import is_remote
@@ -61,9 +61,8 @@ def copy_data(
         return Copies()
     folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
 
-    def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
-        copies = Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
-        return socket.gethostname(), copies
+    def work(progress: Callable[[int], None]) -> Copies:
+        return Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
 
     last_line = time.monotonic()
 
@@ -77,8 +76,9 @@ def copy_data(
     if folder is not None:
         log.detail(f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
         at_the_end.callback(folder.close)
-    (_, copies), everywhere = run_with_heartbeat(comm, work, report, name="copy_data")
+    copies = run_with_heartbeat(comm, work, report, name="copy_data")
     if folder is not None:
+        everywhere = comm.gather(copies.report(socket.gethostname()), name="copies")
         for level, line in copy_lines(keys.cache_dir or "", everywhere):
             log.write(level, line)
     return copies
@@ -214,24 +214,26 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
         size: the number of ranks.
     """
     is_training, dataset = spec is settings.train, feed.dataset
+    chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
     batch_keys = settings.batch.of_each_of(size)
     made = replace(
         feed,
         order_keys=spec.order,
         batch_keys=batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
-        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+        chunks=None if dataset.has_fixed_order else cut(dataset.lengths, chunk_keys),
     )
     if dataset.has_fixed_order:
-        _check_fixed_order(made, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
+        _check_fixed_order(made, chunk_keys)
     return made
 
 
-def _check_fixed_order(feed: Feed, chunked: bool) -> None:
+def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
     """Refuse keys that change the order or need fixed lengths, for a dataset with a fixed order. Raises: DataError."""
     is_returnns = feed.dataset.window is None
     given = {
-        "chunking": chunked,
+        "chunking": parse_chunking(chunk_keys.chunking) is not None,
+        "context_window": parse_context(chunk_keys.context_window) is not None,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
         "online_shuffle_batches": bool(feed.batch_keys.shuffle_window),

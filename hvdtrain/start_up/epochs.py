@@ -21,9 +21,9 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.returnn_layer.translate import translate_names
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.session import Epochs
 from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text
 from hvdtrain.start_up.data import check_limits, open_datasets, with_keys
+from hvdtrain.training.session import Epochs
 
 KEYS_OF_CONFIG = "the values of the config again"
 
@@ -41,11 +41,27 @@ class EqualEpochs:
 
 
 @dataclass(frozen=True)
+class EpochKeys:
+    """The keys of an epoch that have another value than in the config.
+
+    Attributes:
+        given: as the config's function or the model gives them.
+        settings: those of the epoch.
+        values: of these keys in the settings.
+    """
+
+    epoch: int
+    given: Mapping[str, Any]
+    settings: Settings
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class OpenDataset:
     """A dataset of one epoch or more that is not the config's.
 
     Attributes:
-        value: what `keys_of_epoch` returned.
+        value: of its key in that epoch.
     """
 
     value: Any
@@ -57,27 +73,29 @@ class ChangingEpochs:
 
     Args:
         settings: of the config.
+        name: where the keys come from.
         given: returns the keys of an epoch and their values.
     """
 
     def __init__(
-        self, settings: Settings, comm: Communicator, watchdog: Watchdog, given: Callable[[int], Mapping[str, Any]]
+        self, settings: Settings, comm: Communicator, watchdog: Watchdog, name: str, given: Callable[[int], Mapping[str, Any]]
     ) -> None:
         self._settings = settings
         self._comm = comm
         self._watchdog = watchdog
+        self._name = name
         self._given = given
-        self._latest: tuple[int, Mapping[str, Any], Settings] = 0, {}, settings
+        self._latest = EpochKeys(0, {}, settings, {})
         self._noted: Mapping[str, str] = {}  # as text, the keys in the log
         self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
         self._opened: dict[str, OpenDataset] = {}
 
     def keys(self, epoch: int) -> Mapping[str, Any]:
-        given, settings = self._of(epoch)
-        return {name: value_of(settings, name) for name in given}
+        return self._of(epoch).values
 
     def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
-        given, settings = self._of(epoch)
+        found = self._of(epoch)
+        given, settings = found.given, found.settings
         specs = {spec.name: spec for spec in settings.datasets}
 
         def configure() -> list[Feed]:
@@ -94,10 +112,10 @@ class ChangingEpochs:
         for opened in self._opened.values():
             opened.feed.dataset.close()
 
-    def _of(self, epoch: int) -> tuple[Mapping[str, Any], Settings]:
-        """The given keys of an epoch, and the settings with them. Collective where the epoch is not that of the last call."""
-        if self._latest[0] != epoch:
-            where = f"keys_of_epoch(epoch={epoch})"
+    def _of(self, epoch: int) -> EpochKeys:
+        """Collective where the epoch is not that of the last call."""
+        if self._latest.epoch != epoch:
+            where = f"{self._name}(epoch={epoch})"
 
             def work() -> tuple[Mapping[str, Any], Settings]:
                 given = translate_names(self._given(epoch))
@@ -105,14 +123,13 @@ class ChangingEpochs:
 
             given, settings = together(self._comm, work, name="keys_of_epoch")
             texts = {name: value_text(value) for name, value in given.items()}
-            hint = "every rank calls keys_of_epoch: does it depend on hvdtrain.rank() or the host?"
+            hint = f"every rank gets them from {self._name}: does it depend on hvdtrain.rank() or the host?"
             check_alike(self._comm, texts, of=f"{where}: ", hint=hint, name="same_keys_of_epoch")
             if texts != self._noted:
                 log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
                 self._noted = texts
-            self._latest = epoch, given, settings
-        _, given, settings = self._latest
-        return given, settings
+            self._latest = EpochKeys(epoch, given, settings, {name: value_of(settings, name) for name in given})
+        return self._latest
 
     def _feed(self, feed: Feed, given: Mapping[str, Any], settings: Settings, spec: DatasetSpec) -> Feed:
         """One dataset with the keys of an epoch. Raises: DataError."""
@@ -135,7 +152,7 @@ class ChangingEpochs:
             if missing:
                 raise DataError(
                     f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
-                    f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from keys_of_epoch"
+                    f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from {self._name}"
                 )
         return opened.feed
 
@@ -161,7 +178,7 @@ def open_epochs(settings: Settings, comm: Communicator, learner: Learner, watchd
     if function is None and of_learner is None:
         return EqualEpochs()
 
-    def given(epoch: int) -> Mapping[str, Any]:
+    def keys_of(epoch: int) -> Mapping[str, Any]:
         found = {} if function is None else function(epoch=epoch)
         if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
             raise ConfigError(
@@ -169,7 +186,7 @@ def open_epochs(settings: Settings, comm: Communicator, learner: Learner, watchd
             )
         return {**(found or {}), **({} if of_learner is None else of_learner(epoch))}
 
-    epochs = ChangingEpochs(settings, comm, watchdog, given)
+    epochs = ChangingEpochs(settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of)
     if not settings.process.is_own:  # else the process ends
         at_the_end.callback(epochs.close)
     return epochs

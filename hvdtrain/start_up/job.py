@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,8 +14,9 @@ from typing import Literal
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
+from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
 from hvdtrain.checkpoint.lock import lock_model
-from hvdtrain.checkpoint.mirror import Mirror, fetch_newest
+from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
@@ -32,19 +33,26 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.running_average import RunningAverage
+from hvdtrain.learner.state_base import StateBase
+from hvdtrain.report.ends import append_hang, record_end
+from hvdtrain.returnn_layer.networks import with_our_names
 from hvdtrain.runtime import log
+from hvdtrain.runtime.goodput import Goodput
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log
 from hvdtrain.runtime.peers import print_through_mpirun
+from hvdtrain.runtime.relays import Layout
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import open_communicator, threads
+from hvdtrain.training.best_start import BestStart
+from hvdtrain.training.session import Session
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
 """The purpose of a job: train; train a few batches and write nothing; evaluate, forward or export a trained model; load it
@@ -117,7 +125,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
     if purpose != "measure":
-        together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
+        together(
+            comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process, launch.environment()), name="open_log"
+        )
         for message in (*settings.warnings, *settings.misplaced_keys):
             log.warning(message)
         for message in settings.notes:
@@ -127,7 +137,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose == "train":
         lock = lock_model(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
-    watchdog = watched.enter_context(_watchdog(settings, purpose, comm))
+    watchdog = _watch(settings, purpose, comm, watched)
     if comm.rank == 0:
         # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
         interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
@@ -145,6 +155,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     checkpoints = checkpoint_folder(settings)
     checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
+    averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
+    local = local_disk(settings, checkpoints)
     saver = Saver(
         comm,
         learner.state,
@@ -152,14 +164,16 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         checkpoints,
         feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
-        averages=Averages(parse_averages(settings.saving.average_checkpoints), settings.measure),
-        background=_background(settings, stack),
+        averages=averages,
+        background=_background(settings, learner.state, stack),
         best=best,
+        local=local,
     )
     progress = Progress()
-    _fetch_checkpoint(settings, purpose, comm, checkpoints)
+    _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
     if purpose in ("train", "dry_run"):
         progress = _resume(settings, comm, saver, checkpoints, learner)
+        _fetch_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -171,7 +185,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
     epochs = open_epochs(settings, comm, learner, watchdog, stack)
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs)
+    rule = settings.last_best.rule if purpose == "train" else None
+    best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
+    goodput = Goodput(timer)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
 
 
 def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
@@ -180,6 +197,8 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    if isinstance(settings.learner.get_model, NetworkSource):
+        progress.history = with_our_names(progress.history)  # learning_rate_file may have others
     if state.base_hash is not None:
         together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:
@@ -188,8 +207,8 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     return progress
 
 
-def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
-    """Collective. The watchdog of this rank, connected to those of the other ranks."""
+def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:
+    """Collective. Start the watchdog of this rank, connected to those of the other ranks, and record how a training ends."""
     # Measurements have deadlines. A single rank in a program's process blocks no other one, and may be paused in a debugger.
     is_unwatched = purpose == "measure" or (
         comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None
@@ -199,19 +218,26 @@ def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watch
     if comm.size > 1 and purpose != "measure":
         heartbeats = exchange_contacts(
             comm.rank,
-            names_of_this_host() if comm.rank == 0 else (),
+            names_of_this_host() if Layout.of(comm.size).is_hub(comm.rank) else (),
             lambda value: comm.gather(value, name="watchdog"),
             together=launcher.restarts != "lost ranks",
             restarts=launcher.restarts == "all ranks",
         )
     ending = Ending(launcher.hung_status, launcher.peer_status, launcher.outlives)
-    return Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
+    watchdog = Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
+    stack.enter_context(watchdog)
+    if purpose == "train":
+        folder = Path(settings.run.model).parent
+        watchdog.record = partial(append_hang, folder, comm.rank)
+        stack.enter_context(record_end(folder, comm.rank))
+    return watchdog
 
 
-def _background(settings: Settings, stack: ExitStack) -> ThreadPoolExecutor | None:
-    """The thread that writes checkpoints, if the config asks for it."""
-    if not settings.saving.save_in_background:
+def _background(settings: Settings, state: StateBase, stack: ExitStack) -> ThreadPoolExecutor | None:
+    """The thread that writes or copies checkpoints, if the config asks for it."""
+    if not settings.saving.save_in_background and settings.saving.checkpoint_local is None:
         return None
+    stack.callback(state.close)  # after the thread, which is the next callback
     background = ThreadPoolExecutor(1, "saving")
     stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the interpreter waits for it at exit
     return background
@@ -279,7 +305,7 @@ def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, upd
     check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
     if settings.learner.extra_models:
         hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
-        check_alike(comm, learner.state.other_checksums, of="extra_models: ", hint=hint, name="extra_models")
+        check_alike(comm, learner.state.other_checksums(), of="extra_models: ", hint=hint, name="extra_models")
 
 
 def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
@@ -295,11 +321,40 @@ def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
 
 
-def _fetch_checkpoint(settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder) -> None:
-    """Collective. Fetch the newest checkpoint from `checkpoint_mirror`, unless the job starts with another model."""
+def local_disk(settings: Settings, checkpoints: CheckpointFolder) -> LocalDisk | None:
+    """Where checkpoints are written first, if not to the model's folder."""
+    saving = settings.saving
+    if saving.checkpoint_local is None:
+        return None
+    prefix = local_prefix(saving.checkpoint_local, Path(settings.run.model))
+    disk = folder_of(FRAMEWORKS[settings.run.backend], prefix, saving.checkpoint_format)
+    return LocalDisk(disk, checkpoints, is_awaited=not saving.save_in_background)
+
+
+def _fetch_checkpoint(
+    settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder, local: LocalDisk | None
+) -> None:
+    """Collective. Fetch the newest checkpoint from `checkpoint_local`, if a training continues from it, and from
+    `checkpoint_mirror`, unless the job starts with another model."""
+    if settings.start.start_epoch != "auto" or settings.start.load is not None or purpose == "measure":
+        return
+    if purpose == "train":
+        copy_newest(comm, checkpoints, local)
     mirror = mirror_of(settings)
-    if mirror is not None and settings.start.start_epoch == "auto" and settings.start.load is None and purpose != "measure":
+    if mirror is not None:
         fetch_newest(comm, checkpoints, mirror)
+
+
+def _fetch_models(
+    settings: Settings,
+    comm: Communicator,
+    checkpoints: CheckpointFolder,
+    needed: Callable[[Collection[tuple[int, float]]], Collection[tuple[int, float]]],
+) -> None:
+    """Collective. Fetch from `checkpoint_mirror` what averages may need, and the best model within an epoch."""
+    mirror = mirror_of(settings)
+    if mirror is not None and (settings.saving.average_checkpoints or settings.evaluation.serves("best_model")):
+        fetch_models(comm, checkpoints, mirror, needed)
 
 
 def mirror_of(settings: Settings) -> Mirror | None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
-from hvdtrain.learner.steps import rounds_per_update
+from hvdtrain.learner.steps import RoundsPerUpdate, rounds_per_update
 from hvdtrain.runtime import log
 from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
 from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
-from hvdtrain.session import Epochs
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
+from hvdtrain.training.session import Epochs
 
 ACCUMULATION = "accum_grad_multiple_step"
 
@@ -25,13 +26,12 @@ def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
     stops_within = settings.evaluation.serves("early_stopping")
     of_config = rounds_per_update(settings.accumulation)
 
-    def rounds(epoch: int, epoch_continuous: float, step: int) -> int:
+    @lru_cache(maxsize=1)
+    def rounds_of(epoch: int) -> RoundsPerUpdate:
         keys = epochs.keys(epoch)
         if ACCUMULATION not in keys:
-            return of_config(epoch, epoch_continuous, step)
-        return rounds_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))(
-            epoch, epoch_continuous, step
-        )
+            return of_config
+        return rounds_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))
 
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
@@ -44,7 +44,7 @@ def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
         evaluation_steps=settings.evaluation.eval_interval_steps,
         evaluation_minutes=settings.evaluation.eval_interval_minutes,
         may_end_within=stops_within,
-        rounds_per_update=rounds,
+        rounds_per_update=lambda epoch, epoch_continuous, step: rounds_of(epoch)(epoch, epoch_continuous, step),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 

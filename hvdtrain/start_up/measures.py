@@ -23,14 +23,14 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
     The names of scores are known once an epoch was evaluated.
 
     Args:
-        is_saved: whether training can go on after the last epoch with other keys.
+        is_saved: whether training can continue after the last epoch with other keys.
     """
     problems = missing_scores(history, measures_of(settings), settings.scoring.higher_is_better, settings.origins)
     problems += wrong_directions_of(settings, history)
     if not problems:
         return None
     if is_saved:
-        saved = f"(epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
+        saved = f"(epoch {history[-1].epoch} is saved: with other keys, the same command continues after it)"
         problems[-1] = Problem.of(problems[-1].rule, f"{problems[-1]} {saved}")
     return ConfigError(problems).on_all_ranks()
 

@@ -9,9 +9,9 @@ import numpy
 
 from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import plan_together
+from hvdtrain.training.session import Session
 
 
 def in_overfit_folder(settings: Settings) -> Settings:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, use_communicator
 from hvdtrain.errors import HvdtrainError, LaunchError
-from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
 from hvdtrain.settings import Settings
 
 
@@ -33,8 +33,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
         inside = peer_failures()  # TensorFlow's graphs contain collectives that are not called through `comm`
         stays = not settings.process.is_own
-        binding = FRAMEWORKS[settings.run.backend].horovod or settings.run.backend
-        comm = open_horovod(binding, settings.reduce.horovod_timeline, stays)
+        binding, in_sets = library_of(settings.run.backend), settings.reduce.group is not None
+        comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 from hvdtrain.comm.base import together
 from hvdtrain.config.source import as_function
+from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
 from hvdtrain.report.json_lines import EvaluationLines, JsonLines, StepLines
+from hvdtrain.report.metrics_file import MetricsFile
+from hvdtrain.report.rows import BEST, cost_row, epoch_name, epoch_seconds, score_row, seconds_left
 from hvdtrain.report.runs import Start
-from hvdtrain.report.services import RunDescription, Status, config_values, git_state
+from hvdtrain.report.services import RunDescription, config_values, git_state
 from hvdtrain.report.steps import Reporters
 from hvdtrain.report.trackers import (
     PATIENCE,
@@ -28,8 +31,8 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
+from hvdtrain.training.session import Session
 
 
 def open_reporters(settings: Settings, session: Session) -> Reporters:
@@ -42,7 +45,7 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         current = progress.current
         steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
         best = BestReporter(session)
-        reporters: list[Reporter] = [epochs, best]
+        reporters: list[Reporter] = [epochs, Rows(session, settings.run.num_epochs), best]
         if settings.schedule.learning_rate_file is not None:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
@@ -53,6 +56,26 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         return Reporters(reporters, [steps.step, *trackers.steps], trackers.services, receivers)
 
     return together(comm, lambda: open_on_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
+
+
+class Rows:
+    """Logs two rows about every epoch: its scores, and what it took."""
+
+    def __init__(self, session: Session, num_epochs: int) -> None:
+        self._session = session
+        self._num_epochs = num_epochs
+        self._seconds: list[float] = []
+
+    def epoch(self, report: EpochReport) -> None:
+        measure, history = self._session.best.measure, self._session.best.records(self._session.progress)
+        best = measure.best(history)
+        is_best = best is not None and best.epoch == report.epoch and best.at_step is None
+        self._seconds.append(epoch_seconds(report))
+        left = seconds_left(self._seconds, self._num_epochs - report.epoch)
+        indent = len(epoch_name(report.epoch, self._num_epochs))
+        scores = score_row(report, self._num_epochs, measure.name(history), is_best)
+        log.row(1, scores, indent, good=BEST if is_best else "")
+        log.row(3, cost_row(report, left, time.time(), indent), indent)
 
 
 class BestReporter:
@@ -84,7 +107,7 @@ class BestReporter:
             if line is not None:
                 log.warning(line)
         if best is not None and name is not None and best.epoch == report.epoch and best.at_step is None:
-            log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+            log.detail(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         if not self._has_warned and (line := changed_scales_line(self._session.progress.history, measure)) is not None:
             self._has_warned = True
             log.warning(line)
@@ -114,13 +137,14 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
 def open_services(settings: Settings, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
     """The experiment trackers of the config on rank 0, which end with the block; none on the other ranks."""
     services = settings.trackers.factories if session.comm.rank == 0 else []
-    if not services:
+    metrics_file = settings.trackers.metrics_file if session.comm.rank == 0 else None
+    if not services and metrics_file is None:
         yield []
         return
     folder, progress = Path(settings.run.model).absolute().parent, session.progress
     ids = RunIds(folder)
     known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
-    git = git_state(settings.files[0].absolute().parent if settings.files else folder)
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
     trackers = []
     for number, service in enumerate(services):
         is_first = number == [other.label for other in services].index(service.label)
@@ -128,6 +152,9 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
         trackers.append(BackgroundTracker(label, service.make, partial(ids.store, label)))
         config = config_values(start.settings)
         trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
+    if metrics_file is not None:
+        trackers.append(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))))
+        trackers[-1].begin(RunDescription(folder.name, folder, None, progress.step, {}, {}, start))
     status: Status = "failed"
     try:
         yield trackers
@@ -137,7 +164,8 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
         raise
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
-        files = {} if status == "failed" else write_report_page(folder)
+        is_page_due = bool(services) and status in ("finished", "stopped")
+        files = write_report_page(folder, status) if is_page_due else {}
         for tracker in trackers:
             tracker.request_end(status, files)
         deadline = time.monotonic() + PATIENCE[status]

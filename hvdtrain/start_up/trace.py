@@ -10,8 +10,8 @@ from pathlib import Path
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
+from hvdtrain.training.session import Session
 from hvdtrain.training.trace import Profile, RankProfiler, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
 
 

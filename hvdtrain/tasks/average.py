@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, make_rule, select, shortfall
-from hvdtrain.checkpoint.averages import average_contents, check_target, make_average, write_model_file
+from hvdtrain.checkpoint.averages import average_contents, check_target, make_average, with_statistics, write_model_file
 from hvdtrain.checkpoint.folder import CheckpointFolder, remove_path
 from hvdtrain.checkpoint.progress import BEST
 from hvdtrain.checkpoint.stored import read_progress
@@ -228,7 +228,8 @@ def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Seq
             settings = replace(settings, start=replace(settings.start, load=str(plain), load_epoch=None, preload_from_files={}))
             with open_session(settings, "statistics", comm) as session:
                 epoch = max(1, session.progress.epoch)
-                layers = recompute_statistics(comm, session.learner, session.watchdog, session.feeds[0], epoch)
+                [train, *_] = session.epochs.feeds(session.feeds, epoch)
+                layers = recompute_statistics(comm, session.learner, session.watchdog, train, epoch)
                 if not layers:
                     raise CheckpointError(
                         "--recompute-statistics: expected a model with BatchNorm layers, got none (leave the option out)"
@@ -244,5 +245,4 @@ def _rewrite(written: Written, state: StateBase, backend: str) -> None:
     """Write a file's contents with the model's present tensors."""
     framework = FRAMEWORKS[backend]
     contents = framework.model_files.read_model(written.file)
-    average = {**contents["average"], "recomputed_statistics": True}
-    write_model_file(written.target, {**contents, "model": state.model_tensors(), "average": average}, framework)
+    write_model_file(written.target, with_statistics(contents, state.model_tensors()), framework)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, together_with_message
 from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.costs import costs_of
@@ -18,12 +18,12 @@ from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session, writing_nothing
 from hvdtrain.start_up.limits import open_limits
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.tasks.tasks import Rounds, trainer
+from hvdtrain.training.session import Session
 
 PRECISION = 0.02
 """The search ends when a limit fits and one that is larger by this share does not."""
@@ -83,7 +83,6 @@ class Search:
         given = {name: getattr(limits, name) for name in ("batch_size", "packed_batch_size", "max_seqs")}
         [(name, value), *_] = [(name, value) for name, value in given.items() if value is not None]
         self._limit = Limit(name, value)
-        self._tried = ""  # the largest batch of the last trial, in words
 
     def train_once(self, settings: Settings) -> None:
         """Collective. Train on the smallest batches, so that the optimizer has its state, which takes memory, too."""
@@ -97,19 +96,18 @@ class Search:
     def run(self) -> list[str]:
         """Collective. Lines about the result. Raises: DataError, if a single sequence does not fit."""
         low = self._smallest()
-        if not self._fits(low):
+        fits, fitting = self._try(low)
+        if not fits:
             raise DataError(
-                f"{self._limit.name}: expected memory for single sequences, got too little for {self._tried} (set "
+                f"{self._limit.name}: expected memory for single sequences, got too little for {fitting} (set "
                 "max_seq_length, or chunking)"
             ).on_all_ranks()
-        fitting = self._tried
         high: int | None = None
         number = max(low, self._limit.number)
         while high is None or high - low > max(1, int(low * PRECISION)):
-            if number > low and self._fits(number):
-                low, fitting = number, self._tried
-            elif number > low:
-                high = number
+            if number > low:
+                fits, largest = self._try(number)
+                low, high, fitting = (number, high, largest) if fits else (low, number, fitting)
             if high is None and self._is_whole(low):
                 return [f"find batch size: {self._limit.name} = {self._limit.at(low)} fits, {fitting}; no other batch is larger"]
             number = 2 * low if high is None else (low + high) // 2
@@ -138,20 +136,23 @@ class Search:
     def _with(self, number: int) -> Feed:
         return replace(self._feed, batch_keys=replace(self._feed.batch_keys, **{self._limit.name: self._limit.at(number)}))
 
-    def _fits(self, number: int) -> bool:
-        """Collective. Whether every rank can compute the largest batches under a limit, and that with the longest sequence."""
+    def _try(self, number: int) -> tuple[bool, str]:
+        """Collective. Whether every rank can compute the largest batch under a limit, and that with the longest sequence; and the
+        largest batch in words.
+        """
         self._session.watchdog.beat(f"trying {self._limit.name} = {number}")
         feed = self._with(number)
 
-        def attempt() -> bool:
+        def attempt() -> tuple[str, bool]:
             plan = feed.plan(self._epoch)
             rounds = Rounds(plan, feed.lengths_in(self._epoch), 1)
             largest = rounds.largest()
-            self._tried = rounds.describe(largest[0])
             with feed.read([plan.batch(batch) for batch in largest], self._epoch, self._session.learner.staging) as batches:
-                return all(self._session.learner.try_batch(batch) for batch in batches if batch.if_any)
+                fits = all(self._session.learner.try_batch(batch) for batch in batches if batch.if_any)
+            return rounds.describe(largest[0]), fits
 
-        return all(self._comm.gather(together(self._comm, attempt, name="try_batch"), name="fits"))
+        largest, everywhere = together_with_message(self._comm, attempt, name="try_batch")
+        return all(everywhere), largest
 
     def _is_whole(self, number: int) -> bool:
         """Whether a larger limit would not make the batches larger."""

@@ -21,13 +21,13 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import silence
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
 from hvdtrain.start_up.job import open_session, writing_nothing
 from hvdtrain.start_up.limits import open_limits
 from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.limits import Rates, TrainingLimits
+from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
 
 FEWEST = 10

@@ -10,12 +10,12 @@ from pathlib import Path
 from hvdtrain.checkpoint.folder import remove_path
 from hvdtrain.cli import exit_status
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.data.feed import naming
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Exported
+from hvdtrain.learner.base import Exported, StepCost
 from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings, read_settings, with_datasets
+from hvdtrain.start_up.flops import first_batch
 from hvdtrain.start_up.job import open_session, writing_nothing
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
@@ -27,15 +27,33 @@ def summarize(settings: Settings) -> None:
     with open_session(settings, "dry_run") as session:
         epoch = session.progress.epoch + 1
         # An evaluated dataset if there is one: evaluation may need data keys that train does not have.
-        feed = session.epochs.feeds(session.feeds, epoch)[:2][-1]
-        share = feed.share(plan_together(session.comm, feed, epoch))[:1]
+        train, *evaluated = session.epochs.feeds(session.feeds, epoch)
+        feed = (evaluated or [train])[0]
+        plan = plan_together(session.comm, feed, epoch)
         shapes: OutputShapes = {}
-        with feed.read(share, epoch, session.learner.staging) as batches:
-            for batch in filter(None, (batch.if_any for batch in batches)):
-                with naming(batch, feed.source):
-                    shapes = session.learner.output_shapes(batch)
+        with first_batch(session, feed, plan, epoch) as batch:
+            if batch is not None:
+                shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):
             log.result(line)
+        plan = plan if feed is train else plan_together(session.comm, train, epoch)
+        with first_batch(session, train, plan, epoch) as batch:
+            cost = None if batch is None else session.learner.step_cost(batch)
+            if batch is not None and cost is not None:
+                log.result(_cost_line(cost, len(batch.indices), session.learner.device_name))
+
+
+def _cost_line(cost: StepCost, num_sequences: int, device: str) -> str:
+    """How far a step is from what the device can do.
+
+    >>> _cost_line(StepCost(12_000_000_000, 0.5, 60e9, "float32"), 20, "CPU").partition("which is ")[2]
+    '40% of the 60 GFLOP/s that a product of float32 matrices reaches on this CPU'
+    """
+    flops, peak = (f"{value / 1e9:.3g} GFLOP" for value in (cost.flops, cost.peak))
+    return (
+        f"training step of {num_sequences} sequences: {flops} forward and backward in {cost.seconds:.3f} s, which is "
+        f"{cost.share:.0%} of the {peak}/s that a product of {cost.dtype} matrices reaches on this {device}"
+    )
 
 
 USAGE = "python -m hvdtrain export CONFIG [CONFIG ...] [--epoch N] [--out FOLDER] [++KEY VALUE ...]"

@@ -36,7 +36,6 @@ from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
-from hvdtrain.session import Session
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
 from hvdtrain.start_up.job import checkpoint_folder, open_session, writing_nothing
@@ -49,6 +48,7 @@ from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.limits import TrainingLimits
+from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 SECONDS = 10.0
@@ -58,12 +58,16 @@ FEWEST, MOST = 4, 50
 """The limits of the number of measured steps."""
 
 
-def evaluate_all(settings: Settings) -> dict[str, float]:
-    """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError."""
+def evaluate_all(settings: Settings, comm: Communicator | None = None) -> dict[str, float]:
+    """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError.
+
+    Args:
+        comm: ranks that are connected already; None: connect them as the config says.
+    """
     if not settings.evaluations:
         raise ConfigError.of("missing", "task: expected dev, eval or eval_datasets for the task eval, got none of them")
     with (
-        open_session(settings, "evaluate") as session,
+        open_session(settings, "evaluate", comm) as session,
         open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
     ):
         epoch = session.progress.epoch
@@ -87,17 +91,24 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
         return scores
 
 
-def forward_all(settings: Settings) -> None:
-    """Run the config's forward_step over forward_data or search_data. Raises: HvdtrainError."""
+def forward_all(settings: Settings, comm: Communicator | None = None) -> dict[str, float]:
+    """Run the config's forward_step over forward_data or search_data; return the scores of a search. Raises: HvdtrainError.
+
+    Args:
+        comm: as in `evaluate_all`.
+    """
     if settings.forward is None:
         raise ConfigError.of("missing", "forward_data: expected a dataset, got None")
-    with open_session(settings, "forward") as session:
+    with open_session(settings, "forward", comm) as session:
         began = time.perf_counter()
         [feed] = session.feeds
         epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
         keys = settings.forwarding if settings.run.task == "search" else replace(settings.forwarding, search_output_file=None)
-        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix)
+        steps, means = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix)
+        if means:
+            log.result(f"epoch {epoch} {settings.run.task}: {feed.name}: {text(means)}")
         log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
+        return means
 
 
 def clean_up_all(settings: Settings) -> None:

@@ -56,7 +56,8 @@ def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
 
 
 Entry = tuple[Usage, Usage]
-"""What a rank has used and what was planned: for all ranks or, if every rank has its own plan, for this one."""
+"""What a rank has used and what was planned: for all ranks or, if every rank has its own plan, for this one. Where ranks share a
+plan, only that of rank 0 counts, and the others do not read the whole plan to find it out."""
 
 
 class Account:
@@ -78,7 +79,9 @@ class Account:
 
     def take(self, position: int) -> Entry:
         """What was used and planned since the last call. `position`: the number of batches that are done now."""
-        entry = self._used, usage_of_plan(self._feed, self._plan, self._position, position)
+        counts_plan = self._feed.rank == 0 or self._feed.distribution != "shard"
+        planned = usage_of_plan(self._feed, self._plan, self._position, position) if counts_plan else Usage()
+        entry = self._used, planned
         self._used, self._position = Usage(), position
         return entry
 

@@ -9,11 +9,12 @@ exchange runs while they compute.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 
@@ -85,23 +86,69 @@ def completed_share(
     done = plan.done
     if feed.distribution != "shard" and comm.size > 1:
         rounds = max(comm.gather(plan.num_batches, name="rounds"))
-        done_by_rank = plan.done[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
+        done_by_rank = done[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
         [sums] = all_reduce(comm, [tensor(done_by_rank.tolist())], "sum", name="completed")  # the same rate on all ranks
         done = numpy.asarray(sums)
 
-    def completed(position: int) -> float:
+    def share_done(position: int) -> float:
         return float(done[min(position, len(done) - 1)]) / float(done[-1]) if done[-1] else 0.0
 
-    return completed
+    return share_done
 
 
-UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
+UNCHANGED_KEYS = "continue with the same data and the same keys for batches"
+
+
+class RanksInStep(Sequence[bool]):
+    """By rank, whether it has a batch in a step. It costs the same whatever the number of ranks."""
+
+    def __init__(self, by_rank: Sequence[int], step: int, ranks: int) -> None:
+        self._by_rank = by_rank
+        self._step = step
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._by_rank[rank] > self._step
+
+    def count(self, value: Any) -> int:
+        return self._ranks if value else len(self) - self._ranks
+
+
+class BatchCounts:
+    """How many batches the ranks have left of an epoch. Questions about a step cost the same whatever the number of ranks.
+
+    >>> counts = BatchCounts([2, 1, 2])
+    >>> counts.most, [counts.ranks_in(step) for step in range(3)]
+    (2, [3, 2, 0])
+    >>> list(counts.in_step(1)), counts.in_step(1).count(True)
+    ([True, False, True], 2)
+    """
+
+    def __init__(self, by_rank: Iterable[int]) -> None:
+        self._by_rank = tuple(by_rank)
+        self._ascending = sorted(self._by_rank)
+
+    @property
+    def most(self) -> int:
+        """The largest number of a rank."""
+        return self._ascending[-1]
+
+    def ranks_in(self, step: int) -> int:
+        """The number of ranks that have a batch in a step, counted from 0."""
+        return len(self._ascending) - bisect_right(self._ascending, step)
+
+    def in_step(self, step: int) -> RanksInStep:
+        """By rank, whether it has a batch in a step."""
+        return RanksInStep(self._by_rank, step, self.ranks_in(step))
 
 
 def agree_on_batches(
     comm: Communicator, feed: Feed, plan: Plan, num_left: int, current: EpochProgress, file: Path | None
-) -> list[int]:
-    """Collective. The number of batches that each rank has left of an epoch; stores what identifies the plan in its progress.
+) -> BatchCounts:
+    """Collective. How many batches the ranks have left of an epoch; stores what identifies the plan in its progress.
 
     Args:
         num_left: the number of this rank.
@@ -128,7 +175,7 @@ def agree_on_batches(
     if error is not None:
         raise error.on_all_ranks()
     current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
-    return [count for count, _, _ in answers]
+    return BatchCounts(count for count, _, _ in answers)
 
 
 def _different_plans_error(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:
@@ -146,8 +193,8 @@ def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping
     """The error if an epoch cannot resume with the batches it began with, and the reason if it is known."""
     changed = changed_since(current.order_version, feed.order_keys, current.epoch)
     differing = differences(current.made_from, plan_inputs)
-    same = "go on with what was expected" if differing else UNCHANGED_KEYS
-    why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else same
+    same = "continue with what was expected" if differing else UNCHANGED_KEYS
+    why = f"{changed}: continue with the version of hvdtrain that wrote the checkpoint" if changed else same
     return CheckpointError(
         f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them"
         f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
@@ -168,7 +215,7 @@ long that the watchdog would take the others for hung. More frequent exchanges w
 
 def vote_interval(reducer: Reducer) -> float:
     """The seconds between two exchanges of a training."""
-    return INTERVAL if reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
+    return INTERVAL if reducer.gradients.keeps_ranks_alike else LOCAL_UPDATES_INTERVAL
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,24 @@ from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.learner.base import Meter
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import Reducer, Traffic
 from hvdtrain.report.epoch import EpochReport, EvaluationReport
-from hvdtrain.report.steps import StepNumbers, work_counter
+from hvdtrain.report.steps import StepNumbers, StepRecord, peak_memory, work_counter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
 from hvdtrain.schedule.measure import divergence_lines
+from hvdtrain.training.agreement import completed_share, plan_together
+from hvdtrain.training.flops import FlopRate
+from hvdtrain.training.limits import Rates
+from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepReport
 
 
 @dataclass(frozen=True)
 class TrainingEpoch:
-    """An epoch that begins or goes on.
+    """An epoch that begins or continues.
 
     Attributes:
         plan: all of its batches.
@@ -57,6 +61,22 @@ class TrainingEpoch:
         return self.current.epoch - 1 + self.share
 
 
+def plan_epoch(session: Session, feed: Feed, rates: Rates, current: EpochProgress) -> TrainingEpoch:
+    """Collective. Plan an epoch that begins or is resumed, and choose its learning rate and, where it begins, its model."""
+    number, step, watchdog = current.epoch, session.progress.step, session.watchdog
+    if session.best_start is not None and not current.fingerprints:  # it begins
+        session.best_start.load(number, session.progress)
+    planned = rates.of_epoch(number, session.progress)
+    learning_rate = planned if current.learning_rate is None else current.learning_rate
+    watchdog.beat(f"epoch {number}, planning", "planning")
+    plan = plan_together(session.comm, feed, number)
+    watchdog.beat(f"epoch {number}, before its steps", "between")
+    completed = completed_share(session.comm, feed, plan, session.learner.numbers)
+    effective = rates.of_step(step, number - 1 + completed(current.position), learning_rate)
+    log.detail(f"start epoch {number} global train step {step} with effective learning rate {effective:.6g} ...")
+    return TrainingEpoch(plan, current, completed, planned, effective, seconds_before=current.elapsed)
+
+
 class EpochClock:
     """Measures the seconds of an epoch, and the syncs and bytes of its exchange.
 
@@ -69,7 +89,7 @@ class EpochClock:
         self._reducer = reducer
         self._begun = self._counted_until = time.perf_counter()
         self._counted_sync = 0.0  # seconds of parameter averaging
-        self._counted_traffic = (0, 0)  # syncs and bytes
+        self._counted_traffic = Traffic()
 
     def begin(self) -> None:
         """Begin or resume an epoch."""
@@ -83,10 +103,11 @@ class EpochClock:
 
     def count(self, current: EpochProgress) -> None:
         """Add the seconds, syncs and bytes since the last call to the epoch's."""
-        syncs, sent = self._reducer.traffic
-        current.syncs += syncs - self._counted_traffic[0]
-        current.sent += sent - self._counted_traffic[1]
-        self._counted_traffic = syncs, sent
+        traffic, counted = self._reducer.traffic, self._counted_traffic
+        current.syncs += traffic.syncs - counted.syncs
+        current.sent += traffic.sent - counted.sent
+        current.sent_between_groups += traffic.between_groups - counted.between_groups
+        self._counted_traffic = traffic
         now = time.perf_counter()
         current.elapsed += now - self._counted_until
         self._counted_until = now
@@ -120,9 +141,9 @@ class StepListener:
         current = epoch.current
         numbers.begin(work_counter(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among), current.position)
 
-    def __call__(self, report: StepReport, scores: Mapping[str, float]) -> None:
+    def __call__(self, report: StepReport, scores: Mapping[str, float]) -> StepRecord:
         current = self._epoch.current
-        self._numbers.step(
+        return self._numbers.step(
             epoch=current.epoch,
             step=report.number,
             global_step=current.first_step + report.number,
@@ -137,8 +158,7 @@ class StepListener:
 def epoch_report(
     epoch: TrainingEpoch,
     feed: Feed,
-    meter: Meter,
-    step: int,
+    session: Session,
     scores: Mapping[str, float],
     losses: Mapping[str, float],
     seconds: list[Mapping[str, float]],
@@ -146,13 +166,14 @@ def epoch_report(
     """The results of an epoch that was trained and evaluated.
 
     Args:
-        step: steps done in the whole training.
         losses: the losses that are minimized, each with its scale.
         seconds: the seconds of every rank, by activity.
     """
-    current, rates = epoch.current, epoch.current.rates
-    order = epoch.plan.order[: epoch.plan.bounds[min(current.position, epoch.plan.num_batches)]] if current.ended_by else None
+    current, rates, step = epoch.current, epoch.current.rates, session.progress.step
+    end = min(current.position, epoch.plan.num_batches)
+    order = epoch.plan.order[: epoch.plan.bounds[end]] if current.ended_by else None
     last_rate = rates.last if rates.updates else epoch.learning_rate
+    columns = feed.lengths_in(current.epoch) if session.comm.rank == 0 else {}  # only rank 0 shows the speed
     return EpochReport(
         epoch=current.epoch,
         steps=step - current.first_step,
@@ -164,16 +185,27 @@ def epoch_report(
         scores=scores,
         padding=feed.padding(epoch.plan, current.epoch),
         seconds=seconds,
-        loss_scale=meter.loss_scale,
+        loss_scale=session.learner.meter.loss_scale,
         syncs=current.syncs,
         sent=current.sent,
+        sent_between_groups=current.sent_between_groups,
         seconds_before=epoch.seconds_before,
         learning_rates=rates.summary(),
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
         splits=current.splits,
         broken=current.left_out or None,
+        goodput=session.goodput.entries(),
+        flops=None if session.flops is None else flops_of(session.flops, epoch, feed, step),
+        num_frames={name: epoch.plan.num_frames(column, 0, end) for name, column in columns.items()},
+        memory=peak_memory(session.learner.meter),
     )
+
+
+def flops_of(rate: FlopRate, epoch: TrainingEpoch, feed: Feed, step: int) -> Mapping[str, float]:
+    """The floating-point operations of an epoch that ended with a step of the whole training."""
+    current = epoch.current
+    return rate.of_epoch(feed, epoch.plan, current.epoch, current.position, step - current.first_step, current.elapsed)
 
 
 def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: float) -> EvaluationReport:
@@ -191,14 +223,20 @@ def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: f
     )
 
 
+def log_training(report: EpochReport) -> None:
+    """Log what is known before the epoch is saved."""
+    for level, line in report.training_lines():
+        log.write(level, line)
+
+
 def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[EpochRecord], initial: Mapping[str, float]) -> None:
-    """Log the results of an epoch, and a warning if its losses have exploded.
+    """Log the scores of an epoch, and a warning if its losses have exploded.
 
     Args:
         datasets: the names of the evaluated datasets.
         initial: the losses and errors of the epoch's first batch.
     """
-    for level, line in report.lines(datasets):
+    for level, line in report.score_lines(datasets):
         log.write(level, line)
     for line in divergence_lines(history, name_scores("train", initial), report.learning_rate):
         log.warning(line)

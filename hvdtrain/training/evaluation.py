@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 import numpy
@@ -10,7 +11,7 @@ import numpy
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, naming
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, first_few
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
@@ -70,7 +71,7 @@ def evaluate(
             step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()
     step_log.end()
-    own = buffer.take_all(), account.take(plan.num_batches), feed.broken.take()
+    own = buffer.take_all().compact(), account.take(plan.num_batches), feed.broken.take()
     gathered = comm.gather(own, name=f"scores.{feed.name}")
     account.check(f"evaluation of epoch {epoch}", [entry for _, entry, _ in gathered])
     for line in feed.broken.merge([broken for *_, broken in gathered]):
@@ -86,45 +87,63 @@ def evaluate(
         if scores.counts()[name] and not isfinite(mean):
             log.warning(
                 f"{feed.name}: {name} is {mean} in epoch {epoch}: an epoch without a number never counts as the best "
-                "(training goes on)"
+                "(training continues)"
             )
     return means
 
 
-NOT_FINITE_HEAD = (
-    "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False continues nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps skips such updates):"
+NOT_FINITE_HINT = (
+    "stop_on_nonfinite_train_score = False continues nevertheless; num_allowed_consec_invalid_gradient_steps skips such updates"
 )
 
 MAX_LISTED = 3
 """How many of a rank's losses are listed, and of the sequences behind each: after the first one, all others tend to be broken."""
 
+MAX_NAMES = 5
+"""The most names that a list shows, and the most losses of all ranks."""
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A loss that is not finite: its step, what it is and why, and all that is known, in words."""
+
+    step: int
+    verdict: str
+    text: str
+
 
 def not_finite_error(
     comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int
 ) -> TrainingError:
-    """Collective. The error with what every rank found.
+    """Collective. The error with what every rank found: first the verdict on the first of these losses, then all.
 
     Args:
         first_step: the number of steps of the whole training before the epoch.
     """
 
-    def lines() -> list[str]:
-        return [_line(loss, dataset, epoch, first_step) for loss in found[:MAX_LISTED]]
+    def findings() -> list[_Finding]:
+        return [_finding(loss, dataset, epoch, first_step) for loss in found[:MAX_LISTED]]
 
-    by_rank = comm.gather(together(comm, lines, name="not_finite_tags"), name="not_finite")
-    all_lines = [f"rank {rank}: {line}" for rank, rank_lines in enumerate(by_rank) for line in rank_lines]
-    return TrainingError("\n  ".join([NOT_FINITE_HEAD, *all_lines])).on_all_ranks()
+    by_rank = comm.gather(together(comm, findings, name="not_finite_tags"), name="not_finite")
+    all_found = [(rank, finding) for rank, of_rank in enumerate(by_rank) for finding in of_rank]
+    all_found.sort(key=lambda pair: pair[1].step)
+    lines = [f"rank {rank}: {finding.text}" for rank, finding in all_found]
+    if len(lines) > MAX_NAMES:
+        lines[MAX_NAMES:] = [f"and {len(lines) - MAX_NAMES} more"]
+    first_rank, first = all_found[0]
+    head = f"train_step: expected finite losses, got {first.verdict}, on rank {first_rank}"
+    return TrainingError("\n  ".join([head, *lines, NOT_FINITE_HINT])).on_all_ranks()
 
 
-def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:
-    sequences = ", ".join(dataset.tags(one.indices))
+def _finding(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> _Finding:
     inputs = _broken_inputs(dataset.at_epoch(epoch), one.indices)
-    broken = ", ".join(one.parameters) or f"none, so {'its input' if inputs else 'the loss itself'} is the cause"
-    return (
-        f"{one.loss} = {one.value} in step {one.step - first_step} of epoch {epoch}, sequences {sequences}; "
-        f"{inputs or 'its input is finite'}; parameters that are not finite: {broken}"
-    )
+    cause = "its input" if inputs else "the loss itself"
+    what = f"{one.loss} = {one.value} in step {one.step - first_step} of epoch {epoch}"
+    why = f"{len(one.parameters)} parameters are not finite" if one.parameters else f"{cause} is the cause"
+    tags = first_few(dataset.tags(one.indices), MAX_NAMES)
+    broken = first_few(one.parameters, MAX_NAMES) or f"none, so {cause} is the cause"
+    text = f"{what}, sequences {tags}; {inputs or 'its input is finite'}; parameters that are not finite: {broken}"
+    return _Finding(one.step, f"{what}: {why}", text)
 
 
 def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:

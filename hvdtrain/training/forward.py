@@ -16,6 +16,7 @@ from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
+from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
@@ -56,8 +57,9 @@ class Spool:
 
 def forward(
     comm: Communicator, learner: Learner, watchdog: Watchdog, feed: Feed, epoch: int, keys: ForwardKeys, spool_prefix: Path
-) -> int:
-    """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps.
+) -> tuple[int, dict[str, float]]:
+    """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps, and the exact
+    means of the losses and errors that the learner computes with the outputs.
 
     Each rank collects its outputs in a temporary file next to `spool_prefix`; rank 0 passes them on when all are complete.
 
@@ -89,9 +91,11 @@ def forward(
                 stop_vote.step(StopRequests)
         stop_vote.finish()
         spool.close()
-        gathered = comm.gather((spool.path, spool.places, account.take(plan.num_batches)), name="spools")
+        gathered = comm.gather(
+            (spool.path, spool.places, learner.meter.take_scores(), account.take(plan.num_batches)), name="spools"
+        )
         account.check("forward", [used for *_, used in gathered])
-        spools = [(path, places) for path, places, _ in gathered]
+        spools = [(path, places) for path, places, *_ in gathered]
         total = sum(len(places) for _, places in spools)
         done = 0
         with closing(_hand_on(feed, spools, callback, keys.output_file, searched)) as work:
@@ -104,7 +108,7 @@ def forward(
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)
-    return len(share)
+    return len(share), Scores.merge(scores for *_, scores, _ in gathered).means()
 
 
 def _check(keys: ForwardKeys) -> None:

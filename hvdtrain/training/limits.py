@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.errors import HvdtrainError
@@ -32,10 +33,11 @@ class TrainingLimits:
 
     Attributes:
         num_epochs: the last epoch.
-        ends_early: why training ends, given its progress; None: it goes on.
+        ends_early: why training ends, given its progress; None: it continues.
         save_epochs: save after every N epochs, and after the last one.
         save_steps: also save within an epoch, after every N steps of the whole training; None: do not.
-        save_minutes: also save within an epoch, when the last checkpoint is this many minutes old; None: do not.
+        save_minutes: also save within an epoch, when the last checkpoint is this many minutes old; "auto": when that loses least;
+            None: do not.
         evaluation_steps, evaluation_minutes: the same for evaluations within an epoch.
         may_end_within: whether an evaluation within an epoch may end the epoch, and with it the training.
         rounds_per_update: returns the number of steps whose gradients an update adds up.
@@ -47,7 +49,7 @@ class TrainingLimits:
     ends_early: Callable[[Progress], str | None] = lambda _: None
     save_epochs: int = 1
     save_steps: int | None = None
-    save_minutes: float | None = None
+    save_minutes: float | Literal["auto"] | None = None
     evaluation_steps: int | None = None
     evaluation_minutes: float | None = None
     may_end_within: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.checkpoint.progress import EpochProgress
+from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.training.agreement import StopRequests
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.save_policy import Interval, SavePolicy
@@ -36,3 +37,13 @@ class RankRequests:
         """Why this rank wants to stop; None: it does not."""
         asked = self._training.wants_stop
         return self._interrupt.reason or (None if asked is None else f"a callback ({asked})")
+
+
+def stopped_by(reason: str, current: EpochProgress, step: int, status: int) -> Stopped:
+    """The error with which a training ends that was stopped, for the reason of any rank, after a step of the whole training."""
+    done = f"after step {step - current.first_step}" + (", in the evaluation" if current.trained else "")
+    return Stopped(
+        f"stopped by {reason} in epoch {current.epoch} {done}; the same command continues from there",
+        status,
+        repeatable=reason != "SIGTERM",  # torchrun sends it before it restarts the ranks
+    )

@@ -15,7 +15,7 @@ class Interval:
 
     Args:
         steps: after every N steps of the whole training; None: not after certain steps.
-        minutes: when it was last done so long ago; None: not by the clock.
+        minutes: when it was last done so long ago, or a function that returns this; None: not by the clock.
         step: the number of steps of the whole training so far.
         has_clock: whether this rank measures the age.
     """
@@ -23,7 +23,7 @@ class Interval:
     def __init__(
         self,
         steps: int | None,
-        minutes: float | None,
+        minutes: float | Callable[[], float] | None,
         step: int,
         has_clock: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -45,7 +45,9 @@ class Interval:
     def should_request(self) -> bool:
         """Whether this rank should request it. True only once each time, as it takes another two exchanges until it is done."""
         minutes = self._minutes
-        if minutes is None or not self._has_clock or self._has_requested or self._clock() - self._done_at < 60 * minutes:
+        if minutes is None or not self._has_clock or self._has_requested:
+            return False
+        if self._clock() - self._done_at < 60 * (minutes() if callable(minutes) else minutes):
             return False
         self._has_requested = True
         return True
@@ -57,10 +59,23 @@ class Interval:
 
 
 class SavePolicy(Interval):
-    """Decides when to save: after which epochs and steps, and when the last checkpoint is too old."""
+    """Decides when to save: after which epochs and steps, and when the last checkpoint is too old.
 
-    def __init__(self, limits: TrainingLimits, step: int, has_clock: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(limits.save_steps, limits.save_minutes, step, has_clock, clock)
+    Args:
+        best_minutes: returns the age for the limit "auto".
+    """
+
+    def __init__(
+        self,
+        limits: TrainingLimits,
+        step: int,
+        has_clock: bool,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        best_minutes: Callable[[], float],
+    ) -> None:
+        minutes = best_minutes if limits.save_minutes == "auto" else limits.save_minutes
+        super().__init__(limits.save_steps, minutes, step, has_clock, clock)
         self._epochs = limits.save_epochs
 
     def is_due_after_epoch(self, epoch: int, is_last: bool) -> bool:

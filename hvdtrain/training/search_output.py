@@ -26,7 +26,7 @@ USUAL_LABELS = ("classes", "targets")
 """The data keys whose labels are used if several have labels."""
 
 LONG_DICT = 40
-"""RETURNN writes an entry of a dict on a line of its own from this number of characters on."""
+"""RETURNN writes an entry of a dict on a separate line from this number of characters on."""
 
 
 class SearchWriter:
@@ -76,7 +76,7 @@ class SearchWriter:
                 if failed is None:
                     os.replace(self._unfinished, self._path)
         except DataError:
-            if failed is None:  # otherwise the first error is the one to tell
+            if failed is None:  # otherwise the first error is the one to report
                 raise
         finally:
             self._unfinished.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def _hypotheses(name: str, outputs: Mapping[str, Array]) -> tuple[Array | None, 
 
 
 def _scores(name: str, outputs: Mapping[str, Array], beam: int) -> list[float]:
-    """The scores of the hypotheses, with the digits of their own precision."""
+    """The scores of the hypotheses, with the digits that their precision has."""
     names = (f"beam_scores_{name}", "beam_scores", "scores")
     found = next((outputs[one] for one in names if one in outputs), None)
     if found is None or found.shape != (beam,):

@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
+from hvdtrain.report.rows import progress_parts
+from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
-from hvdtrain.runtime.log import EVERY, SCREEN, LogKeys, Terminal, open_terminal
+from hvdtrain.runtime.log import BETWEEN, EVERY, SCREEN, LogKeys, Terminal, open_terminal
 from hvdtrain.runtime.notebook import Notebook, is_notebook, open_notebook
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.scores import Scores, text
@@ -102,13 +104,53 @@ def memory_usage(report: StepReport) -> list[str]:
     return [] if peak is None else [f"mem_usage:cuda {size_text(peak)}"]
 
 
-Listener = Callable[[StepReport, Mapping[str, float]], None]
-"""Called with a logged step (or the last one) and the mean losses since the previous call."""
+Listener = Callable[[StepReport, Mapping[str, float]], StepRecord | None]
+"""Called with a logged step (or the last one) and the mean losses since the previous call. Returns what it recorded."""
 
 Field = Callable[[StepReport], list[str]]
 
 FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
 """Additional fields of a line about a step, in this order, by the key that enables them."""
+
+
+SELDOM = 600.0
+"""Seconds after which a line about a step is shown at level 3 as well, so that a long epoch does not look like a hang."""
+
+
+@dataclass
+class _Progress:
+    """The progress of an epoch's training or of an evaluation.
+
+    Attributes:
+        what, short: what it is, for a line and for the bar.
+        num_steps: the number of steps that remained when it began.
+        elapsed: seconds spent on it before, if an interrupted epoch is resumed.
+        listener: called after each line.
+        unreported: the last step, if it was not logged.
+        done: the number of steps since it began.
+        number: the number of the last step.
+        share: the share of the epoch or evaluation that is done, from 0 to 1.
+        losses: those of the last line.
+        scores: those of all lines.
+        began, reported_at, shown, drawn: when it began, when the last line was logged, when one was logged at level 3, and when
+            the bar was drawn.
+    """
+
+    what: str = ""
+    short: str = ""
+    num_steps: int = 0
+    elapsed: float = 0.0
+    listener: Listener | None = None
+    unreported: StepReport | None = None
+    done: int = 0
+    number: int = 0
+    share: float = 0.0
+    losses: str = ""
+    scores: Scores = field(default_factory=Scores)
+    began: float = 0.0
+    reported_at: float = 0.0
+    shown: float = 0.0
+    drawn: float = 0.0
 
 
 class StepLog:
@@ -134,6 +176,7 @@ class StepLog:
         self._fields = fields
         self._terminal = terminal
         self._bar: Any = None
+        self._progress = _Progress()
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0, listener: Listener | None = None) -> None:
         """An epoch's training or an evaluation begins.
@@ -144,77 +187,87 @@ class StepLog:
             elapsed: seconds spent on it before, if an interrupted epoch is resumed.
             listener: called after each line, and once more by `finish`.
         """
-        self._listener = listener
-        self._unreported: StepReport | None = None
-        self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
-        self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
-        self._rounds, self._elapsed = rounds, elapsed
-        self._done = self._number = 0
-        self._losses = ""
-        self._began = self._reported_at = self._drawn = time.perf_counter()
+        what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
+        short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
+        now = time.perf_counter()
+        self._progress = _Progress(what, short, rounds, elapsed, listener, began=now, reported_at=now, shown=now, drawn=now)
 
     def step(self, report: StepReport) -> None:
         """Count a step, and log it or draw the bar if that is due."""
-        now = time.perf_counter()
-        self._done += 1
-        self._number = report.number
-        is_due = now - self._reported_at >= self._interval if self._every is None else report.number % self._every == 0
-        self._unreported = None if is_due or self._listener is None else report
-        draw = self._terminal is not None and now - self._drawn >= EVERY
-        if not is_due and not draw:
-            return
-        per_step = (now - self._began) / self._done
+        now, progress = time.perf_counter(), self._progress
+        progress.done += 1
+        progress.number, progress.share = report.number, report.complete
+        is_due = now - progress.reported_at >= self._interval if self._every is None else report.number % self._every == 0
+        progress.unreported = None if is_due or progress.listener is None else report
         if is_due:
-            self._reported_at = now
-            means = report.meter.drain_ready().means()
-            self._losses = text(means)
-            elapsed = clock_text(self._elapsed + now - self._began)
-            more = [words for field in self._fields for words in field(report)]
-            parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
-            remaining = clock_text(per_step * (self._rounds - self._done))
-            log.debug(f"{_join(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
-            if self._listener is not None:
-                self._listener(report, means)
-        if draw and self._terminal is not None:
-            self._drawn = now
-            if self._bar is None:
-                before = report.number - self._done
-                total = before + self._rounds
-                form = self._terminal.bar_format
-                self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=form)
-                self._bar.start_t -= now - self._began  # the bar is created late, but its rate counts from the beginning
-            self._bar.n = report.number
-            rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
-            columns = self._terminal.columns
-            self._bar.bar_format = self._terminal.bar_format
-            self._bar.set_postfix_str("", refresh=False)
-            self._bar.set_postfix_str(fit_parts([*self._losses.split(", "), rate], columns - len(str(self._bar))))
+            self._log(report, progress, now)
+        if self._terminal is not None and now - progress.drawn >= EVERY:
+            self._draw(self._terminal, report, progress, now)
+
+    def _log(self, report: StepReport, progress: _Progress, now: float) -> None:
+        """Call the listener, and log a line: first the part that programs read, then the rest."""
+        progress.reported_at = now
+        ready = report.meter.drain_ready()
+        means = ready.means()
+        progress.losses = text(means)
+        progress.scores = Scores.merge([progress.scores, ready]).compact()
+        record = None if progress.listener is None else progress.listener(report, means)
+        per_step = (now - progress.began) / progress.done
+        elapsed = clock_text(progress.elapsed + now - progress.began)
+        more = [words for field in self._fields for words in field(report)]
+        parts = [f"{progress.what}, step {report.number}", progress.losses, *more, f"{per_step:.3f} sec/step"]
+        remaining = clock_text(per_step * (progress.num_steps - progress.done))
+        line = f"{_join([*parts, f'elapsed {elapsed}'])}, exp. remaining {remaining}, complete {report.complete:.2%}"
+        speed = None if record is None else (record.sequences_per_second, record.frames_per_second)
+        memory = None if record is None else record.memory
+        level = 3 if now - progress.shown >= SELDOM else 5
+        progress.shown = now if level == 3 else progress.shown
+        log.row(level, BETWEEN.join([line, *progress_parts(text(progress.scores.means()), speed, memory)]))
+
+    def _draw(self, terminal: Terminal | Notebook, report: StepReport, progress: _Progress, now: float) -> None:
+        """Draw the bar."""
+        progress.drawn = now
+        if self._bar is None:
+            before = report.number - progress.done
+            total = before + progress.num_steps
+            form = terminal.bar_format(report.complete)
+            self._bar = terminal.bar(desc=progress.short, total=total, initial=before, unit="step", bar_format=form)
+            self._bar.start_t -= now - progress.began  # the bar is created late, but its rate counts from the beginning
+        self._bar.n = report.number
+        rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
+        columns = terminal.columns
+        self._bar.bar_format = terminal.bar_format(report.complete)
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.set_postfix_str(fit_parts([*progress.losses.split(", "), rate], columns - len(str(self._bar))))
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside the `with` block, the log is about something else; afterwards it goes on, without the time in between."""
+        """Inside the `with` block, the log is about something else; afterwards it continues, without the time in between."""
         self.end()
-        before, began = dict(vars(self)), time.perf_counter()
+        before, began = self._progress, time.perf_counter()
         try:
             yield
         finally:
             self.end()
-            vars(self).update(before)
+            self._progress = before
             passed = time.perf_counter() - began
-            self._began += passed
-            self._reported_at += passed
+            before.began += passed
+            before.reported_at += passed
+            before.shown += passed
 
     def finish(self) -> None:
         """End after the last step, when all scores have arrived: call the listener with that step, unless it was logged."""
-        if self._unreported is not None and self._listener is not None:
-            self._listener(self._unreported, self._unreported.meter.drain_ready().means())
-        self._unreported = self._listener = None
+        progress = self._progress
+        if progress.unreported is not None and progress.listener is not None:
+            progress.listener(progress.unreported, progress.unreported.meter.drain_ready().means())
+        progress.unreported = progress.listener = None
         self.end()
 
     def end(self) -> None:
         """End the epoch's training or the evaluation: remove the bar, or in a notebook finish it."""
-        if self._bar is not None:
-            self._bar.n = self._number  # a notebook keeps the bar
+        if self._bar is not None and self._terminal is not None:
+            self._bar.n = self._progress.number  # a notebook keeps the bar
+            self._bar.bar_format = self._terminal.bar_format(self._progress.share)
             self._bar.close()
             self._bar = None
 

@@ -110,7 +110,7 @@ PROFILED_AFTER = 5
 
 
 class Profile:
-    """Profiles some steps of a rank. If that fails, it logs a warning, and training goes on.
+    """Profiles some steps of a rank. If that fails, it logs a warning, and training continues.
 
     Args:
         inner: also called for every step.

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Batch, Broken
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.training.account import Account
+from hvdtrain.training.account import Account, Entry
 from hvdtrain.training.evaluation import not_finite_error
 from hvdtrain.training.step_log import ScoreBuffer
+
+
+@dataclass(frozen=True)
+class _RankScores:
+    """What a rank tells the others at the end of an epoch and before a checkpoint, since the last time.
+
+    Attributes:
+        initial: the means of its first batch, if these are the first scores of the epoch.
+        is_broken: whether a loss that is not finite ends the training.
+        splits: the number of batches that were split.
+        broken: the number of broken sequences, and those that are new.
+    """
+
+    scores: Scores
+    initial: Mapping[str, float]
+    is_broken: bool
+    splits: int
+    broken: tuple[int, list[Broken]]
+    used: Entry
 
 
 class TrainScores:
@@ -45,7 +65,7 @@ class TrainScores:
         """Count a batch that this rank trains on, and its broken sequences. Raises: BrokenSequence, if there are too many."""
         self._account.add(batch.planned)
         self._feed.broken.add(batch.broken)
-        self._left_out += len(batch.broken)
+        self._left_out += batch.left_out
 
     def is_broken(self) -> bool:
         """Whether a loss of this rank that has arrived ends the training."""
@@ -63,18 +83,30 @@ class TrainScores:
         splits = self._learner.meter.take_splits()
         broken = self._left_out, self._feed.broken.take()
         self._left_out = 0
-        own = self.buffer.take_all(), self.is_broken(), splits, broken, self._account.take(current.position)
+        scores = self.buffer.take_all()
+        is_first = not current.scores.counts()
+        own = _RankScores(
+            scores=scores.compact(),  # a number for every step of every rank would fill the memory of each of a thousand ranks
+            initial=scores.first() if is_first else {},
+            is_broken=self.is_broken(),
+            splits=splits,
+            broken=broken,
+            used=self._account.take(current.position),
+        )
         gathered = self._comm.gather(own, name="train_scores")
-        if not current.scores.counts():
-            current.initial = Scores.merge(scores for scores, *_ in gathered).first()
-        current.scores = Scores.merge([current.scores, *(scores for scores, *_ in gathered)]).compact()
-        current.splits += sum(number for _, _, number, *_ in gathered)
-        if any(is_broken for _, is_broken, *_ in gathered):
+        if is_first:
+            initial: dict[str, float] = {}
+            for theirs in reversed(gathered):  # a loss counts on the first rank that has it
+                initial |= theirs.initial
+            current.initial = dict(sorted(initial.items()))
+        current.scores = Scores.merge([current.scores, *(theirs.scores for theirs in gathered)]).compact()
+        current.splits += sum(theirs.splits for theirs in gathered)
+        if any(theirs.is_broken for theirs in gathered):
             raise self.not_finite_error(current)
-        current.left_out += sum(left_out for *_, (left_out, _), _ in gathered)
-        for line in self._feed.broken.merge([found for *_, (_, found), _ in gathered]):
+        current.left_out += sum(theirs.broken[0] for theirs in gathered)
+        for line in self._feed.broken.merge([theirs.broken[1] for theirs in gathered]):
             log.warning(line)
-        self._account.check(f"epoch {current.epoch}", [used for *_, used in gathered])
+        self._account.check(f"epoch {current.epoch}", [theirs.used for theirs in gathered])
 
     def not_finite_error(self, current: EpochProgress) -> HvdtrainError:
         """Collective. The error with the losses of all ranks that are not finite."""

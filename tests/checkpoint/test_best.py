@@ -1,15 +1,14 @@
 """The best epoch: which score decides, what best.json says of it, and what is told if there is no such score."""
 
 import json
-import re
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
-from launching import ROOT, TOY, faults, hvdtrain, refused
+from documented import first_example
+from launching import TOY, faults, hvdtrain, refused
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.progress import BestModel, best_position
@@ -123,6 +122,8 @@ def test_the_best_models_by_a_score_that_rises_are_kept() -> None:
     rule = CleanupRule(keep_last_n=1, keep_best_n=1, keep=[], higher_is_better=["bleu"])
     assert rule.epochs_to_keep(scores, scores) == {2: ["best dev_loss_bleu"], 4: ["last"]}
     assert CleanupRule(1, 1, []).epochs_to_keep(scores, scores) == {1: ["best dev_loss_bleu"], 4: ["last"]}
+    ignoring = CleanupRule(1, 1, [], ignore_score_keys=["dev_loss_bleu"])
+    assert ignoring.epochs_to_keep(scores, scores) == {4: ["last"]}
     assert CleanupRule(1, 0).epochs_to_keep(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
 
 
@@ -264,7 +265,7 @@ def test_the_worst_epoch_is_not_the_best(corpus: Path, tmp_path: Path, capsys: p
     }.items():
         with pytest.raises(ConfigError, match=rf"{name}: .*'dev_loss_accuracy'.* whose name says") as caught:
             started(name, **{name: given})
-        assert "(epoch 1 is saved: with other keys, the same command goes on after it)" in str(caught.value.problems[0])
+        assert "(epoch 1 is saved: with other keys, the same command continues after it)" in str(caught.value.problems[0])
         assert len((tmp_path / name / "scores.jsonl").read_text().splitlines()) == 1
     with pytest.raises(ConfigError, match="cleanup_old_models: .*'dev_loss_accuracy'"):
         started("dry", dry_run, cleanup_old_models=True)
@@ -295,10 +296,9 @@ def test_several_losses_are_compared_by_their_sum(corpus: Path, tmp_path: Path) 
 
 
 def test_the_example_in_the_docs(corpus: Path, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "resuming.md").read_text()
-    [example] = re.findall(r"## The best epoch\n\n((?:    .*\n)+)", text)
+    example = first_example("resuming.md", "The best epoch")
     config = tmp_path / "config.py"
-    config.write_text(TOY.read_text() + ACCURACY + dedent(example))
+    config.write_text(TOY.read_text() + ACCURACY + example)
     given = {"corpus": corpus, "evaluated": True, "model": tmp_path / "model", "num_epochs": 9, "learning_rate": 0}
     ended = hvdtrain(config, given)
     assert ended.status == 0, ended.err

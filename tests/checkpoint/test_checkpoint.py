@@ -189,7 +189,7 @@ def test_two_optimizer_files_are_kept(tmp_path: Path) -> None:
 
 
 def test_optimizer_files_of_returnn_stay(tmp_path: Path) -> None:
-    """Its runs may go on from them; they are told by the version that RETURNN notes in them."""
+    """Its runs may continue from them; they are told by the version that RETURNN notes in them."""
     checkpoints = CheckpointFolder(tmp_path / "net")
     save(checkpoints, 1)
     torch.save({"optimizer": {}, "epoch": 1, "returnn_version": "1.20260101"}, checkpoints.at(1).optimizer_file)

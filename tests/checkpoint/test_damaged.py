@@ -1,5 +1,5 @@
 """Damaged checkpoints: flipped bits, files that do not belong together, entries that cannot be true. Each is refused with the
-file's name and with what to go on from; or the result is that of an undisturbed training."""
+file's name and with what to continue from; or the result is that of an undisturbed training."""
 
 import random
 import shutil
@@ -87,7 +87,7 @@ def test_one_flipped_bit_of_a_tensor(corpus: Path, tmp_path: Path, trained: Path
     ended = go_on(corpus, folder, **FORMATS[name])
     assert ended.status == 2, ended.out
     assert f"{file}: expected the file as it was written, got other bytes" in ended.err
-    remedy = "move model.002.* to another folder, and the same command goes on after epoch 1)"
+    remedy = "move model.002.* to another folder, and the same command continues after epoch 1)"
     assert f"({folder / f'model.001.{name}'} is whole: {remedy}" in ended.err
     for one in folder.glob("model.002.*"):
         one.rename(tmp_path / one.name)
@@ -290,7 +290,7 @@ def test_without_an_older_one(corpus: Path, tmp_path: Path, trained: Path) -> No
     (tmp_path / "pt" / OPTIMIZER).write_bytes(b"")
     ended = go_on(corpus, tmp_path / "pt")
     older = tmp_path / "pt" / "model.001.pt"
-    assert f"({older} is whole, but has no optimizer: ++start_epoch 2 ++load {older} goes on after epoch 1" in ended.err
+    assert f"({older} is whole, but has no optimizer: ++start_epoch 2 ++load {older} continues after epoch 1" in ended.err
     assert go_on(corpus, tmp_path / "pt", start_epoch=2, load=older).status == 0
     shutil.rmtree(tmp_path / "pt")
     shutil.copytree(trained / "pt", tmp_path / "pt")

@@ -106,7 +106,7 @@ def test_a_lock_that_is_deleted_is_taken_again(tmp_path: Path) -> None:
 
 
 def test_another_jobs_lock_stays(tmp_path: Path, other: "subprocess.Popen[str]", caplog: pytest.LogCaptureFixture) -> None:
-    """Where a second job was faster, the first one says so, goes on, and leaves the second one's lock alone at its end."""
+    """Where a second job was faster, the first one says so, continues, and leaves the second one's lock alone at its end."""
     path = tmp_path / "exp" / "model.lock"
     (tmp_path / "first").touch()
     guard = LockGuard(path, os.open(tmp_path / "first", os.O_RDWR), beat=0.1)

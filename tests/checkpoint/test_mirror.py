@@ -1,34 +1,19 @@
 """A mirror of checkpoints on object storage: there, too, a checkpoint is complete or absent."""
 
+import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import TOY, faults, hvdtrain
-from object_store import ObjectStore, Request, object_store
-from trainings import assert_same, saved_model
+from object_store import ObjectStore, Request
+from trainings import assert_same, read_model, saved_model
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import SavingKeys
 from hvdtrain.checkpoint.mirror import Mirror
 from hvdtrain.config.check import build
-from hvdtrain.data import remote
 from hvdtrain.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(running: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    running.clear()
-    monkeypatch.setattr(remote, "TIMEOUT", 5.0)
-    monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01))
-    return running
 
 
 def files_in(store: ObjectStore) -> set[str]:
@@ -53,7 +38,7 @@ def test_a_training_goes_on_from_its_mirror_after_its_disk_is_lost(store: Object
     second = hvdtrain(TOY, mirrored)
     assert second.status == 0, second.err
     assert "Fetched " in second.out
-    assert "model.003.pt: training goes on after epoch 3" in second.out
+    assert "model.003.pt: training continues after epoch 3" in second.out
     assert_same(saved_model(tmp_path / "first" / "model", 4), saved_model(tmp_path / "whole" / "model", 4))
     assert files_of(tmp_path / "first") == {"model.003.pt", "model.003.opt.pt", "model.004.pt", "model.004.opt.pt"}
     assert files_in(store) == files_of(tmp_path / "whole")  # the optimizer of epoch 2, which is not on the disk, is removed, too
@@ -61,6 +46,48 @@ def test_a_training_goes_on_from_its_mirror_after_its_disk_is_lost(store: Object
     assert evaluated.status == 0, evaluated.err
     assert "Loaded " in evaluated.out
     assert files_of(tmp_path / "third") == {"model.004.pt", "model.004.opt.pt"}
+
+
+WITHIN: dict[str, object] = {
+    "evaluated": True,
+    "eval_interval_steps": 6,
+    "learning_rate": 20.0,
+    "learning_rate_schedule": {"class": "constant", "num_warmup_steps": 60},
+    "optimizer": {"class": "sgd"},
+    "losses": "mean",
+    "running_average": 3,
+    "average_checkpoints": [{"best": 2}, {"last": 2}, {"running": 2}, {"steps": [6]}],
+    "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0, "keep": []},
+}
+"""The model gets worse as the learning rate rises, so that the best one is within an epoch."""
+
+
+@pytest.mark.parametrize("stop", [pytest.param("between", marks=pytest.mark.again), "within"])
+def test_averages_need_no_model_that_only_the_lost_disk_had(stop: str, store: ObjectStore, corpus: Path, tmp_path: Path) -> None:
+    """With evaluations within epochs and with cleanup; after a stop between two epochs, or within one."""
+    keys = {"corpus": corpus, "num_epochs": 3, **WITHIN}
+    whole = hvdtrain(TOY, {**keys, "model": tmp_path / "whole" / "model"})
+    assert whole.status == 0, whole.err
+    mirrored = {**keys, "model": tmp_path / "first" / "model", "checkpoint_mirror": store.url("exp")}
+    broken = {"num_epochs": 2} if stop == "between" else {"save_interval_steps": 8, "fault": "raise,0,51"}
+    first = hvdtrain(TOY, {**mirrored, **broken})
+    assert first.status == (0 if stop == "between" else 1), first.err
+    shutil.rmtree(tmp_path / "first")
+    second = hvdtrain(TOY, mirrored)
+    assert second.status == 0, second.err
+    made = {folder: json.loads((tmp_path / folder / "averages.json").read_text()) for folder in ("whole", "first")}
+    assert made["first"] == made["whole"]
+    assert [one["name"] for one in made["whole"]] == ["best-2", "last-2", "running-2", "steps-6"]
+    assert "step-" in made["whole"][0]["of"][0], "the test wants a best model within an epoch"
+    best = [json.loads((tmp_path / folder / "best.json").read_text()) for folder in ("whole", "first")]
+    assert best[0]["file"] == best[1]["file"]
+    for one in made["whole"]:
+        average = one["file"].split(".")[1]
+        assert_same(*(read_model(tmp_path / folder / f"model.{average}.pt") for folder in ("whole", "first")))
+    kept = {path.name for path in (tmp_path / "whole").glob("model.*")}
+    unneeded = {"model.002.opt.pt"} if stop == "within" else set()
+    assert {path.name for path in (tmp_path / "first").glob("model.*")} == kept - unneeded
+    assert files_in(store) == kept
 
 
 def test_an_upload_that_fails_leaves_the_checkpoint_before(store: ObjectStore, corpus: Path, tmp_path: Path) -> None:
@@ -83,7 +110,7 @@ def test_an_upload_that_fails_leaves_the_checkpoint_before(store: ObjectStore, c
     again = hvdtrain(TOY, {**keys, "num_epochs": 3})
     assert again.status == 0, again.err
     assert "Fetched " not in again.out  # the checkpoint on disk is newer
-    assert "training goes on after epoch 2" in again.out
+    assert "training continues after epoch 2" in again.out
 
 
 def test_a_checkpoint_is_fetched_whole_or_not_at_all(store: ObjectStore, tmp_path: Path) -> None:

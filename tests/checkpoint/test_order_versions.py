@@ -63,10 +63,12 @@ def test_another_laplace_within_an_epoch_is_refused_with_the_reason(tmp_path: Pa
         train(read_settings([path], {"fails": "-1"}))
     assert str(refused.value) == (
         "epoch 1: expected the batches it began with, got others after 7 of them (laplace cuts its bins as RETURNN does now; "
-        "before, the first bins were longer by one sequence: go on with the version of hvdtrain that wrote the checkpoint, or "
+        "before, the first bins were longer by one sequence: continue with the version of hvdtrain that wrote the checkpoint, or "
         "remove the checkpoint within the epoch to repeat the epoch from its beginning)"
     )
-    with pytest.raises(CheckpointError, match="got others after 7 of them: seq_ordering: random, expected laplace:4 .go on with"):
+    with pytest.raises(
+        CheckpointError, match="got others after 7 of them: seq_ordering: random, expected laplace:4 .continue with"
+    ):
         train(read_settings([path], {"fails": "-1", "train.seq_ordering": "random"}))
 
 
@@ -101,7 +103,7 @@ def test_other_batches_are_refused_with_what_differs(tmp_path: Path, changed: di
     contents = torch.load(file, weights_only=True)
     contents["within"].pop("made_from")  # as in checkpoints of before
     torch.save(contents, file)
-    with pytest.raises(CheckpointError, match="got others after 7 of them .go on with the same data and the same keys"):
+    with pytest.raises(CheckpointError, match="got others after 7 of them .continue with the same data and the same keys"):
         train(read_settings([path], {"fails": "-1", **changed}))
     train(read_settings([path], {"fails": "-1"}))
     assert (tmp_path / "model.002.pt").exists()

@@ -54,7 +54,7 @@ def entry(theirs: Path, **more: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_always_means_constant_and_not_saved(corpus: Path, theirs: Path, tmp_path: Path, ema_decay: float | None) -> None:
-    """RETURNN's meaning; the training goes on from checkpoints that lack these parameters, and other tasks load them, too."""
+    """RETURNN's meaning; the training continues from checkpoints that lack these parameters, and other tasks load them, too."""
     more = f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n"
     more += f"optimizer = {{'class': 'adamw', 'weight_decay': 0.5}}\nema_decay = {ema_decay}"
     whole = settings_of(corpus, tmp_path / "whole", more, num_epochs=3)

@@ -1,4 +1,4 @@
-"""A stopped training goes on after its last finished epoch and ends with the same weights."""
+"""A stopped training continues after its last finished epoch and ends with the same weights."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
     made = trained(trainings, run)
-    assert "training goes on after epoch 1, step 20." in made.out("second")
+    assert "training continues after epoch 1, step 20." in made.out("second")
     assert "this process was started alone" not in made.out("second")  # but by mpirun, on one rank, too
     one, other = (torch.load(made.models[name].with_name("model.003.pt"), weights_only=True) for name in ("whole", "second"))
     assert one["model"].keys() == other["model"].keys()
@@ -39,6 +39,7 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
     assert [report["epoch"] for report in made.reports("again")] == [1, 2, 3]
     assert sorted(path.name for path in made.models["again"].parent.iterdir()) == [
         "best.json",
+        "ends.jsonl",
         "model.001.pt",
         "model.002.opt.pt",
         "model.002.pt",
@@ -74,7 +75,7 @@ def test_another_optimizer_is_refused_and_a_new_one_begins_if_it_is_asked_for(co
     for other in ("SGD", "AdamW"):
         ended = hvdtrain(TOY, {**keys, "num_epochs": 2, "optimizer": {"class": other.lower()}})
         assert ended.status == 2
-        assert f"{path}: expected the state of the optimizer {other}, got that of Adam (go on with the optimizer" in ended.err
+        assert f"{path}: expected the state of the optimizer {other}, got that of Adam (continue with the optimizer" in ended.err
         assert "++fresh_optimizer 1" in ended.err
         assert "Traceback" not in ended.err
     contents = torch.load(path, weights_only=True)
@@ -86,7 +87,7 @@ def test_another_optimizer_is_refused_and_a_new_one_begins_if_it_is_asked_for(co
     fresh = {**keys, "num_epochs": 2, "optimizer": {"class": "sgd", "momentum": 0.9}, "fresh_optimizer": True}
     ended = hvdtrain(TOY, fresh)
     assert ended.status == 0, ended.err
-    assert "training goes on after epoch 1, step 1, with a new optimizer." in ended.out
+    assert "training continues after epoch 1, step 1, with a new optimizer." in ended.out
     [group] = torch.load(tmp_path / "model.002.opt.pt", weights_only=True)["optimizer"]["param_groups"]
     assert group["momentum"] == 0.9
 

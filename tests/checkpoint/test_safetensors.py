@@ -1,4 +1,4 @@
-"""Models in the format safetensors: other programs read them, and training goes on from them as from any other file."""
+"""Models in the format safetensors: other programs read them, and training continues from them as from any other file."""
 
 import importlib.util
 import json
@@ -137,8 +137,8 @@ def test_training_goes_on_from_the_newest_model_in_any_format(
     mixed = tmp_path / "mixed"
     for epochs, name in ((1, "pt"), (2, "safetensors"), (3, "pt")):
         train(settings_of(corpus, mixed, num_epochs=epochs, checkpoint_format=name))
-    assert "model.001.pt: training goes on after epoch 1" in (told := capsys.readouterr().out)
-    assert "model.002.safetensors: training goes on after epoch 2" in told
+    assert "model.001.pt: training continues after epoch 1" in (told := capsys.readouterr().out)
+    assert "model.002.safetensors: training continues after epoch 2" in told
     assert files(mixed) == ["model.001.pt", "model.002.opt.pt", "model.002.safetensors", "model.003.opt.pt", "model.003.pt"]
     ends = [torch.load(tmp_path / name / "model.003.pt", weights_only=True)["model"] for name in ("whole", "mixed")]
     assert same(*ends)
@@ -148,7 +148,7 @@ def test_training_goes_on_from_the_newest_model_in_any_format(
     # From another training: `load` without a suffix, parameters of a file, and of one that another program wrote.
     for name in ("whole", "mixed"):
         train(settings_of(corpus, tmp_path / f"after {name}", load=tmp_path / name / "model.002", num_epochs=3))
-    assert "model.002.safetensors: training goes on after epoch 2, step 4." in capsys.readouterr().out
+    assert "model.002.safetensors: training continues after epoch 2, step 4." in capsys.readouterr().out
     ends = [torch.load(tmp_path / f"after {name}" / "model.003.pt", weights_only=True)["model"] for name in ("whole", "mixed")]
     assert same(*ends)
     save_file({"weight": second["first.weight"] + 1}, tmp_path / "part.safetensors")

@@ -1,6 +1,7 @@
 """Which model a training starts from, which it keeps, and when it ends; on one rank."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -77,9 +78,10 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
     corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(corpus, tmp_path, load=trained / "model.002", num_epochs=3, optimizer={"class": "sgd"})
-    assert "model.002.pt: training goes on after epoch 2, step 4." in capsys.readouterr().out
+    assert "model.002.pt: training continues after epoch 2, step 4." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best.json",
+        "ends.jsonl",
         "model.003.opt.pt",
         "model.003.pt",
         "scores.jsonl",
@@ -191,6 +193,7 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
     run(corpus, tmp_path, num_epochs=9, cleanup_old_models=cleanup)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best.json",
+        "ends.jsonl",
         "model.003.pt",
         "model.009.opt.pt",
         "model.009.pt",
@@ -253,9 +256,11 @@ def test_a_training_that_ended_early_stays_ended(corpus: Path, tmp_path: Path, c
 def test_a_loss_that_is_no_number_ends_training_with_a_report(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         run(corpus, tmp_path, fault="nan,0,1")
-    assert "rank 0: ce = nan in step 1 of epoch 1, sequences seq-" in str(caught.value)
-    told = "; its input is finite; parameters that are not finite: none, so the loss itself is the cause"
-    assert str(caught.value).endswith(told)
+    verdict, of_rank, hint = str(caught.value).split("\n  ")
+    assert verdict.endswith("got ce = nan in step 1 of epoch 1: the loss itself is the cause, on rank 0")
+    assert of_rank.startswith("rank 0: ce = nan in step 1 of epoch 1, sequences seq-")
+    assert of_rank.endswith("; its input is finite; parameters that are not finite: none, so the loss itself is the cause")
+    assert "stop_on_nonfinite_train_score = False" in hint
     assert not list(tmp_path.glob("*.pt"))
     run(corpus, tmp_path, fault="nan,0,1", stop_on_nonfinite_train_score=False)
     assert stored(tmp_path, "001")["first.weight"].isnan().all()
@@ -272,6 +277,7 @@ def test_the_input_of_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> 
         with pytest.raises(TrainingError) as caught:
             run(tmp_path, tmp_path, part="train.hdf", max_seqs=3, **keys)
         frames = f"'data' has NaN or infinity in {lengths[17]} of {lengths[17]} frames of seq-17"
+        assert re.search(r"got ce = nan in step \d+ of epoch 1: its input is the cause, on rank 0\n", str(caught.value))
         assert f"; {frames}; parameters that are not finite: none, so its input is the cause" in str(caught.value)
 
 
@@ -287,10 +293,11 @@ def test_such_updates_are_left_out_on_request(corpus: Path, tmp_path: Path) -> N
 def test_a_write_in_the_background_that_fails_ends_training(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("hvdtrain.learner.torch.writer_process.subprocess.Popen", full)  # so that a thread writes
     with pytest.raises(CheckpointError, match=r"model.001.pt: expected to write a checkpoint, got: .*No space left"):
         run(corpus, tmp_path, save_in_background=True, num_epochs=1)
 

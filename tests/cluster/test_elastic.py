@@ -64,7 +64,7 @@ def finish(hosts: Hosts, work: Path, job: str) -> str:
 def end_host(hosts: Hosts, host: str) -> None:
     """End all processes on a host at once, as when it is restarted: none sees another one's end.
 
-    So they are stopped first, and children end before their parents: what is stopped goes on when its parent ends, and srun's
+    So they are stopped first, and children end before their parents: what is stopped continues when its parent ends, and srun's
     child would still tell Slurm to end the step.
     """
     pids = sorted(processes_on(hosts, host), key=int, reverse=True)
@@ -87,7 +87,7 @@ def processes_on(hosts: Hosts, host: str) -> list[str]:
 @pytest.mark.parametrize("how", ["restart", "cable"])
 def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str) -> None:
     """A pulled cable looks to the others as a node without power does: nothing comes from there, and its kernel does not answer
-    either. Its processes go on running.
+    either. Its processes continue running.
     """
     job = start(hosts, work)
     time.sleep(SECONDS_TO_ASK)
@@ -103,7 +103,7 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
         # Slurm's own process of the step was cut off, too, and tries now and then to report its end.
         wait_until(lambda: not hosts.processes("slurmstepd"), "the end of the step", 180)
     assert " Restarts=0 " in hosts.run(["scontrol", "show", "job", job]).out
-    assert "training goes on in epoch" in printed
+    assert "training continues in epoch" in printed
     print(f"{how}: {seconds:.1f} s to the next step")
     assert seconds < 45, printed
     assert (how == "restart") != bool(re.search(r"host2 with rank \d has not answered for \d+ s", printed)), printed
@@ -140,7 +140,7 @@ def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts
     finally:
         hosts.daemon(["slurmd"], host="host1")
     wait_until(lambda: has_begun(work / "trace", 1, 3), "a step of three ranks", 300)
-    assert "training goes on in epoch" in finish(hosts, work, job)
+    assert "training continues in epoch" in finish(hosts, work, job)
     wait_until_idle(hosts, patience=60)
 
 

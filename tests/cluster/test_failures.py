@@ -127,7 +127,7 @@ def test_a_job_is_put_back_into_the_queue_before_its_time_is_up_and_goes_on(host
     printed = (work / f"slurm-{job}.out").read_text()
     assert status == 0, printed
     assert printed.count("torch: 2 ranks, 1 on host") == 2, printed  # two runs
-    assert printed.count("training goes on ") == 1, printed
+    assert printed.count("training continues ") == 1, printed
     assert printed.count("Finished training in epoch 30.") == 1
     epochs = [json.loads(line)["epoch"] for line in (work / "exp" / "scores.jsonl").read_text().splitlines()]
     assert epochs == list(range(1, 31))

@@ -108,7 +108,7 @@ def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work:
     printed = (work / f"job-{job}.out").read_text()
     assert status == 0, printed
     assert printed.count("stopped by SIGUSR1") == 1
-    assert printed.count("training goes on") == 1  # in the second run
+    assert printed.count("training continues") == 1  # in the second run
     assert printed.count("Finished training in epoch 12.") == 1
     assert len((work / "exp" / "scores.jsonl").read_text().splitlines()) == 12
     assert " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out

@@ -1,11 +1,12 @@
 """What differs between ranks although it must not is an error, before anything is trained."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from thread_ranks import on_ranks
+from thread_ranks import ThreadCommunicator, on_ranks
 
 import hvdtrain
 from hvdtrain.comm.alike import check_alike
@@ -39,6 +40,23 @@ def test_many_differences_are_counted_and_none_is_no_error() -> None:
     assert on_ranks(2, work)[0].endswith(
         "4: expected the same on all ranks, got 0 on rank 0 and 1 on rank 1, 7 more differ (why)"
     )
+
+
+def test_what_is_the_same_is_not_sent_to_all_ranks() -> None:
+    class Counting(ThreadCommunicator):
+        def gather(self, value: Any, *, name: str) -> list[Any]:
+            sent.append(len(pickle.dumps(value)))
+            return super().gather(value, name=name)
+
+    sent: list[int] = []
+
+    def work(comm: Communicator) -> None:
+        comm.__class__ = Counting  # type: ignore[assignment]
+        check_alike(comm, {f"parameter {number}": "float32 (1000, 1000)" for number in range(1000)}, hint="why", name="test")
+
+    on_ranks(2, work)
+    assert len(sent) == 2
+    assert max(sent) < 200
 
 
 def test_a_call_on_one_rank_only_does_not_get_the_answers_to_another(monkeypatch: pytest.MonkeyPatch) -> None:

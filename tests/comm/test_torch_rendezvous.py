@@ -1,15 +1,18 @@
 """Where processes meet, and which processes this one starts: pure functions of the environment and the keys."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch, detect, variables
 from hvdtrain.comm.local import processes
 from hvdtrain.comm.slurm import host_names
-from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, parse, place
+from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, _check_in, parse, place
 from hvdtrain.errors import LaunchError
 
 ALONE = Launch(None)
@@ -145,3 +148,51 @@ def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
 def test_keys_that_contradict_the_launcher(keys: LaunchKeys, started: Launch, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         processes(keys, started)
+
+
+class CountedStore:
+    """A store of torch.distributed that counts its questions."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.questions = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.questions += 1
+        return getattr(self._store, name)
+
+
+def check_in(ranks: list[tuple[int, int]], seconds: float = 60.0) -> tuple[list[str], int]:
+    """Let ranks, each with the number of ranks that it knows of, meet; what each raised, and the number of questions."""
+    store = CountedStore()
+
+    def outcome(rank: int, size: int) -> str:
+        try:
+            _check_in(store, SharedFile(Path("/meet")), rank, size, time.monotonic() + seconds)  # type: ignore[arg-type]  # as a store
+            return ""
+        except LaunchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, *zip(*ranks, strict=True))), store.questions
+
+
+def test_ranks_count_themselves_instead_of_each_other() -> None:
+    found, questions = check_in([(rank, 40) for rank in range(40)])
+    assert found == [""] * 40
+    assert questions < 40 * 12  # a few of each, and some more of those that wait
+
+
+def test_ranks_that_do_not_belong_together_all_say_why() -> None:
+    assert (
+        check_in([(0, 2), (0, 2)])[0]
+        == ["file:///meet: expected distinct ranks, got rank 0 twice (does another job use the same address?)"] * 2
+    )
+    found, _ = check_in([(0, 2), (1, 3)])
+    assert found[0] == found[1]
+    assert found[0].startswith("file:///meet: expected the same number of processes on all ranks, got ")
+    assert (
+        check_in([(0, 40), (1, 40)], 1.0)[0]
+        == ["file:///meet: expected 40 processes, got none with rank " + ", ".join(map(str, range(2, 18))) + ", 22 more in time"]
+        * 2
+    )

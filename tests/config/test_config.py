@@ -15,7 +15,7 @@ import pytest
 from launching import ROOT, faults, refused
 
 import hvdtrain
-from hvdtrain.cli import COMMANDS, help_text, main
+from hvdtrain.cli import COMMANDS, USAGE, main
 from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared_keys, key, positive, share, text_value
 from hvdtrain.config.source import (
@@ -28,7 +28,8 @@ from hvdtrain.config.source import (
     resolve,
     split_overrides,
 )
-from hvdtrain.errors import ConfigError, Problem
+from hvdtrain.errors import ConfigError, LaunchError, Problem
+from hvdtrain.help import explanation
 from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective_keys, read_settings, with_datasets
@@ -403,8 +404,9 @@ def get_model(**_): ...
 """
     finished = run("-m", "hvdtrain", str(written(tmp_path, text)))
     assert (finished.returncode, finished.stdout) == (2, "")
-    first, *lines = finished.stderr.splitlines()
+    first, *lines, last = finished.stderr.splitlines()
     assert first == "5 problems in the config:"
+    assert last.startswith("python -m hvdtrain help max_seqs train_step learning_rate explains the keys")
     assert [line.split(":")[0].strip() for line in lines] == [
         "learning_rat",
         "max_seqs",
@@ -673,26 +675,101 @@ def test_naming_python_in_a_string(tmp_path: Path) -> None:
 # Help
 
 
-def test_help_lists_every_key_and_imports_nothing_heavy() -> None:
-    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py", "tqdm", "numpy", "http.client", "ssl"]
+@pytest.mark.parametrize("arguments", [["--help"], ["help"], ["help", "all"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py", "tqdm", "numpy", "http.client", "ssl", "pydoc"]
     program = (
         "import runpy, sys\n"
-        "sys.argv = ['hvdtrain', '--help']\n"
+        f"sys.argv = {['hvdtrain', *arguments]}\n"
         "try:\n"
         "    runpy.run_module('hvdtrain', run_name='__main__')\n"
         "except SystemExit as end:\n"
         f"    print('STATUS', end.code, 'HEAVY', sorted(set({heavy}) & set(sys.modules)))\n"
     )
     finished = run("-c", program)
-    *help_lines, last = finished.stdout.splitlines()
-    assert last == "STATUS 0 HEAVY []"
+    assert finished.stdout.splitlines()[-1] == "STATUS 0 HEAVY []", finished.stderr
     assert finished.stderr == ""
-    assert "\n".join(help_lines) == help_text()
+    assert "usage: python -m hvdtrain CONFIG" in finished.stdout or arguments == ["help", "all"]
+
+
+def unwrapped(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_help_explains_every_key() -> None:
+    everything = unwrapped(explanation("all"))
     dataset_keys = [declared_key for section in DATASET_SECTIONS for declared_key in declared_keys(section)]
     assert len(all_keys()) > 30
     for declared_key in [*all_keys(), *dataset_keys]:
-        assert f"    {', '.join(declared_key.names)}" in help_lines, declared_key.name
-        assert f"        {declared_key.doc}" in help_lines, declared_key.name
+        assert unwrapped(declared_key.doc) in everything, declared_key.name
+        assert unwrapped(declared_key.doc) in unwrapped(explanation(declared_key.name)), declared_key.name
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("max_seqs", "maximal number of sequences in a rank's batch"),
+        ("++max_seqs", "topic batch"),
+        ("train.partition_epoch", "partition_epoch"),
+        ("torch_distributed.backend", "topic torchdistributed"),
+        ("batch", "max_seqs"),
+        ("KaldiFolder", "folder"),
+        ("newbob_multi_num_epochs", "learning_rate_control"),
+        ("maximize_grad_norm", "a key of RETURNN that hvdtrain refuses"),
+        ("network", "which hvdtrain trains with RETURNN's layers"),
+        ("pretrain", "with get_model, hvdtrain refuses it"),
+    ],
+)
+def test_help_knows_keys_topics_and_names_of_returnn(word: str, said: str) -> None:
+    assert said in unwrapped(explanation(word))
+
+
+def test_help_names_what_is_similar() -> None:
+    with pytest.raises(LaunchError, match=r"did you mean max_seqs\?"):
+        explanation("max_seq")
+    with pytest.raises(LaunchError, match=r"none of them \(did you mean horovod_param_group\?\)$"):
+        explanation("param_group")
+    with pytest.raises(
+        LaunchError, match=r"did you mean sync_batch_norm or .* or .* or \w+\?, and \d+ more have it in their names\)"
+    ):
+        explanation("sync")
+    with pytest.raises(LaunchError, match=r"descriptions of these keys have it: .*horovod_reduce_type"):
+        explanation("gradients")
+
+
+def test_help_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    words = [line for line in explanation("all").splitlines() if len(line) > 60]
+    assert all(len(line.split()) == 1 for line in words), "only words that are longer than a line"
+
+
+def test_the_reader_of_the_output_may_end_early() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    finished = subprocess.run([sys.executable, "-m", "hvdtrain", "help", "all"], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (finished.returncode, finished.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train", "write python -m hvdtrain CONFIG)"),
+        ("summary", "write python -m hvdtrain CONFIG --summary)"),
+        ("eval", "write python -m hvdtrain CONFIG ++task eval)"),
+        ("predict", "++predict_ranks 2,8)"),
+    ],
+)
+def test_words_that_look_like_commands(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "config.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_changed_keys_are_printed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(written(tmp_path, MINIMAL)), "++max_seqs", "7", "--print-config", "--changed"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith("#")]
+    assert any(line.startswith("max_seqs = 7 ") for line in lines)
+    assert not [line for line in lines if line.endswith("# default")]
 
 
 def test_what_a_config_imports_is_light() -> None:
@@ -722,7 +799,7 @@ def test_a_wrong_config_is_reported_without_importing_a_framework(tmp_path: Path
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_own_help(name: str) -> None:
-    assert name in help_text()
+    assert name in USAGE
     finished = run("-m", "hvdtrain", name, "--help")
     assert finished.returncode == 0, finished.stderr
     assert f"hvdtrain {name} [" in finished.stdout or f"hvdtrain {name} CONFIG" in finished.stdout, finished.stdout
@@ -780,7 +857,7 @@ def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) ->
     assert "hvdtrain dump: error" in run("-m", "hvdtrain", "dump", folder=tmp_path).stderr
     assert run("-m", "hvdtrain", "help", folder=tmp_path).stdout.startswith("usage: python -m hvdtrain CONFIG")
     task = run("-m", "hvdtrain", "train", "config.py", folder=tmp_path)
-    assert "train: expected a config file, got: No such file or directory (python -m hvdtrain CONFIG trains, " in task.stderr
+    assert "train: expected a command or a config file, got neither (write python -m hvdtrain CONFIG)" in task.stderr
     near = run("-m", "hvdtrain", "./dmp", folder=tmp_path)
     assert near.stderr.endswith("dmp: expected a config file, got: No such file or directory (did you mean dump?)\n")
     misspelt = run("-m", "hvdtrain", "dmup", "a.hdf", "b.hdf", folder=tmp_path)

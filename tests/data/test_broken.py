@@ -92,11 +92,12 @@ def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
     found = batches_of(dataset, 3)
     assert [batch.indices.tolist() for batch in found] == [[0, 1], [], [4]]
     assert [sorted(batch.planned.tolist()) for batch in found] == [[0, 1], [2, 3], [4, 5]]
+    assert [batch.left_out for batch in found] == [0, 2, 1]
     assert found[2].broken == [(5, "item 5 is gone")]
     assert found[2].data["data"].values.shape == (1, 7, 2)
     assert found[1].if_any is None
     assert found[0].seq_tags is not None
-    with pytest.raises(BrokenSequence, match=r"train: item 2 is gone \(skip_broken = N lets a training go on"):
+    with pytest.raises(BrokenSequence, match=r"train: item 2 is gone \(skip_broken = N lets a training continue"):
         batches_of(dataset, 0)
     dataset.close()
 
@@ -109,6 +110,7 @@ def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
     assert sorted(planned) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
     assert [index for batch in found for index in batch.indices.tolist()] == [index for index in sorted(planned) if index != 1]
     assert {index for batch in found for index, _ in batch.broken} == {1}
+    assert sum(batch.left_out for batch in found) == 1  # of two chunks
 
 
 @pytest.mark.parametrize("keys", [{"max_seqs": 2, "packed": True}, {"batch_size": 5, "frame_batches": True}], ids=str)
@@ -126,6 +128,29 @@ def test_batches_without_padding_are_read_without_it_too(keys: dict[str, Any]) -
     account.check("test", [account.take(plan.num_batches)])  # nothing is missing, and nothing is used twice
     assert {index for batch in found for index in batch.indices.tolist()} == {0, 1, 4, 5}
     assert {index for batch in found for index, _ in batch.broken} == {2, 3}
+    assert sum(batch.left_out for batch in found) == 2
     arrays = [batch.data["data"].values for batch in found if batch.if_any]
     frames = sum(len(values) if keys.get("packed") else values.shape[1] for values in arrays)
     assert frames == 3 + 4 + 7 + 8
+
+
+@pytest.mark.parametrize("keys", [{"max_seqs": 3}, {"batch_size": 7, "frame_batches": True}], ids=str)
+def test_a_broken_sequence_that_a_mix_draws_several_times_counts_once(keys: dict[str, Any]) -> None:
+    datasets = {"good": {"class": lambda: Items(())}, "bad": {"class": lambda: Items((1,))}}
+    spec, _ = check_dataset("train", {"class": "MixingDataset", "datasets": datasets, "weights": {"good": 1, "bad": 3}}, {})
+    assert spec is not None
+    limited = BrokenSequences("train", 1)
+    feed = Feed("train", open_dataset(spec), OrderKeys(seq_ordering="random"), BatchKeys(**keys), 0, 1, broken=limited)
+    plan = feed.plan(1)
+    assert feed.num_sequences(plan) == 4 * 6  # three times all of the second dataset
+    account = Account(feed, plan)
+    with feed.read(feed.share(plan), 1) as batches:
+        found = list(batches)
+    for batch in found:
+        account.add(batch.planned)
+        limited.add(batch.broken)
+        assert batch.parts is not None
+        assert batch.parts.numbers.tolist() == [int(index >= 6) for index in batch.indices.tolist()]
+    account.check("test", [account.take(plan.num_batches)])
+    assert sum(batch.left_out for batch in found) == 3
+    assert limited.number == 1

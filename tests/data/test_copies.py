@@ -121,7 +121,7 @@ def test_who_waits_for_another_process_gets_its_copy(originals: list[Path], near
         def waiting(number: int) -> None:
             reports.append(number)
             if len(reports) == 3:
-                pipe.send("go on")
+                pipe.send("continue")
 
         copy = folder.copy(originals[0], waiting)
         assert (copy.made, copy.path.read_bytes() == originals[0].read_bytes()) == (False, True)
@@ -190,7 +190,7 @@ def test_room_is_promised_to_who_copies_now(originals: list[Path], near: Path) -
         assert folder.copy(originals[1], nothing).made
         with pytest.raises(NotCopied, match="no room"):
             folder.copy(originals[2], nothing)
-        pipe.send("go on")
+        pipe.send("continue")
         assert pipe.recv() == "done"
 
 
@@ -271,7 +271,7 @@ def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Pat
         "corpus": corpus,
         "evaluated": "true",
         "model": tmp_path / "model",
-        "log_verbosity": 4,
+        "log_verbosity": 5,
         "cache_dir": tmp_path / "near",
     }
     first = hvdtrain(TOY, overrides, ranks=2)

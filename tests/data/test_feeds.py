@@ -156,7 +156,7 @@ def test_the_line_about_padding_stands_beside_the_epochs_own() -> None:
         padding={"data": 0.1234, "classes": 0.5},
     )
     assert report.line == "train epoch 3, finished after 10 steps, 0:01:01 elapsed (99.3% computing time)"
-    assert (4, "train epoch 3, padding: data 12.3%, classes 50.0%") in report.lines([])
+    assert (4, "train epoch 3, padding: data 12.3%, classes 50.0%") in report.training_lines()
 
 
 def test_what_closes_a_batch_is_reported_per_rank_and_in_all() -> None:

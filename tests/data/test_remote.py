@@ -2,13 +2,12 @@
 
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
 import pytest
 from launching import faults
-from object_store import BUCKET, ObjectStore, Request, object_store
+from object_store import BUCKET, ObjectStore, Request
 
 from hvdtrain.data import remote
 from hvdtrain.data.copies import CopyFolder, copy_files
@@ -26,20 +25,9 @@ def nothing(_: int) -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(running: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """An empty store; blocks are small, and failures are noticed soon."""
-    running.clear()
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote, "TIMEOUT", 3.0)
-    monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01, 0.01))
-    return running
 
 
 def first_block(request: Request) -> bool:

@@ -61,7 +61,7 @@ def test_a_healthy_host_and_config(toy: list[str], corpus: Path) -> None:
     texts = {finding["about"]: finding["text"] for finding in report["findings"]}
     assert all(finding["level"] != "problem" for finding in report["findings"])
     assert re.match(r"built with MPI, Gloo", texts["Horovod for torch"])
-    assert re.match(r"mpirun of Open MPI 4\S+, Horovod of Open MPI 4\S+, mpi4py of Open MPI 4", texts["MPI"])
+    assert re.match(r"mpirun of Open MPI (\d)\S+, Horovod of Open MPI \1\S+, mpi4py of Open MPI \1", texts["MPI"])
     assert texts["data"].startswith("dev: 101 sequences")
     assert report["facts"]["Python"] == sys.version.split()[0]
     assert report["facts"][str(corpus / "train.hdf")] == doctor_config.fingerprint(corpus / "train.hdf")
@@ -167,7 +167,8 @@ def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
     assert re.search(r"[\d.e-]+ ms for 2.0 MB; \d+ bytes of gradients travel in [\d.e-]+ ms and make a step ", predicted[1])
     assert [line.split()[0] for line in predicted[3:11]] == ["2", *["2"] * 3, *["8:4*"] * 4]
     assert any(
-        re.search(r"8:4 ranks: .* is best: [\d.e+-]+ times the speed of one rank, limited by ", line) for line in predicted
+        re.search(r"8:4 ranks: .* is as fast as any: [\d.e+-]+ times the speed of one rank, limited by ", line)
+        for line in predicted
     )
     assert any("between hosts, the network will be slower" in line for line in predicted)
     assert not list(Path(toy[4]).parent.iterdir())  # nothing was trained
@@ -203,7 +204,7 @@ def test_ranks_that_do_not_find_each_other_end_with_a_report(toy: list[str], tmp
 
 def test_a_prediction_needs_a_config() -> None:
     finished = doctor_of("--predict", "2")
-    assert (finished.status, finished.err) == (2, "--predict: expected a config, got none\n")
+    assert (finished.status, finished.err) == (2, "predict_ranks: expected a config, got none\n")
 
 
 def test_the_help_tells_the_exit_statuses_and_a_mistake_in_the_command_is_told() -> None:

@@ -1,4 +1,4 @@
-"""What docs/debugging.md says: a debugger on one rank, and the stacks of a process that goes on."""
+"""What docs/debugging.md says: a debugger on one rank, and the stacks of a process that continues."""
 
 import os
 import signal
@@ -49,7 +49,11 @@ def test_a_signal_prints_the_stacks_of_a_process_that_goes_on(tmp_path: Path) ->
     log = tmp_path / "log"
     with log.open("w") as file:
         training = subprocess.Popen(
-            command(CONFIG, tmp_path, "++num_epochs", "1000"), env=clean_environment(), cwd=ROOT, stdout=file, stderr=file
+            command(CONFIG, tmp_path, "++num_epochs", "1000", "++log_verbosity", "4"),
+            env=clean_environment(),
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
         )
         try:
             while "start epoch 2" not in log.read_text() and training.poll() is None:

@@ -49,8 +49,8 @@ def test_ngpu_restarts_ranks_that_hang_or_are_stopped_as_often_as_allowed(corpus
     assert finished.status == 1, finished.err
     told = [line for line in finished.err.splitlines() if line.startswith("restart ")]
     assert told == [
-        f"restart 1 of 2: rank 1 of 3 was ended by SIGKILL; 3 ranks go on from {tmp_path}/model.001.step-4.pt",
-        f"restart 2 of 2: rank 1 of 3 hung and was ended by its watchdog; 3 ranks go on from {tmp_path}/model.001.step-8.pt",
+        f"restart 1 of 2: rank 1 of 3 was ended by SIGKILL; 3 ranks continue from {tmp_path}/model.001.step-4.pt",
+        f"restart 2 of 2: rank 1 of 3 hung and was ended by its watchdog; 3 ranks continue from {tmp_path}/model.001.step-8.pt",
     ]
     assert "is stopped (SIGSTOP)" in finished.err
     assert re.search(
@@ -65,13 +65,13 @@ def test_torchrun_restarts_ranks_that_are_killed_again_stopped_or_hang(corpus: P
     planted = "1,5,SIGKILL,0,6,SIGKILL,1,9,SIGSTOP,1,13,hang"
     finished = torchrun(command(config, {**keys, "planted": planted}), 2, 600, EMPTY, "--max-restarts", "4")
     assert finished.status == 0, finished.err
-    begun = re.findall(r"Loaded \S+/(model\S+): training goes on in epoch 1", finished.out)
+    begun = re.findall(r"Loaded \S+/(model\S+): training continues in epoch 1", finished.out)
     assert begun == [f"model.001.step-{step}.pt" for step in (4, 4, 8, 12)]
     assert trained_on(tmp_path / "trace") == {1: EPOCH}
 
 
 def test_horovodrun_goes_on_after_an_exit_and_after_another_kill(corpus: Path, tmp_path: Path, config: Path) -> None:
-    """The second one comes before another checkpoint was written. One rank goes on in the end."""
+    """The second one comes before another checkpoint was written. One rank continues in the end."""
     assert_one_of_three_goes_on(corpus, tmp_path, config, "5,exit", "6,SIGKILL")
 
 
@@ -85,7 +85,7 @@ def test_horovodrun_takes_a_stop_for_a_stop(corpus: Path, tmp_path: Path, config
     finished = launch(horovodrun(hosts, command(config, {**keys, "planted": "1,5,SIGTERM"})), timeout=600, environment=LATE_RANKS)
     assert finished.status != 0
     assert (finished.out + finished.err).count("stopped by SIGTERM in epoch 1") == 1
-    assert "goes on as rank" not in finished.out + finished.err
+    assert "continues as rank" not in finished.out + finished.err
     assert num_runs(tmp_path / "trace") == 1
     assert_goes_on_alone(config, keys | {"use_horovod": 0})
 
@@ -138,7 +138,7 @@ def test_a_signal_to_horovodrun_ends_the_job(corpus: Path, tmp_path: Path, confi
     hosts, _, _ = three_hosts(tmp_path)
     ended = stop(horovodrun(hosts, command(config, keys)), tmp_path / "trace", number, 3)
     assert ended.status == 1, ended.err
-    assert "goes on as rank" not in ended.out + ended.err
+    assert "continues as rank" not in ended.out + ended.err
     assert num_runs(tmp_path / "trace") == 1
     finished = hvdtrain(config, {**keys, "slow": ",-1", "use_horovod": 0})
     assert finished.status == 0, finished.err
@@ -147,7 +147,7 @@ def test_a_signal_to_horovodrun_ends_the_job(corpus: Path, tmp_path: Path, confi
 
 @pytest.mark.parametrize("failing", ["first", "second"])
 def test_an_error_on_one_of_two_hosts_ends_torchrun_on_both(corpus: Path, tmp_path: Path, config: Path, failing: str) -> None:
-    """Two agents on this host, as on two; they meet at the first one. None goes on without the other."""
+    """Two agents on this host, as on two; they meet at the first one. None continues without the other."""
     keys = keys_of(corpus, tmp_path, torch_distributed={}, planted=f"{failing},5,raise")
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launching import TOY, Finished, hvdtrain, launch, trainings
 
+from hvdtrain.report.ends import read_state
+
 PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""
 
@@ -40,6 +42,9 @@ def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: 
     assert re.search(r"rank 1: no progress for \d\d s \(watchdog_timeout\) in epoch 1, step 5; its threads:", finished.err)
     assert "in fail" in finished.err  # the function that hangs, in the stack of rank 1
     assert finished.err.count("its threads:") == 1
+    ended = read_state(tmp_path, "model", is_complete=False)
+    assert (ended.name, ended.by) == ("failed", "the watchdog of rank 0")
+    assert re.match(verdict, ended.why), ended
 
 
 @pytest.mark.again
@@ -50,6 +55,31 @@ def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, t
     assert finished.status != 0
     assert re.search(r"rank 1 on \S+ has sent no heartbeat .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
     assert trainings(tmp_path) == []
+
+
+def with_relays(corpus: Path, folder: Path, fault: str) -> Finished:
+    """Train on 5 ranks as in a job of hundreds, where rank 3 is a relay for rank 4, and rank 0 for ranks 1 and 2."""
+    few = folder / "few.py"
+    few.write_text("from hvdtrain.runtime import relays\nrelays.DIRECT, relays.RANKS_OF_HOST = 2, 1\n")
+    keys = {"corpus": corpus, "model": folder / "model", "use_horovod": 1, "record": folder / "record", "fault": fault}
+    finished = hvdtrain(TOY, {**keys, "watchdog_timeout": 6}, ranks=5, options=[str(few)])
+    assert finished.status != 0
+    assert time.time() - float((folder / "record.fault").read_text()) < 6 + PATIENCE
+    assert trainings(folder) == []
+    return finished
+
+
+def test_a_rank_behind_a_relay_that_hangs_is_named_and_shows_where(corpus: Path, tmp_path: Path) -> None:
+    finished = with_relays(corpus, tmp_path, "hang,4,5")
+    assert re.search(r"rank 4 on \S+ hangs: no progress for .* in epoch 1, step 5; 4 ranks wait for it", finished.err)
+    assert re.search(r"rank 4: no progress for \d+ s \(watchdog_timeout\) in epoch 1, step 5; its threads:", finished.err)
+
+
+@pytest.mark.again
+def test_a_relay_that_is_stopped_is_named(corpus: Path, tmp_path: Path) -> None:
+    finished = with_relays(corpus, tmp_path, "SIGSTOP,3,5")
+    assert re.search(r"rank 3 on \S+ has sent no heartbeat .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
+    assert "rank 4 on" not in finished.err
 
 
 def test_an_error_in_a_callback_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ def test_no_rank_is_taken_for_hung_while_another_works_and_its_error_is_raised_o
     assert finished.status == 75, finished.err
     assert sorted(finished.out.splitlines()) == [
         "0 error rank 1: planted by the test True",
-        "0 progress (10, [10, 11])",
+        "0 progress 10",
         "1 closes",
         "1 error rank 1: planted by the test True",
-        "1 progress (11, [10, 11])",
+        "1 progress 11",
     ]
     assert finished.seconds > 4
 
@@ -107,7 +107,7 @@ def test_callbacks_and_trackers_have_time(corpus: Path, tmp_path: Path) -> None:
     """On one rank, while the other one waits: longer than the watchdog's patience."""
     finished = with_slow_parts(corpus, tmp_path, 2, num_epochs=99, **SLOW)
     assert finished.status == 75, finished.err
-    assert finished.err.startswith("stopped by a callback (a test) in epoch "), finished.err
+    assert "stopped by a callback (a test) in epoch " in finished.err
     assert "watchdog_timeout" not in finished.err
     assert "blocked on" not in finished.err
     assert sorted(path.name for path in tmp_path.glob("record.stopped.*")) == ["record.stopped.0", "record.stopped.1"]

@@ -1,4 +1,4 @@
-"""Signals and the time limit end a training with a checkpoint, and with a status that says whether to go on."""
+"""Signals and the time limit end a training with a checkpoint, and with a status that says whether to continue."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import torch
 from launching import FAST, ROOT, TOY, faults, hvdtrain
 
 from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.report.ends import SILENT, State, read_state
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
 from hvdtrain.training.agreement import StopRequests, StopVote
 
@@ -39,13 +40,18 @@ def saved_within(folder: Path) -> list[Path]:
     return [path for path in folder.glob("model.*.step-*.pt") if ".opt." not in path.name and ".rank-" not in path.name]
 
 
+def state(folder: Path, seconds: float = 0.0) -> State:
+    """What a report says of the training in a folder, some seconds from now."""
+    return read_state(folder, "model", is_complete=False, now=time.time() + seconds)
+
+
 def continues(corpus: Path, folder: Path, out: str, **overrides: object) -> None:
-    """The same command goes on and ends with the weights of a training in one go."""
+    """The same command continues and ends with the weights of a training in one go."""
     epoch = int(out.split("in epoch ")[1].split()[0])
     keys = {**LONG, "corpus": corpus, "num_epochs": epoch, **overrides}
     continued = hvdtrain(TOY, {**keys, "model": folder / "model"})
     assert continued.status == 0, continued.err
-    assert f"training goes on in epoch {epoch}, after its step" in continued.out
+    assert f"training continues in epoch {epoch}, after its step" in continued.out
     whole = hvdtrain(TOY, {**keys, "model": folder / "whole"})
     assert whole.status == 0, whole.err
     one, other = (torch.load(folder / f"{name}.{epoch:03d}.pt", weights_only=True)["model"] for name in ("model", "whole"))
@@ -61,7 +67,11 @@ def test_one_process_stops_with_a_checkpoint(corpus: Path, tmp_path: Path, how: 
     assert err.startswith(f"stopped by {how.name} in epoch ")
     assert err.count("\n") == 1
     assert len(saved_within(tmp_path)) == 1
+    ended = state(tmp_path)
+    assert (ended.name, ended.by) == ("stopped", "rank 0")
+    assert ended.why == err.strip()
     continues(corpus, tmp_path, err)
+    assert state(tmp_path).name == "finished"
 
 
 def test_a_killed_process_goes_on_from_its_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -69,6 +79,7 @@ def test_a_killed_process_goes_on_from_its_last_checkpoint(corpus: Path, tmp_pat
     time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
+    assert [state(tmp_path, seconds).name for seconds in (0, SILENT + 10)] == ["running", "lost"]
     epoch = max(int(path.name.split(".")[1]) for path in tmp_path.glob("model.*.pt")) + 1
     keys = {**LONG, "corpus": corpus, "num_epochs": epoch}
     assert hvdtrain(TOY, {**keys, "model": tmp_path / "model"}).status == 0
@@ -118,10 +129,12 @@ def test_a_loss_that_is_no_number_is_reported_with_its_rank(corpus: Path, tmp_pa
     assert finished.status == 2
     assert finished.err.count("rank 1: ce = nan in step 5 of epoch 1, sequences seq-") == 1
     assert "none, so the loss itself is the cause" in finished.err
+    assert state(tmp_path).name == "failed"
+    assert "rank 1: ce = nan in step 5 of epoch 1" in state(tmp_path).why
     assert [path.name for path in saved_within(tmp_path)] == ["model.001.step-4.pt"]  # nothing broken was saved
     skipped = hvdtrain(TOY, {**common, "num_allowed_consec_invalid_gradient_steps": 1, "num_epochs": 2}, ranks=2)
     assert skipped.status == 0, skipped.err
-    assert "training goes on in epoch 1, after its step 4" in skipped.out
+    assert "training continues in epoch 1, after its step 4" in skipped.out
     model = torch.load(tmp_path / "model.002.pt", weights_only=True)["model"]
     assert model["first.weight"].isfinite().all()
 

@@ -20,6 +20,7 @@ from strangers import strangers
 
 from hvdtrain.comm.torch_rendezvous import Address, SharedFile, meet
 from hvdtrain.errors import LaunchError
+from hvdtrain.report.ends import read_state
 from hvdtrain.settings import read_settings
 
 PATIENCE = 15.0
@@ -265,6 +266,8 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
     if fault == "raise":
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
+        ended = read_state(tmp_path, "model", is_complete=False)
+        assert (ended.name, ended.why, ended.by) == ("failed", "RuntimeError: planted by the test", "rank 1")
     if fault == "SIGSTOP":
         stopped = r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
@@ -278,6 +281,8 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         first = finished.err.index("rank 1 of 2: ended by signal 9 (SIGKILL)")
         assert "because another rank failed" not in finished.err[:first]
         assert finished.status == 137
+        ended = read_state(tmp_path, "model", is_complete=False)
+        assert (ended.name, ended.why) == ("failed", "rank 1 of 2 ended by signal 9 (SIGKILL)"), ended
 
 
 def test_a_mapped_file_that_is_cut_off_is_named(corpus: Path, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_where_ranks_sync_seldom_it_looks_back_as_far(results: ResultsOf) -> Non
 def test_it_begins_with_preloaded_weights(results: ResultsOf, run: Run) -> None:
     preloaded, average = saved(results(run), "preloaded", epoch=1), saved(results(run), "whole")
     for name in average:
-        if "norm" not in name and "batches" not in name:  # statistics go on
+        if "norm" not in name and "batches" not in name:  # statistics continue
             assert numpy.allclose(preloaded[name], average[name], rtol=1e-5, atol=1e-7), name
 
 

@@ -1,11 +1,10 @@
 """`checkpoint_modules`: activations that are computed again in backward."""
 
-import re
 from pathlib import Path
-from textwrap import dedent
 
 import torch
-from launching import ROOT, TOY, Finished, hvdtrain
+from documented import first_example
+from launching import TOY, Finished, hvdtrain
 
 ENCODER = """
 class Encoder(nn.Module):
@@ -49,10 +48,9 @@ def train(corpus: Path, folder: Path, more: str) -> Finished:
 
 def test_gradients_and_names_stay_the_same(corpus: Path, tmp_path: Path) -> None:
     """With the example of the docs, and with dropout in what is computed twice."""
-    text = (ROOT / "docs" / "training.md").read_text()
-    [example] = re.findall(r"## Activation checkpointing\n\n((?:    .*\n)+)", text)
+    example = first_example("training.md", "Activation checkpointing")
     models = []
-    for name, more, times in (("kept", "", 40), ("again", dedent(example), 80)):
+    for name, more, times in (("kept", "", 40), ("again", example, 80)):
         ended = train(corpus, tmp_path / name, more)
         assert ended.status == 0, ended.err
         assert f"computed {times} times in training, 18 in evaluation" in ended.out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from launching import faults
 from thread_ranks import ThreadCommunicator, on_ranks
+from torch_ranks import small_model, step
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -33,18 +34,8 @@ def batch(rank: int, size: int) -> Batch:
     return Batch({"data": Padded(values, numpy.full(len(values), 3, numpy.int32))}, numpy.arange(len(values)))
 
 
-def step(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
-    values = model(extern_data["data"].raw_tensor).square().sum(-1)
-    get_run_ctx().mark_as_loss(values, "square", use_normalized_loss=True)
-
-
 def small(**_: Any) -> torch.nn.Module:
-    """The same on every rank, whatever the order in which threads draw."""
-    made = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-    generator = torch.Generator().manual_seed(1)
-    for parameter in made.parameters():
-        parameter.data.normal_(generator=generator)
-    return made
+    return small_model(5)
 
 
 def learner(
@@ -145,7 +136,7 @@ def after_sync(comm: Communicator, weight: float, change: float, **keys: Any) ->
         reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, is_resumed=False))
         for update in range(4):
             parameter += change * (comm.rank + 1)
-            reducer.after_update(made.state, FinishedUpdate(True, comm.size, update + 1, 0.1))
+            reducer.after_update(made.state, FinishedUpdate([True] * comm.size, update + 1, 0.1))
     assert isinstance(comm, ThreadCommunicator)
     return parameter.detach().clone(), comm.messages
 
@@ -175,12 +166,12 @@ def test_a_change_of_the_key_within_an_epoch_sends_the_parameters_as_they_are_on
         before, after = (ReduceKeys(reduce_type="param", sync_steps=3, compression=compression) for compression in (None, "fp16"))
         reducer = before.reducer(comm, Timer()).sync
         reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, is_resumed=False))
-        reducer.after_update(made.state, FinishedUpdate(True, comm.size, 1, 0.1))
+        reducer.after_update(made.state, FinishedUpdate([True] * comm.size, 1, 0.1))
         resumed = after.reducer(comm, Timer()).sync
         resumed.restore(reducer.state())
         resumed.begin_epoch(made.state, EpochStart(1, 1, 100, 0.1, is_resumed=True))
         for update in range(2, 8):
-            resumed.after_update(made.state, FinishedUpdate(True, comm.size, update, 0.1))
+            resumed.after_update(made.state, FinishedUpdate([True] * comm.size, update, 0.1))
         assert isinstance(comm, ThreadCommunicator)
         return [message for message in comm.messages if message[0] == "average.parameters"]
 
@@ -253,7 +244,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> None:
-    assert problems(tmp_path, "horovod_compression = 'int8'\n") == ["horovod_compression: unknown-value"]
+    assert problems(tmp_path, "horovod_compression = 'int3'\n") == ["horovod_compression: unknown-value"]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp8', 'reduce_type': 'grads'}\n") == [
         "torch_distributed.reduce_type: unknown-value",
         "torch_distributed.compression: unknown-value",

@@ -1,11 +1,10 @@
 """`deterministic = True`: the same bits in every run, or an error."""
 
-import re
 from pathlib import Path
-from textwrap import dedent
 
 import torch
-from launching import ROOT, TOY, hvdtrain
+from documented import first_example
+from launching import TOY, hvdtrain
 
 DRAWS = """
 _train_step = train_step
@@ -21,9 +20,9 @@ def train_step(*, model, extern_data, **_):
 
 def test_the_same_bits_in_every_run(corpus: Path, tmp_path: Path) -> None:
     """With the example of the docs."""
-    [example] = re.findall(r"## The same result in every run\n\n((?:    .*\n)+)", (ROOT / "docs" / "training.md").read_text())
+    example = first_example("training.md", "The same result in every run")
     config = tmp_path / "config.py"
-    config.write_text(TOY.read_text() + DRAWS + dedent(example))
+    config.write_text(TOY.read_text() + DRAWS + example)
     given = {"corpus": corpus, "layers": "statistics"}
     models = []
     for number in range(2):

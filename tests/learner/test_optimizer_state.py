@@ -1,5 +1,7 @@
 """Every optimizer is stopped and resumed, on one rank and two, sharded or not; and its options are those of the config."""
 
+import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.torch.shares import check_shares
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.timer import Timer
 
@@ -263,6 +266,80 @@ def test_what_cannot_work_is_refused_by_name(optimizer: Any, keys: dict[str, Any
     assert message in str(caught.value)
 
 
+COUPLED = set("AdaGC Adai AdamS ASGD AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy".split())
+"""Classes whose update of a parameter depends on others."""
+
+DRAWS = {"Gravity", "Kron", "Magma"}
+"""Random numbers for each parameter, which threads share here: test_optimizers.py has real ranks."""
+
+SAVES_MORE = {"SPAM", "StableSPAM"}
+
+AMPLIFIES = {"Alice", "SOAP"}
+"""Rounding, so that two ranks do not compute what one does."""
+
+
+class Clipped(torch.optim.SGD):
+    """A user's own that clips the gradients of all its parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 50.0)
+        super().step()
+
+
+class Counting(Lion):
+    """A user's own with state that belongs to no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 1}
+
+
+class Mean(Lion):
+    """A user's own that needs at least one gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        self.mean = sum(one.grad.mean() for group in self.param_groups for one in group["params"] if one.grad is not None).item()
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (Clipped, "Clipped, which updates some of them in another way without the others"),
+        (Counting, "Counting, which also saves count of all of them"),
+        (Mean, "Mean, which fails with a part of them: AttributeError: 'int' object"),
+        *((f"pytorch_optimizer.{name}", f"got {name}, which ") for name in sorted(COUPLED | SAVES_MORE)),
+    ],
+)
+def test_an_optimizer_that_needs_all_parameters_is_not_sharded(optimizer: Any, reason: str) -> None:
+    if isinstance(optimizer, str):
+        pytest.importorskip("pytorch_optimizer")
+    learner(SingleCommunicator(), {"class": optimizer})
+    for spec in ({"class": optimizer}, [{"class": "sgd", "parameters": "unused"}, {"class": optimizer}]):
+        with pytest.raises(ConfigError) as caught:
+            learner(SingleCommunicator(), spec, sharded=True)
+        if isinstance(spec, dict) or "also saves" not in str(caught.value):  # else it is refused as one of several
+            assert "torch_distributed.sharded: expected an optimizer whose update of a parameter does not" in str(caught.value)
+            assert reason in str(caught.value)
+
+
+def test_whether_an_optimizer_can_be_sharded_is_tried_on_copies() -> None:
+    """Of few values: neither the model nor the optimizer nor the generators of random numbers change."""
+    model = Model()
+    for made in (Lion(model.parameters(), lr=0.1), Growing(model.parameters()), ScheduleFree(model.parameters())):
+        for one in model.parameters():
+            made.state[one]["large"] = torch.zeros(one.shape)
+        before = weights_of(model), copy.deepcopy(made.state_dict()), torch.get_rng_state(), random.getstate()
+        check_shares(made)
+        assert all(torch.equal(one, other) for one, other in zip(before[0], weights_of(model), strict=True))
+        assert str(made.state_dict()) == str(before[1])
+        assert torch.equal(torch.get_rng_state(), before[2])
+        assert random.getstate() == before[3]
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
+
+
 def test_a_parameter_that_is_not_to_be_trained_says_so_itself() -> None:
     def last_only(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         for one in parameters:
@@ -453,13 +530,6 @@ NEEDS_MORE = {
 """Classes that need a closure, the model, another optimizer, or more options or groups; or whose state no file can hold without
 code. They end with an error in the first update at the latest."""
 
-COUPLED = set("ASGD AvaGrad StableSPAM Adai AdamS Alice SOAP".split())
-"""Classes whose update of a parameter depends on others, so that a share of the parameters is updated in another way; or that
-amplify rounding."""
-
-DRAWS = {"Gravity", "Kron", "Magma"}
-"""Random numbers, which threads share here: test_optimizers.py has real ranks."""
-
 
 @pytest.mark.again
 @pytest.mark.parametrize("package", NEEDS_MORE)
@@ -479,13 +549,17 @@ def test_classes_of_other_packages(package: str, tmp_path: Path) -> None:
             pytest.fail(f"{kind} works now")
         alone, *others = there_and_back(SingleCommunicator(), spec, folder, sharded=False)
         assert all(same(alone, other) for other in others), kind
-        if package == "pytorch_optimizer" and kind.__name__ in COUPLED | DRAWS:
+        is_refused = kind.__name__ in COUPLED | DRAWS | SAVES_MORE and package == "pytorch_optimizer"
+        if is_refused:
+            with pytest.raises(ConfigError, match="sharded: expected an optimizer whose update of a parameter does not depend"):
+                learner(SingleCommunicator(), spec, sharded=True)
+        if package == "pytorch_optimizer" and kind.__name__ in DRAWS | AMPLIFIES | {"StableSPAM"}:
             continue
-        for sharded in (False, True):
+        for sharded in (False,) if is_refused else (False, True):
             ranks = on_ranks(2, lambda comm: there_and_back(comm, spec, folder, sharded))  # noqa: B023
             for one in [weights for rank in ranks for weights in rank]:
                 assert same(one, ranks[0][0]), kind
                 assert all(torch.allclose(one[each], alone[each], rtol=1e-3, atol=1e-5) for each in alone), kind
         tried += 1
-    print(f"{package}: {tried} classes work, sharded, too")
+    print(f"{package}: {tried} classes work")
     assert tried

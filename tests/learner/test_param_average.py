@@ -10,10 +10,8 @@ import pytest
 import torch
 from launching import faults
 from thread_ranks import on_ranks
+from torch_ranks import SavedRank
 
-from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.progress import EpochProgress, Progress
-from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
@@ -22,8 +20,10 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
+from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.state import TorchState, Unsaved
+from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 
@@ -38,11 +38,12 @@ CONFIG = (
 BMUF = {"class": "bmuf", "momentum": 0.5}
 
 
-class Job:
+class Job(SavedRank):
     """A rank whose updates are random numbers: a model's tensors, and a reducer that averages them."""
 
-    def __init__(self, comm: Communicator, **keys: Any) -> None:
+    def __init__(self, comm: Communicator, is_planned: bool = True, **keys: Any) -> None:
         self.comm = comm
+        self.is_planned = is_planned
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 40))
         with torch.no_grad():
             for number, parameter in enumerate(self.model.parameters()):
@@ -53,6 +54,11 @@ class Job:
         self.reducer = ReduceKeys(reduce_type="param", **keys).reducer(comm, Timer())
         self.done = 0
 
+    def freeze(self, steps: dict[str, int]) -> None:
+        """As `freeze_until_step`."""
+        self.state.freezing = Freezing(steps, named_trained(self.model))
+        self.state.freezing.apply(self.done)
+
     def begin(self, updates: int = UPDATES) -> None:
         self.reducer.sync.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, is_resumed=self.done > 0))
 
@@ -61,15 +67,18 @@ class Job:
         without = {self.done % 7} if self.done % 3 == 0 else set()
         generator = torch.Generator().manual_seed(1000 * self.comm.rank + self.done)
         has_batch = self.comm.rank not in without
+        if self.state.freezing is not None:
+            self.state.freezing.apply(self.done)
         with torch.no_grad():
             for tensor in (*self.model.parameters(), self.model[1].running_mean):
                 change = torch.randn(tensor.shape, generator=generator)
-                if has_batch:
+                if has_batch and (tensor.requires_grad or tensor is self.model[1].running_mean):
                     tensor.add_(change * 0.1)
         self.model[1].num_batches_tracked += has_batch
         self.done += 1
-        with_batch = sum(rank not in without for rank in range(self.comm.size))
-        self.reducer.sync.after_update(self.state, FinishedUpdate(has_batch, with_batch, self.done, rate))
+        with_batch = [rank not in without for rank in range(self.comm.size)]
+        own = None if self.is_planned else has_batch
+        self.reducer.sync.after_update(self.state, FinishedUpdate(with_batch, self.done, rate, own))
 
     def run(self, until: int = UPDATES, *, from_begin: bool = True) -> None:
         if from_begin:
@@ -79,17 +88,6 @@ class Job:
 
     def weights(self) -> dict[str, numpy.ndarray]:
         return {name: tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
-
-    def saver(self, folder: Path) -> Saver:
-        return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
-
-    def save(self, folder: Path) -> None:
-        self.saver(folder).save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)))
-
-    def load(self, folder: Path) -> None:
-        checkpoint = CheckpointFolder(folder / "model").newest()
-        assert checkpoint is not None
-        self.done = self.saver(folder).load(checkpoint).step
 
 
 def trained(size: int = SIZE, **keys: Any) -> list[dict[str, numpy.ndarray]]:
@@ -140,13 +138,72 @@ KINDS: dict[str, dict[str, Any]] = {
         "compression": "bf16",
     },
     "quadratic": {"sync_steps": 2, "sync_rule": {"class": "quadratic", "alpha": 0.3}},
+    "int4": {"sync_steps": 5, "compression": "int4"},
+    "int2 delayed parts": {
+        "sync_steps": 6,
+        "sync_parts": 3,
+        "sync_delay": 4,
+        "outer_optimizer": BMUF,
+        "compression": "int2",
+    },
+    "not planned": {"sync_steps": 6, "sync_parts": 3, "sync_delay": 4, "is_planned": False},
 }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_frozen_parameters_keep_their_bits(name: str, tmp_path: Path) -> None:
+    """The average of three equal numbers is rounded."""
+    frozen = ("0.weight", "0.bias")
+
+    def work(comm: Communicator) -> None:
+        job = Job(comm, **KINDS[name])
+        job.freeze({"0.*": 17})
+        first, trained = job.weights(), dict(job.model.named_parameters()).keys()
+        assert any(((first[one] * 3) / 3 != first[one]).any() for one in frozen), "an average that changes them"
+        job.run(until=13)
+        with job.reducer.sync.averaged_model(job.state):
+            saved = job.weights()
+        job.run(until=17, from_begin=False)
+        for weights in (saved, job.weights()):
+            assert {name for name in first if first[name].tobytes() == weights[name].tobytes()} & trained == set(frozen)
+        job.run(from_begin=False)
+        job.reducer.sync.end_of_epoch(job.state)
+        assert not any(same({one: first[one]}, job.weights()) for one in frozen)
+        assert all(same(weights, job.weights()) for weights in comm.gather(job.weights(), name="weights"))
+
+    on_ranks(SIZE, work)
+
+
+def test_parameters_that_are_frozen_only_since_a_stop_become_equal(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> None:
+        job = Job(comm, sync_steps=100)
+        job.run(until=9)
+        job.save(tmp_path)
+        own = comm.gather(job.weights(), name="weights")
+        resumed = Job(comm, sync_steps=100)
+        resumed.load(tmp_path)
+        assert same(own[comm.rank], resumed.weights())
+        resumed.freeze({"0.*": 100})
+        resumed.run()
+        resumed.reducer.sync.end_of_epoch(resumed.state)
+        assert same({one: own[0][one] for one in ("0.weight", "0.bias")}, resumed.weights())
+        assert all(same(weights, resumed.weights()) for weights in comm.gather(resumed.weights(), name="resumed"))
+
+    on_ranks(SIZE, work)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_the_end_of_an_epoch_all_ranks_have_the_same_model(kind: str) -> None:
     first, *others = trained(**KINDS[kind])
     assert all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_same_if_ranks_have_to_exchange_their_numbers_of_updates(kind: str) -> None:
+    """As they do with `skip_broken`, since a rank may leave out all of a batch."""
+    keys = KINDS[kind]
+    planned, exchanged = (trained(**keys | {"is_planned": is_planned}) for is_planned in (True, False))
+    assert all(same(one, other) for one, other in zip(planned, exchanged, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +234,9 @@ def test_a_stop_changes_nothing(tmp_path: Path, kind: str, stop: int) -> None:
         outer = KINDS[kind].get("outer_optimizer")
         anchor = {"anchor"} if outer is not None or "compression" in KINDS[kind] else set()
         assert shared == (anchor if outer is None else {"anchor", *names[outer["class"]]})
-        assert own == set()
+        is_quantized = kind.startswith("int")
+        assert all(name.startswith("quantized.") for name in own)
+        assert bool(own) == is_quantized
 
 
 @pytest.mark.parametrize("kind", ["bmuf", "adam", "delayed parts"])
@@ -275,7 +334,7 @@ def test_parts_are_sent_in_turn_and_each_rank_counts_its_bytes() -> None:
         taken = []
         for _ in range(12):
             job.update()
-            taken.append(job.reducer.traffic)
+            taken.append(job.reducer.traffic[:2])
         return [(syncs - before[0], sent - before[1]) for before, (syncs, sent) in pairwise([(0, 0), *taken])]
 
     for taken in on_ranks(2, work):
@@ -351,11 +410,11 @@ def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
     seen = []
     for number in range(updates):
         values = numpy.random.default_rng(10 * number + comm.rank).normal(size=(2, 4, 2)).astype("float32")
-        has_batch = comm.rank == 0 or number % 4 != 3
+        has_batch = [rank == 0 or number % 4 != 3 for rank in range(comm.size)]
         batch = Batch({"data": Padded(values, numpy.array([4, 4], numpy.int32))}, numpy.array([0, 1]))
-        learner.backward(batch if has_batch else None)
+        learner.backward(batch if has_batch[comm.rank] else None)
         learner.update(0.1)
-        reducer.sync.after_update(learner.state, FinishedUpdate(has_batch, 1 if number % 4 == 3 else comm.size, number + 1, 0.1))
+        reducer.sync.after_update(learner.state, FinishedUpdate(has_batch, number + 1, 0.1))
         moments = [state["exp_avg"].clone() for state in learner.state._optimizer.state.values()]
         seen.append([*(one.detach().clone() for one in learner.model.parameters()), *moments])
     return seen

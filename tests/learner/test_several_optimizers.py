@@ -191,7 +191,7 @@ def test_a_parameter_that_changes_its_optimizer_is_refused(tmp_path: Path) -> No
 
     train(tmp_path, spec("gru.weight*"), 1)
     with pytest.raises(
-        HvdtrainError, match=r"it has that of AdamW instead of SGD for gru.bias_ih_l0, gru.bias_hh_l0 \(go on with"
+        HvdtrainError, match=r"it has that of AdamW instead of SGD for gru.bias_ih_l0, gru.bias_hh_l0 \(continue with"
     ):
         train(tmp_path, spec("gru.*"), 2)
     with pytest.raises(HvdtrainError, match="expected the state of the optimizer AdamW, got that of SGD and AdamW"):

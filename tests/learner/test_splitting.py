@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.padding import pack, pad
+from hvdtrain.data.padding import join, pack, pad
 from hvdtrain.data.types import Batch, BatchParts
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
@@ -46,6 +46,26 @@ def test_halves_have_all_sequences(make: Callable[..., Any]) -> None:
     assert [piece.parts.numbers.tolist() for piece in pieces] == [[0], [1], [0], [0], [1], [1], [0]]  # type: ignore[union-attr]
     if make is pad:
         assert [piece.data["data"].values.shape for piece in pieces] == [(1, length, 3) for length in LENGTHS]
+
+
+def test_halves_of_a_row_have_all_pieces() -> None:
+    generator = numpy.random.default_rng(1)
+    frames = [generator.normal(size=(length, 3)).astype(numpy.float32) for length in LENGTHS]
+    parts, joined = BatchParts(("a", "b"), numpy.array([0, 1, 0, 0, 1, 1, 0])), numpy.array(LENGTHS)
+    waiting = [Batch({"data": join(frames)}, numpy.arange(7), lambda: list("abcdefg"), joined=joined, parts=parts)]
+    pieces: list[Batch] = []
+    while waiting:
+        piece = waiting.pop(0)
+        if len(piece.indices) == 1:
+            pieces.append(piece)
+        else:
+            waiting[:0] = split_batch(piece)
+    for piece, expected, number in zip(pieces, frames, parts.numbers.tolist(), strict=True):
+        numpy.testing.assert_array_equal(piece.data["data"].values, expected[None])
+        assert piece.data["data"].seq_lens.tolist() == piece.joined.tolist() == [len(expected)]  # type: ignore[union-attr]
+        assert piece.parts.numbers.tolist() == [number]  # type: ignore[union-attr]
+        assert piece.row_tags is None
+    assert [tag for piece in pieces for tag in piece.seq_tags()] == list("abcdefg")  # type: ignore[misc]
 
 
 def learner(most: int, losses: str = "sum", **keys: Any) -> TorchLearner:

@@ -65,7 +65,13 @@ def test_no_module_asks_for_a_framework_by_its_name() -> None:
 def test_a_key_of_one_framework_is_refused_with_another_and_says_so_in_the_help(tmp_path: Path) -> None:
     values = {"torch_compile": "True", "sync_batch_norm": "True", "checkpoint_modules": "['first']", "torch_distributed": "{}"}
     values["load_model_post_hooks"] = "[lambda **_: None]"
-    values |= {"freeze_until_step": "{'first.*': 10}", "save_parameters": "'trained'", "split_on_oom": "True"}
+    values |= {
+        "freeze_until_step": "{'first.*': 10}",
+        "save_parameters": "'trained'",
+        "split_on_oom": "True",
+        "count_flops": "True",
+        "use_last_best_model": "True",
+    }
     values["extra_models"] = "{'teacher': {'get_model': lambda **_: None, 'load': 'teacher.pt'}}"
     needing = {key.name: key for key in all_keys() if key.needs and "tensorflow" not in key.needs}
     assert needing.keys() == {*values, "objective_per_rank"}

@@ -1,7 +1,9 @@
 """The TensorFlow learner by itself: one graph for batches of any size, optimizers, random numbers, sparse gradients."""
 
+import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import numpy
 import pytest
 import tensorflow as tf
 from launching import refused
+from mixed_batches import EXPECTED, NUMBERS, mixed_batches
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
+from hvdtrain.data.types import Batch, BatchParts, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
@@ -65,6 +68,23 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
     assert made.meter.take_scores().means() == {}
     assert made.meter.take_step_seconds() > 0
+
+
+def test_datasets_with_other_parts_have_their_own_graphs() -> None:
+    """One after the other, as dev and test, of which some mix datasets."""
+
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        outputs = tf.boolean_mask(model(data.raw_tensor), data.mask)[:, 0]
+        get_run_ctx().mark_as_loss(outputs, "outputs", seq_lens=data.seq_lens)
+
+    made = learner(step)
+    for _ in range(2):
+        for names, expected in ((("a", "b"), {".a": 5.0, ".b": 11.0}), ((), {}), (("c", "d"), {".c": 5.0, ".d": 11.0})):
+            parts = BatchParts(names, numpy.array([0, 1])) if names else None
+            made.evaluate(dataclasses.replace(BATCH, parts=parts))
+            found = made.meter.take_scores().means()
+            assert found == {f"outputs{name}": pytest.approx(value) for name, value in {"": 7.0, **expected}.items()}
 
 
 def test_batches_of_any_length_and_size_share_a_graph_and_another_number_of_axes_has_its_own() -> None:
@@ -330,7 +350,8 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     made = learner(optimizer="adam", model_format=suffix)
     made.backward(BATCH)
     made.update(0.1)
-    copied = made.state.snapshot({"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
+    copy = made.state.snapshot if suffix == "npz" else made.state.copy_for_background
+    copied = [copy({"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]}) for _ in range(2)][1]
     made.state.contents(copied.progress).write(*files)
     again = learner(optimizer="adam")
     progress = again.state.load(*files)
@@ -526,3 +547,36 @@ def test_fresh_statistics_are_the_mean_of_those_of_the_batches() -> None:
     numpy.testing.assert_allclose(norm.moving_variance, numpy.mean([rows.var(0) for rows in axes], 0), rtol=1e-5)
     changed = [name for name, values in made.state.model_tensors().items() if not numpy.array_equal(values, before[name])]
     assert len(changed) == 2, changed
+
+
+def mark_frames(*, extern_data: dict[str, Any], **_: Any) -> None:
+    """The frames without padding as one loss, and as they come as another."""
+    data, context = extern_data["data"], get_run_ctx()
+    rows = data.raw_tensor[..., 0]
+    context.mark_as_loss(rows if rows.shape.rank == 1 else tf.boolean_mask(rows, data.mask), "flat", seq_lens=data.seq_lens)
+    context.mark_as_loss(rows, "rows", seq_lens=data.seq_lens)
+    context.mark_as_loss(tf.concat([data.raw_tensor] * 2, -1), "wide", seq_lens=data.seq_lens)
+
+
+def test_scores_of_each_dataset_of_a_mix_whatever_the_form_of_batches() -> None:
+    made = learner(mark_frames)
+    for form, batch in mixed_batches().items():
+        made.evaluate(batch)
+        scores = made.meter.take_scores().means()
+        assert {name: scores[name] for name in EXPECTED} == pytest.approx(EXPECTED)
+        in_rows = (21 / 9, 18 / 6, 3 / 3) if form == "padded" else tuple(EXPECTED.values())
+        for loss in ("rows", "wide"):
+            assert [scores[f"{loss}{part}"] for part in ("", ".a", ".b")] == pytest.approx(in_rows)
+        made.evaluate(replace(batch, parts=BatchParts(("c", "d"), NUMBERS)))  # as an evaluation of another mix
+        assert {name.partition(".")[2] for name in made.meter.take_scores().means()} == {"", "c", "d"}
+        made.evaluate(replace(batch, parts=None))
+        assert made.meter.take_scores().means().keys() == {"flat", "rows", "wide"}
+
+
+def test_seq_lens_of_other_elements_than_a_loss_has_are_an_error() -> None:
+    def step(*, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        get_run_ctx().mark_as_loss(tf.boolean_mask(data.raw_tensor, data.mask)[:, 0], "flat", seq_lens=data.seq_lens - 1)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected a loss with the elements of all sequences.*flat"):
+        learner(step).evaluate(mixed_batches()["padded"])

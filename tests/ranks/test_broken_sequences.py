@@ -1,5 +1,7 @@
-"""Trainings that go on without broken sequences: the same on any number of ranks, stopped or not, and never more than allowed."""
+"""Trainings that continue without broken sequences: the same on any number of ranks, stopped or not, never more than allowed."""
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import kaldiio
@@ -16,11 +18,23 @@ BROKEN = range(6, 12)
 BROKEN_IN_DEV = [3]
 RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3)]
 TENSORFLOW = Run("tensorflow", "horovod", 2)
+LOCAL: dict[str, object] = {"horovod_reduce_type": "param", "horovod_param_sync_step": 2}
+BROKEN_IN_MIX = [2, 4, 6]
+"""Of seven sequences of one part of a mix; the other part has none."""
+
+LAST = range(18, 24)
+"""Broken in the trainings of ranks that update alone: on two ranks, all of the last batch of the second one."""
 
 
-def write_folders(folder: Path) -> Path:
+def write_folders(folder: Path, in_train: int = 30, broken_in_train: range = BROKEN) -> Path:
     """Kaldi folders with features, of which some are not finite, gone or cut off; their lengths are known."""
-    for part, count, broken in (("train", 30, BROKEN), ("dev", 7, BROKEN_IN_DEV)):
+    parts: list[tuple[str, int, Sequence[int]]] = [
+        ("train", in_train, broken_in_train),
+        ("dev", 7, BROKEN_IN_DEV),
+        ("whole", 19, []),
+        ("damaged", 7, BROKEN_IN_MIX),
+    ]
+    for part, count, broken in parts:
         target = folder / part
         if target.exists():
             continue
@@ -34,12 +48,15 @@ def write_folders(folder: Path) -> Path:
         kaldiio.save_ark(str(target / "feats.ark"), features, scp=str(target / "feats.scp"))
         kaldiio.save_ark(str(target / "ali.ark"), classes, scp=str(target / "ali.scp"))
         table = dict(line.split() for line in (target / "feats.scp").read_text().splitlines())
-        table[f"utt{broken[0]:02}"] = f"{target}/gone.ark:7"
+        if broken:
+            table[f"utt{broken[0]:02}"] = f"{target}/gone.ark:7"
         if len(broken) > 1:
             table[f"utt{broken[1]:02}"] = f"{target}/feats.ark:{(target / 'feats.ark').stat().st_size - 9}"
         write_table(target / "feats.scp", table)
         write_table(target / "utt2num_frames", lengths)
-        write_table(target / "number", {f"utt{n:02}": n for n in range(count)})
+        # The parts of a mix have the same largest number; that of the damaged part is broken.
+        numbers = {"whole": [*range(count - 1), 106], "damaged": range(100, 107)}.get(part, range(count))
+        write_table(target / "number", {f"utt{n:02}": number for n, number in enumerate(numbers)})
     return folder
 
 
@@ -55,7 +72,16 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     }
     if run == TENSORFLOW:
         return {"whole": keys}
-    return {"whole": keys, "stopped": keys | {"fault": f"SIGTERM,{run.size - 1},1", "save_interval_steps": 1}}
+    made = {"whole": keys, "stopped": keys | {"fault": f"SIGTERM,{run.size - 1},1", "save_interval_steps": 1}}
+    if run != RUNS[2]:
+        made["mixed"] = keys | {"mixed": True, "skip_broken": len(BROKEN_IN_MIX)}
+    if run != RUNS[1]:
+        return made
+    broken = write_folders(folder / "last", LAST.stop, LAST)
+    without = shutil.copytree(broken, folder / "without", dirs_exist_ok=True)
+    for table in [path for path in (without / "train").iterdir() if path.suffix != ".ark"]:
+        table.write_text("".join(table.read_text().splitlines(keepends=True)[: LAST.start]))
+    return made | {"local": keys | LOCAL | {"folder": broken}, "local without": keys | LOCAL | {"folder": without}}
 
 
 def trained_well(results: Results, name: str) -> None:
@@ -84,6 +110,15 @@ def test_a_stop_changes_nothing(trained: Trained, of: Run) -> None:
     assert results.scores("whole") == results.scores("stopped")
 
 
+def test_a_batch_that_is_broken_counts_in_no_average_of_models(trained: Trained) -> None:
+    """The weights are bit for bit those of a training without its sequences."""
+    results = trained(trainings, RUNS[1])
+    assert [report["broken"] for report in results.reports("local")] == [len(LAST), len(LAST)]
+    for rank in range(2):
+        assert_same(results.weights("local", rank), results.weights("local without"))
+    assert results.scores("local") == results.scores("local without")
+
+
 def test_each_is_named_in_the_log(trained: Trained) -> None:
     out = trained(trainings, RUNS[1]).out("whole")
     assert "train: 6 broken sequences so far, at most 6 are left out (skip_broken)" in out
@@ -91,6 +126,26 @@ def test_each_is_named_in_the_log(trained: Trained) -> None:
     assert "feats.scp, line 9, 'utt08': expected finite numbers, got nan in frame 1" in out
     assert "dev: 1 broken sequences so far" in out
     assert "train epoch 2: 6 of 30 sequences are broken and were left out" in out
+
+
+def test_a_broken_sequence_of_a_mix_counts_once(trained: Trained) -> None:
+    """An epoch draws 19 of each part: those of the one with broken sequences two or three times."""
+    alone, several = trained(trainings, RUNS[0]), trained(trainings, RUNS[1])
+    for results in (alone, several):
+        used = results.trained_on("mixed")
+        assert {number for _, number in used} == {*range(18), 100, 101, 103, 105, 106}
+        assert {times for (_, number), times in used.items() if number < 18} == {1}
+        for epoch, report in enumerate(results.reports("mixed"), 1):
+            drawn = sum(times for (when, _), times in used.items() if when == epoch)
+            assert report["num_sequences"] == 2 * 19
+            assert report["broken"] == 2 * 19 - drawn >= 2 * len(BROKEN_IN_MIX)
+        assert "train: 3 broken sequences so far, at most 3 are left out (skip_broken)" in results.out("mixed")
+        assert "6 broken sequences" not in results.out("mixed")
+    assert several.trained_on("mixed") == alone.trained_on("mixed")
+    assert_alike(several.weights("mixed"), alone.weights("mixed"))
+    for one, other in zip(several.scores("mixed"), alone.scores("mixed"), strict=True):
+        assert {"train_loss_ce.whole", "train_loss_ce.damaged"} <= one.keys()
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_tensorflow(trained: Trained) -> None:
@@ -106,4 +161,4 @@ def test_too_many_end_the_training_on_all_ranks(tmp_path: Path) -> None:
     assert finished.status == 2
     assert "train: " in finished.err
     assert "feats.scp, line 7, 'utt06'" in finished.err
-    assert "skip_broken = N lets a training go on without N of them" in finished.err
+    assert "skip_broken = N lets a training continue without N of them" in finished.err

@@ -199,7 +199,7 @@ def test_three_epochs_in_one_go_or_in_two(results: ResultsOf, run: Run) -> None:
     compare = assert_same if run.size < 3 else lambda one, other: assert_alike(one, other, 1e-5)
     compare(results(run).weights("whole"), results(run).weights("second_part"))
     assert not numpy.array_equal(*(results(run).weights(name)[NAMES[run.framework]["first"]] for name in ("whole", "first_part")))
-    assert "training goes on after epoch 1, step 20." in results(run).out("second_part")
+    assert "training continues after epoch 1, step 20." in results(run).out("second_part")
 
 
 @pytest.mark.parametrize("run", [*ALONE, *ALL], ids=str)

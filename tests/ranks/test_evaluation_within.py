@@ -26,6 +26,14 @@ TRAININGS: dict[str, dict[str, object]] = {
 }
 
 
+ENDING: dict[str, object] = {
+    "early_stopping_patience": 2,
+    "early_stopping_min_difference": 9.0,
+    "eval_interval_for": ["early_stopping"],
+}
+"""The third evaluation ends the epoch, and with it the training."""
+
+
 def trainings_of(run: Run) -> dict[str, dict[str, object]]:
     names = {1: ["plain"], 2: list(TRAININGS)}[run.size] if run.framework == "torch" else ["statistics"]
     return {name: TRAININGS[name] for name in names}
@@ -41,6 +49,9 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         if run.framework == "torch" and run.size == 2:
             made[f"{name}.without"] = base
             made[f"{name}.stopped"] = base | WITHIN | {"fault": f"SIGTERM,{run.size - 1},5,22,28", "save_interval_steps": 8}
+    if run == RUNS[1]:
+        made["ended"] = {"num_epochs": 5, "evaluated": True, **WITHIN, **ENDING}
+        made["ended.stopped"] = made["ended"] | {"fault": f"SIGTERM,{run.size - 1},17"}
     return made
 
 
@@ -80,6 +91,16 @@ def test_a_stop_within_an_evaluation_repeats_it(results: ResultsOf, name: str) -
     ]
     out = results(RUNS[1]).out(f"{name}.stopped")
     assert out.count("stopped by SIGTERM in epoch") == 3, out
+
+
+def test_a_stop_within_the_evaluation_that_ends_an_epoch_changes_no_bit(results: ResultsOf) -> None:
+    made = results(RUNS[1])
+    assert_same(made.weights("ended"), made.weights("ended.stopped"))
+    assert made.scores("ended") == made.scores("ended.stopped")
+    assert [report["steps"] for report in made.reports("ended.stopped")] == [18]
+    out = made.out("ended.stopped")
+    assert "stopped by SIGTERM in epoch 1 after step 18" in out
+    assert "epoch 1 ends after step 18" in out.split("stopped by SIGTERM")[1], "the stop came before the end was decided"
 
 
 def test_any_number_of_ranks_has_the_same_scores(results: ResultsOf) -> None:

@@ -1,5 +1,6 @@
 """Keys that change with the epoch: as if the config were edited between two epochs, on any number of ranks, also after stops."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ STOPS = {1: "10,75,110", 2: "10,35,60"}
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     shared = {"evaluated": True, "layers": "statistics", "record": True}
-    whole = {"configs": CONFIGS, "num_epochs": 4, "max_seqs": 4, **shared}
+    whole = {"configs": CONFIGS, "num_epochs": 4, "max_seqs": 4, "average_checkpoints": {"last": 1}, **shared}
     made = {"whole": whole, "stopped": whole | {"fault": f"SIGTERM,{run.size - 1},{STOPS[run.size]}", "save_interval_steps": 8}}
     for number, edits in enumerate(EDITS, start=1):
         made[f"edited-{number}"] = {"num_epochs": number, "saved_as": "edited", "accept_changed_data": True, **shared, **edits}
@@ -54,6 +55,8 @@ def test_an_epoch_is_that_of_a_config_with_its_keys(results: ResultsOf, run: Run
         same = {name: one["scores"][name] == other["scores"][name] for name in one["scores"]}
         assert all(is_same or (number == 4 and name.startswith("dev")) for name, is_same in same.items()), (number, same)
     assert whole[3]["scores"]["dev_loss_ce"] != edited[3]["scores"]["dev_loss_ce"]  # of another dev
+    [average] = json.loads(made.models["whole"].with_name("averages.json").read_text())
+    assert average["scores"]["dev_loss_ce"] == whole[3]["scores"]["dev_loss_ce"], "the average of one model, on the same dev"
     assert [line["learning_rate"] for line in whole] == [0.01, 0.005, 0.005, 0.005]
     assert "epoch 2: max_seqs = 6, learning_rate = 0.005, train = {" in made.out("whole")
 

@@ -1,4 +1,4 @@
-"""A training on Lhotse's cuts that is stopped within an epoch goes on with another number of ranks."""
+"""A training on Lhotse's cuts that is stopped within an epoch continues with another number of ranks."""
 
 from collections import Counter
 from pathlib import Path

@@ -25,6 +25,6 @@ def test_files_of_every_rank_and_a_command(trained: Trained) -> None:
     piped = (tmp_path / "piped").read_text().splitlines()
     assert "model: 155 parameters" in piped
     assert not any(" step " in line and "sec/step" in line for line in piped)
-    assert piped[-2:] == ["Finished training in epoch 1.", "done"]
-    assert "model: 155 parameters" not in made.out("logged"), "stdout is not in the list, and has 3"
-    assert made.out("logged").count("train epoch 1, finished after 20 steps") == 1
+    assert (piped[-4], piped[-1]) == ("Finished training in epoch 1.", "done")
+    assert "batch, at most: " not in made.out("logged"), "stdout is not in the list, and has 3"
+    assert made.out("logged").count("epoch 1/1  train ce ") == 1

@@ -65,6 +65,11 @@ SCORES = re.compile(r"^(?:pretrain )?epoch \d+ score: (\S+) error: (\S+)|^dev: s
 RATES = re.compile(r"^start (?:pretrain )?epoch \d+ with learning rate (\S+)", re.MULTILINE)
 
 
+def models_in(folder: Path) -> list[str]:
+    """The files by which a model is found."""
+    return sorted(path.name for path in folder.glob("*.index"))
+
+
 def test_epochs_are_those_of_returnns_engine(results: ResultsOf, corpus: Path, tmp_path: Path) -> None:
     keys = {"corpus": corpus, "model": tmp_path / "model", "evaluated": "True", "log_verbosity": 5}
     given = [text for name, value in keys.items() for text in (f"++{name}", value)]
@@ -72,6 +77,8 @@ def test_epochs_are_those_of_returnns_engine(results: ResultsOf, corpus: Path, t
     assert theirs.status == 0, theirs.err[-3000:]
     numbers = [[float(number) for number in match if number] for match in SCORES.findall(theirs.out)]
     ours = results(ALONE).reports("whole")
+    assert models_in(results(ALONE).models["whole"].parent) == models_in(tmp_path)
+    assert [name for name in models_in(tmp_path) if "pretrain" not in name] == ["model.005.index"]
     names = ("train_loss_score", "train_loss_error"), ("dev_loss_score", "dev_loss_error")
     for (train, dev), line in zip(zip(numbers[::2], numbers[1::2], strict=True), ours, strict=True):
         for found, wanted in zip((train, dev), names, strict=True):

@@ -72,7 +72,7 @@ def test_it_follows_from_the_step_and_where_ranks_train_apart_from_the_rank() ->
     first, drawn = added("grad", rank=0)
     same, drawn_by_other = added("grad", rank=1)
     assert numpy.abs(first - same).max() < 1e-6  # weights differ, so rounding does
-    assert drawn != drawn_by_other  # dropout goes on differing
+    assert drawn != drawn_by_other  # dropout continues differing
     other, _ = added("grad", rank=0, first_step=1)
     second, _ = added("grad", rank=0, steps=2)
     assert numpy.abs(first - other).max() > 0.1

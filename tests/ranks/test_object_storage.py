@@ -144,7 +144,7 @@ def test_a_training_goes_on_elsewhere_from_its_mirror(results: ResultsOf, store:
     made = results(RUNS[0])
     assert "Fetched " not in made.out("stopped")
     assert "Fetched " in made.out("moved")
-    assert re.search(r"Loaded .*/moved/model.001.step-5.pt: training goes on", made.out("moved"))
+    assert re.search(r"Loaded .*/moved/model.001.step-5.pt: training continues", made.out("moved"))
     for rank in range(2):
         assert_same(made.weights("whole", rank), made.weights("moved", rank))
     assert made.scores("moved")[-1] == made.scores("whole")[-1]

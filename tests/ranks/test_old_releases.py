@@ -15,7 +15,7 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.settings import print_config, read_settings
 
-RELEASES = ("0.1.0", "1.0.0")
+RELEASES = ("0.1.0", "1.0.0", "1.1.0")
 """Those whose checkpoints and configs this version reads."""
 
 TENSORFLOW = ("g2p_tf.py", "init_tensorflow.py")
@@ -56,7 +56,7 @@ def expected(release: str, name: str) -> list[dict[str, float]]:
 
 @trains(*CASES)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    """Each goes on with what the release left."""
+    """Each continues with what the release left."""
     made: dict[str, dict[str, object]] = {}
     for release in RELEASES:
         for name, config in CASES[run].items():
@@ -72,7 +72,7 @@ def test_a_training_goes_on_from_an_old_checkpoint_with_the_same_numbers(
     trained: Trained, release: str, run: Run, name: str
 ) -> None:
     results = trained(trainings, run)
-    assert "training goes on in epoch 2, after its step 2." in results.out(f"{name}-{release}")
+    assert "training continues in epoch 2, after its step 2." in results.out(f"{name}-{release}")
     scores = results.scores(f"{name}-{release}")
     assert len(scores) == 3
     for ours, theirs in zip(scores, expected(release, name), strict=True):
@@ -106,11 +106,16 @@ def kept_keys(release: str) -> dict[str, list[str]]:
 CONFIGS = [(release, config) for release in RELEASES for config in kept_keys(release)]
 
 
+SHOWN = "log_verbosity "
+"""The beginning of the lines of a key whose default has changed: it selects what is shown, and no result depends on it."""
+
+
 @pytest.mark.parametrize(("release", "config"), [one for one in CONFIGS if one[1] not in TENSORFLOW])
 def test_an_old_config_means_the_same(release: str, config: str) -> None:
     """Of the first config, all keys with their defaults are compared."""
     with nothing_changes():
-        assert [line for line in kept_keys(release)[config] if line not in shown_keys(release, config)] == []
+        kept = [line for line in kept_keys(release)[config] if not line.startswith(SHOWN)]
+        assert [line for line in kept if line not in shown_keys(release, config)] == []
 
 
 @pytest.mark.parametrize("release", RELEASES)

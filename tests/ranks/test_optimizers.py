@@ -89,7 +89,7 @@ def changing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
 def test_another_number_of_ranks_goes_on_with_the_state(trained: Trained, name: str) -> None:
     """As on one rank throughout."""
     whole, first, last = trained(trainings, ALONE), trained(first_epoch, THREE), trained(second_epoch, ALONE)
-    assert "training goes on after epoch 1" in last.out(name)
+    assert "training continues after epoch 1" in last.out(name)
     assert_alike(whole.weights(name), last.weights(name), 0.02 if name == "muon" else 1e-3)
     with pytest.raises(AssertionError):
         assert_alike(first.weights(name), last.weights(name), 0.02)

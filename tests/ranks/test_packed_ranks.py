@@ -26,8 +26,8 @@ def packing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     }
     if run.framework == "torch":
         small = {"configs": [config, config.with_name("oom.py")], "max_seqs": 20 // run.size, "record": True}
-        made["whole"] = small
-        made["split"] = small | {"split_on_oom": True, "most": 30}
+        made["whole"] = small | {"learning_rate": 0.002}
+        made["split"] = made["whole"] | {"split_on_oom": True, "most": 30}
         made["means"] = small | {"losses": "several", "accum_grad_multiple_step": 2}
         made["split_means"] = made["means"] | {"split_on_oom": True, "most": 30}
     return made

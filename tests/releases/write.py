@@ -77,7 +77,7 @@ def main() -> None:
             lines = whole.with_name("scores.jsonl").read_text().splitlines()
             expected[name] = [json.loads(line)["scores"] for line in lines]
             shutil.rmtree(target / name, ignore_errors=True)
-            left_out = shutil.ignore_patterns("starts.jsonl", "steps.jsonl", "summary.json", "*.html")  # about hosts and seconds
+            left_out = shutil.ignore_patterns("starts.jsonl", "ends.jsonl", "steps.jsonl", "summary.json", "*.html")  # hosts, seconds
             shutil.copytree(stopped.parent, target / name, ignore=left_out)
         keys = keys_in_effect(release, target, folder)
     (target / "keys.json").write_text(json.dumps(keys, indent=1) + "\n")

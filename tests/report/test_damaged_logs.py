@@ -42,7 +42,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_resume(corpus: Path, folder: Path, trained: Path, told: str) -> str:
-    """Training goes on with the same result."""
+    """Training continues with the same result."""
     ended = hvdtrain(TOY, {**KEYS, "corpus": corpus, "model": folder / "model", "num_epochs": 3})
     assert ended.status == 0, (told, ended.err)
     one, other = (torch.load(where / "model.003.pt", weights_only=True)["model"] for where in (folder, trained / "three"))
@@ -66,7 +66,7 @@ def test_a_training_goes_on_without_its_logs(corpus: Path, tmp_path: Path, train
         if (folder / "scores.jsonl.damaged").exists():
             assert (folder / "scores.jsonl.damaged").read_bytes() == before, "nothing of it is lost"
             assert out.count(f"{folder / 'scores.jsonl'}: line 1") == 1
-            assert "it is kept as scores.jsonl.damaged, and training goes on" in out
+            assert "it is kept as scores.jsonl.damaged, and training continues" in out
     assert (tmp_path / "0" / "scores.jsonl.damaged").exists()
     assert (tmp_path / "1" / "steps.jsonl.damaged").exists()
 

@@ -9,26 +9,28 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy
 import pytest
-from launching import ROOT, TOY, hvdtrain
+from documented import example
+from launching import TOY, hvdtrain
 from matplotlib import image
+from report_pages import REPORT, run_folder, shown
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
 from trainings import Run, Trained, trains
 
 from hvdtrain.report import page
 from hvdtrain.report.__main__ import main
-from hvdtrain.report.epoch import EpochReport, straggler_line
+from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.plots import MAX_POINTS, decimate, score_figures, time_figures
 from hvdtrain.report.runs import Start, append_start, read_runs
 from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
+from hvdtrain.runtime.goodput import Spent
 
 QUIET = {"data wait": 0.1, "compute": 10.0, "communication": 0.5, "parameter sync": 0.0, "evaluation": 1.0}
 
@@ -46,6 +48,42 @@ def test_who_held_the_others_up() -> None:
     assert in_parameter_mode.startswith("rank 0 held the others up by 4.0 s")
 
 
+def of_many_ranks(size: int = 1000) -> list[dict[str, float]]:
+    """The seconds of ranks of which one waits for its data."""
+    return [{**QUIET, "data wait": 3.1} if rank == 517 else {**QUIET, "communication": 3.5} for rank in range(size)]
+
+
+def test_of_many_ranks_the_log_has_the_median_and_the_slowest() -> None:
+    lines = [line for _, line in replace(REPORT, seconds=of_many_ranks()).score_lines([])]
+    [usual, slowest] = [line for line in lines if ", seconds: " in line]
+    assert usual.startswith("train epoch 3, seconds: median of 1000 ranks: data wait 0.1, compute 10.0, communication 3.5, ")
+    assert slowest.startswith("train epoch 3, seconds: slowest, rank 517: data wait 3.1, compute 10.0, communication 0.5, ")
+    assert slowest.endswith("; waiting for data took 3.0 s longer than usual")
+    assert "train epoch 3: rank 517 held the others up by 3.0 s (30%): waiting for data took 3.1 s, against 0.1 s" in lines
+    few = [line for _, line in replace(REPORT, seconds=of_many_ranks()[:8]).score_lines([]) if ", seconds: rank " in line]
+    assert len(few) == 8
+
+
+def test_reports_of_many_ranks_are_complete_and_can_be_read(tmp_path: Path) -> None:
+    seconds = of_many_ranks()
+    line = as_line(replace(REPORT, seconds=seconds))
+    assert line["seconds"] == seconds
+    (tmp_path / "scores.jsonl").write_text(json.dumps(line) + "\n")
+    [run] = read_runs([tmp_path])
+    figures = {figure.name: figure for figure in time_figures(run)}
+    bars, heat = figures["ranks"].bars, figures["stragglers"].heat
+    assert bars is not None
+    assert heat is not None
+    assert len(bars.labels) == len(heat.ranks) == 64
+    assert 517 in heat.ranks
+    assert figures["ranks"].note.endswith("; the 64 slowest of 1000 ranks")
+    board = TensorBoard(tmp_path / "board", step=0)
+    board.epoch(replace(REPORT, seconds=seconds))
+    tags = {value.tag for event in events(tmp_path / "board") for value in event.summary.value}
+    assert "time of the slowest rank/data wait" in tags
+    assert not [tag for tag in tags if tag.startswith("time of rank ")]
+
+
 def test_no_rank_is_blamed_without_reason() -> None:
     # A little more work than the others; much more, but no rank waited; too short an epoch.
     assert straggler_line([QUIET, {**QUIET, "compute": 11.0}]) is None
@@ -53,24 +91,10 @@ def test_no_rank_is_blamed_without_reason() -> None:
     assert straggler_line([{"compute": 0.1, "communication": 0.1}, {"compute": 0.2, "communication": 0.0}]) is None
 
 
-REPORT = EpochReport(
-    epoch=3,
-    steps=10,
-    global_step=30,
-    elapsed=12.0,
-    computing=0.99,
-    learning_rate=0.5,
-    num_sequences=100,
-    scores={"train_loss_ce": 2.0, "dev_loss_ce": 1.5, "dev_loss_fer": float("nan")},
-    padding={"data": 0.25},
-    seconds=[{"compute": 10.0}, {"compute": 8.0}],
-)
-
-
 def test_the_time_of_an_epoch_that_was_resumed_is_all_of_it() -> None:
     report = replace(REPORT, elapsed=72.0, seconds=[{"compute": 10.0, "evaluation": 5.0}], seconds_before=62.0)
     assert report.line.startswith("train epoch 3, finished after 10 steps, 0:01:12 elapsed")
-    assert (1, "epoch 3 score: ce 2, elapsed: 0:01:17") in report.lines([])
+    assert (5, "epoch 3 score: ce 2, elapsed: 0:01:17") in report.score_lines([])
     assert as_line(report)["seconds_before"] == 62.0
     assert "seconds_before" not in as_line(REPORT)
 
@@ -94,7 +118,7 @@ def test_numbers_for_trackers() -> None:
 
 def test_what_the_ranks_exchanged_is_a_line() -> None:
     def exchange_lines(**numbers: int) -> list[str]:
-        return [line for _, line in replace(REPORT, **numbers).lines([]) if "exchange" in line]  # type: ignore[arg-type]
+        return [line for _, line in replace(REPORT, **numbers).training_lines() if "exchange" in line]  # type: ignore[arg-type]
 
     assert exchange_lines() == []
     assert exchange_lines(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
@@ -160,8 +184,7 @@ def test_what_a_training_leaves_for_a_report(two: Path) -> None:
 
 
 def test_the_example_that_reads_the_numbers_within_epochs(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "reports.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code = example("reports.md", "import json")
     exec(code.replace("exp/g2p/", f"{two}/"), {})
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert len(lines) == len((two / "steps.jsonl").read_text().splitlines())
@@ -173,13 +196,6 @@ def test_no_button_sends_a_figure_away() -> None:
     assert '"sendChartToCloud"' in script
     assert 'plotlyServerURL: ""' in script
     assert "form-action 'none'" in page.POLICY
-
-
-def shown(page: Path) -> dict[str, Any]:
-    """The figures in a page, by name."""
-    found = re.search(r"<script type=application/json id=data>(.*?)</script>", page.read_text(), flags=re.S)
-    assert found is not None
-    return {figure["name"]: figure for figure in json.loads(found[1])["figures"]}
 
 
 def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path) -> None:
@@ -214,28 +230,6 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
     assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))
     for expected in ("What differs between the runs", "use_horovod", "the command line", "horovod 0.28.1"):
         assert expected in page.read_text()
-
-
-def run_folder(folder: Path, steps: int = 0) -> Path:
-    """A run of two epochs, as a training without starts.jsonl left it, and `steps` lines of steps.jsonl in each epoch."""
-    folder.mkdir(parents=True)
-    lines = [as_line(replace(REPORT, epoch=epoch, global_step=10 * epoch)) for epoch in (1, 2)]
-    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    within = [
-        {
-            "epoch": epoch,
-            "step": step,
-            "progress": step / steps,
-            "elapsed": step / 2,
-            "learning_rate": 0.1 * step,
-            "scores": {"ce": -step},
-        }
-        for epoch in (1, 2)
-        for step in range(1, steps + 1)
-    ]
-    if steps:
-        (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in within))
-    return folder
 
 
 def test_steps_within_epochs(tmp_path: Path) -> None:
@@ -296,6 +290,19 @@ def test_what_a_config_says_stays_text(tmp_path: Path) -> None:
     assert "a&amp;b &lt;i&gt;" in text
 
 
+def test_goodput_and_operations_are_on_the_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    goodput = Spent(useful=90.0, start=6.0, repeated=4.0, starts=2, failures=1).entries()
+    flops = {"epoch": 4e12, "step": 2e10, "peak": 1.2e11, "share": 0.415}
+    (folder / "scores.jsonl").write_text(json.dumps(as_line(replace(REPORT, goodput=goodput, flops=flops))) + "\n")
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<b>90.0%</b><span class=note>of 0:01:40 in 2 starts</span>" in text
+    assert "<b>41.5%</b><span class=note>of 120 GFLOP/s; 20 GFLOP a step</span>" in text
+    (run,) = read_runs([folder])
+    assert run.epochs[0]["goodput"] == goodput
+
+
 def test_served_to_this_machine_only(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()  # a training that has not written anything yet
@@ -315,6 +322,11 @@ def test_served_to_this_machine_only(tmp_path: Path) -> None:
         status, text = get(address)
         assert status == 200
         assert "data-live" in text
+        if shutil.which("chromium") is not None:  # its script runs, under the policy that the server sends
+            command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+            command += ["--virtual-time-budget=8000", "--dump-dom", address]
+            drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+            assert re.search(r'id="live" class="stopped">not running, as of ', drawn)
         first = json.loads(get(f"{address}data.json")[1])
         assert get(f"{address}data.json?have={first['version']}") == (204, "")
         shutil.copytree(run_folder(tmp_path / "other", steps=3), folder, dirs_exist_ok=True)

@@ -108,7 +108,7 @@ def test_a_receiver_that_fails_is_reported_once_and_ends_nothing(monkeypatch: py
     numbers.begin(work_counter(PLAN, LENGTHS), 0)
     for step in (1, 2):
         numbers.step(epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=0.1, scores={})
-    assert said == ["the numbers of step 1 were not recorded, training goes on: OSError: no space left"]
+    assert said == ["the numbers of step 1 were not recorded, training continues: OSError: no space left"]
     assert [record.step for record in got] == [1, 2]
 
 

@@ -154,10 +154,10 @@ def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(corpus: Path
     assert finished.status == 0, finished.err
     told = [line for line in finished.out.splitlines() if "failed" in line and "track" in line]
     assert set(told) == {
-        "trackers: Failing failed in begin, training goes on without it: RuntimeError: no such service",
-        "trackers: Failing (1) failed in log_epoch, training goes on: RuntimeError: not reached in epoch 1",
+        "trackers: Failing failed in begin, training continues without it: RuntimeError: no such service",
+        "trackers: Failing (1) failed in log_epoch, training continues: RuntimeError: not reached in epoch 1",
         "trackers: 2 calls of Failing (1) failed",
-        "track_epoch failed after epoch 1, training goes on: KeyError: 1",
+        "track_epoch failed after epoch 1, training continues: KeyError: 1",
     }
     assert len(told) == 4
 

@@ -42,7 +42,7 @@ class Trainings:
 
 def ours(config: Path, **overrides: object) -> str:
     """Run hvdtrain in this process; what it printed."""
-    ended = run_inside([config, *arguments({"num_threads": 1, "log_interval": 0, **overrides})])
+    ended = run_inside([config, *arguments({"num_threads": 1, "log_interval": 0, "log_verbosity": 5, **overrides})])
     assert ended.status == 0, ended.out + ended.err
     return ended.out
 
@@ -60,7 +60,7 @@ def demo_data(folder: Path) -> dict[str, object]:
 def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """RETURNN's trainings. Without a cache: the threads that fill it lose a sequence now and then where cores are busy."""
     made = tmp_path_factory.mktemp("by_returnn")
-    ours(WORDS, folder=folder, model=made / "begun" / "model", num_epochs=1)  # RETURNN goes on with it
+    ours(WORDS, folder=folder, model=made / "begun" / "model", num_epochs=1)  # RETURNN continues with it
     jobs: dict[str, tuple[Path, dict[str, object]]] = {
         "sums": (TOY, {"sums": True}),
         "means": (TOY, {"sums": False}),

@@ -16,6 +16,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
+from hvdtrain.returnn_layer.networks import OF_THE_ENGINE
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, all_keys, read_settings
 from hvdtrain.start_up.data import open_datasets
@@ -199,3 +200,26 @@ def test_the_names_are_those_of_the_installed_returnn() -> None:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     assert len(READ_BY_RETURNN ^ set(tool.names())) < 15
+
+
+NETWORK = """
+train = {"class": "Task12AXDataset", "num_seqs": 4}
+network = {"output": {"class": "softmax", "loss": "ce", "from": "data"}}
+model, batch_size = "model", 100
+"""
+
+OF_EARLIER_ENGINES = "update_on_device = multiprocessing = True\ntruncation = -1\n"
+
+
+def test_keys_of_earlier_engines_are_accepted_where_they_ask_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(NETWORK + OF_EARLIER_ENGINES)
+    made = read_settings([tmp_path / "config.py"], {})
+    assert (made.notes, made.warnings) == ((), ())
+
+
+def test_keys_that_change_what_the_engine_for_networks_computes_are_refused(tmp_path: Path) -> None:
+    values = {name: 50 if name == "truncation" else True for name in OF_THE_ENGINE}
+    (tmp_path / "config.py").write_text(NETWORK + "\n".join(f"{name} = {value}" for name, value in values.items()))
+    with pytest.raises(ConfigError) as raised:
+        read_settings([tmp_path / "config.py"], {})
+    assert faults(raised.value.problems) == [f"{name}: unsupported" for name in OF_THE_ENGINE]

@@ -121,7 +121,7 @@ def test_the_demo_of_returnn_itself(tmp_path: Path) -> None:
     """As it stands, its own paths included."""
     config = tmp_path / "demo-torch.config"
     shutil.copy(THEIRS, config)
-    ended = hvdtrain(config, {"num_threads": 1, "use_horovod": 1}, ranks=2, environment=ONE_THREAD)
+    ended = hvdtrain(config, {"num_threads": 1, "use_horovod": 1, "log_verbosity": 5}, ranks=2, environment=ONE_THREAD)
     assert ended.status == 0, ended.err
     [line] = re.findall(r"epoch 5 evaluation: dev: ce ([0-9.]+), fer ([0-9.]+)", ended.out)
     assert float(line[0]) < 0.1

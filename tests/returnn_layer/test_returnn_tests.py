@@ -136,7 +136,7 @@ def test_the_benchmark(tmp_path: Path) -> None:
     shutil.copy(BENCHMARK, tmp_path)
     short = {"num_epochs": 1, "train.num_seqs": 8, "dev.num_seqs": 4, "max_seqs": 4, "num_threads": 1, "device": "cpu"}
     try:
-        ended = hvdtrain(tmp_path / BENCHMARK.name, {"model": tmp_path / "exp" / "model", **short, "log_verbosity": 4})
+        ended = hvdtrain(tmp_path / BENCHMARK.name, {"model": tmp_path / "exp" / "model", **short, "log_verbosity": 5})
         assert ended.status == 0, ended.err
         assert "relative_error_div_by_old in demo-rf-pt-benchmark.py: neither RETURNN nor hvdtrain reads it" in ended.out
         assert "epoch 1 evaluation: dev: ce " in ended.out

@@ -76,7 +76,7 @@ def test_every_value_that_means_off_is_taken(tmp_path: Path, name: str) -> None:
 
 
 NOT_TRIED = {"backend", "batch_size", "cache_size", "device", "log", "max_seqs", "model", "optimizer", "random_seed", "train"}
-"""Keys that a training needs, or whose defaults in the source are what RETURNN goes on with, and no values of the key."""
+"""Keys that a training needs, or whose defaults in the source are what RETURNN continues with, and no values of the key."""
 
 
 def test_returnns_own_defaults_are_taken(tmp_path: Path) -> None:
@@ -129,14 +129,23 @@ def test_what_is_not_off() -> None:
 
 
 def test_keys_of_tensorflow_have_no_effect_with_pytorch(tmp_path: Path) -> None:
-    text = "backend = 'torch'\nnetwork, optimizer_epsilon, pretrain = {'output': {}}, 1e-8, 'default'\n"
-    [note] = settings(tmp_path, text).notes
-    assert set(note.partition(": ")[2].split(", ")) == {"network", "optimizer_epsilon", "pretrain"}
+    text = "backend = 'torch'\nnetwork, optimizer_epsilon, pretrain, context_window = {'output': {}}, 1e-8, 'default', 5\n"
+    made = settings(tmp_path, text)
+    [note] = made.notes
+    assert set(note.partition(": ")[2].split(", ")) == {"network", "optimizer_epsilon", "pretrain", "context_window"}
+    assert made.chunks.context_window is None
     own = text.replace("backend", "import sys\nbackend")
     (tmp_path / "own.py").write_text(CONFIG.replace("MODEL", "'m'").replace("import returnn.frontend as rf", "") + own)
     with pytest.raises(ConfigError) as caught:
         read_settings([tmp_path / "own.py"], {})
     assert sorted(problem.key for problem in caught.value.problems) == ["network", "optimizer_epsilon", "pretrain"]
+
+
+def test_a_rule_of_cleanup_that_is_no_dict_is_the_default_one(tmp_path: Path) -> None:
+    """As in RETURNN, which takes a dict in a tuple, from a comma too many, for True."""
+    made = settings(tmp_path, "cleanup_old_models = {'keep_last_n': 9},\n")
+    assert made.saving.cleanup_old_models is True
+    assert [line.partition(":")[0] for line in made.warnings] == ["cleanup_old_models"]
 
 
 def test_torch_distributed_wins_over_use_horovod(tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ max_seq_length, min_seq_length = {"words": 3}, {"words": 1}
 learning_rate_control, learning_rate_control_error_measure = "newbob_multi_epoch", "dev_score_ce"
 use_dummy_datasets, train_dummy_dataset_num_seqs = True, 8
 eval_datasets, train = {"dev": 1}, 1
-num_epochs = 2
+num_epochs, log_verbosity = 2, 4
 def train_step(*, model, extern_data, global_train_step, **_):
     assert isinstance(global_train_step, int)
     rf.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().sum(), "ce")
@@ -247,3 +256,24 @@ def test_code_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match=expected):
             settings(tmp_path, f"import sys\n{line}\n")
     assert import_failure(ImportError("no reason")) == "ImportError: no reason"
+
+
+NETWORK = """
+use_tensorflow = True
+network = {"output": {"class": "softmax", "loss": "ce"}}
+extern_data = {"data": (9, 2), "classes": [2, 1]}
+train = {"class": "HDFDataset", "files": ["train.hdf"]}
+cleanup_old_models = {"keep_last_n": 3, "ignore_score_keys": ["dev_error_ctc", "train_score"]}
+batch_size, model = 100, "m"
+"""
+
+
+def test_older_spellings_in_a_config_with_a_network(tmp_path: Path) -> None:
+    """Pairs in `extern_data`, and RETURNN's names of scores."""
+    (tmp_path / "network.config").write_text(NETWORK)
+    made = read_settings([tmp_path / "network.config"], {})
+    assert [(entry.sparse, entry.shape, entry.dim) for entry in made.expected.values()] == [(False, (9,), None), (True, (), 2)]
+    assert made.saving.cleanup_old_models == {
+        "keep_last_n": 3,
+        "ignore_score_keys": ["dev_loss_error_ctc", "train_loss_score"],
+    }

@@ -17,9 +17,10 @@ from launching import ROOT
 from strangers import hostile
 from thread_ranks import on_ranks
 
-from hvdtrain.runtime import heartbeats, peers
+from hvdtrain.runtime import heartbeats, peers, relays
 from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Diagnosis, Heartbeat, Heartbeats, diagnose, exchange_contacts
 from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
+from hvdtrain.runtime.relays import Layout, ranges_text, ranks_in
 
 PATIENCE = 60.0
 FINE = Heartbeat("epoch 1, step 5", 0.1, 6, False, False)
@@ -189,7 +190,7 @@ class Lost:
     others ask it: its kernel then answers nothing.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 3) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 3, layout: Layout | None = None) -> None:
         for name, seconds in (("ASK_EVERY", 0.05), ("SECONDS_TO_ANSWER", 0.5)):
             monkeypatch.setattr(peers, name, seconds)
         monkeypatch.setattr(heartbeats, "SILENT", 0.5)
@@ -199,7 +200,9 @@ class Lost:
         datagrams = [Datagrams(udp) for udp in self._sockets]
         contacts = [Contact(f"host{rank}", Process.of(os.getpid()), (), datagrams[rank].port, "token") for rank in range(number)]
         first = [(self.addresses[0], datagrams[0].port), ("127.0.0.99", 1)]  # one of its names leads nowhere
-        self.ranks = [Heartbeats(rank, contacts, datagrams[rank], first, restarts=True) for rank in range(number)]
+        self.ranks = [Heartbeats(rank, contacts, datagrams[rank], first, restarts=True, layout=layout) for rank in range(number)]
+        for rank in self.ranks:
+            rank.hub_addresses = [(self.addresses[rank.hub], datagrams[rank.hub].port)]
 
     def _bound(self, rank: int) -> socket.socket:
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -229,6 +232,108 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lost]:
         assert time.monotonic() < deadline, hosts
     yield made
     made.close()
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeats]]:
+    """Nine ranks, whose watchdogs have met. 3 and 6 are relays for the two ranks after them, and 0 is for 1 and 2."""
+    monkeypatch.setattr(relays, "DIRECT", 4)
+    monkeypatch.setattr(relays, "RANKS_OF_HOST", 1)
+    met = on_ranks(9, lambda comm: exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+    until_they_meet(met)
+    until(met, [FINE] * 9, {0: None})
+    yield met
+    for rank in met:
+        rank.close()
+
+
+def of_nine(special: dict[int, Heartbeat | None], others: Heartbeat = WAITS) -> list[Heartbeat | None]:
+    return [special.get(rank, others) for rank in range(9)]
+
+
+def test_in_a_large_job_rank_0_hears_from_relays(many: list[Heartbeats]) -> None:
+    assert [sorted(rank._last) for rank in many] == [[1, 2, 3, 6], [0], [0], [0, 4, 5], [3], [3], [0, 7, 8], [6], [6]]
+    assert [many[0]._groups[relay].members for relay in (3, 6)] == [None, None]  # all is well
+    diagnosis = Diagnosis((5,))
+    until(many, of_nine({5: HANGS}), dict.fromkeys((0, 4, 5, 6, 8), diagnosis))
+    assert sorted(many[0]._last) == list(range(1, 9))
+    assert (many[0].describe(diagnosis, WAITS) or "").endswith(" in epoch 1, step 5; 8 ranks wait for it")
+    until(many, of_nine({}, FINE), dict.fromkeys(range(9)))  # it came back
+
+
+def test_without_news_of_all_ranks_no_rank_is_blamed(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hears from its own group first that all of it waits, and from a relay only then which rank the others wait for."""
+    for rank in (1, 2):
+        many[rank].send(WAITS)
+    many[0].listen(0.1)
+    assert many[0].conclude(WAITS) is None
+    until(many, of_nine({7: HANGS}), {0: Diagnosis((7,))})
+
+
+def test_ranks_behind_a_relay_that_is_stopped_go_to_rank_0(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+    until(many, of_nine({3: None}), dict.fromkeys((0, 1, 4, 5, 8), Diagnosis(silent=(3,))))
+    assert (many[0].describe(Diagnosis(silent=(3,)), WAITS) or "").startswith("rank 3 on ")
+    monkeypatch.setattr(heartbeats, "SILENT", 5.0)
+    monkeypatch.setattr(heartbeats, "SECONDS_OF_DETAILS", 0.1)
+    deadline = time.monotonic() + PATIENCE
+    while [sorted(many[rank]._last) for rank in (0, 4, 5)] != [[1, 2, 3, 6], [3], [3]]:  # it goes on, and all is as before
+        assert time.monotonic() < deadline
+        until(many, of_nine({}, FINE), dict.fromkeys(range(9)))
+        monkeypatch.setattr(heartbeats, "SILENT", 1.0)
+        many[0]._details_until = 0.0
+
+
+def test_a_relay_tells_who_has_failed_or_ended_without_a_word(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
+    many[8].send(FAILED)
+    until(many, of_nine({8: None}, FINE), {0: None})  # nobody waits
+    until(many, of_nine({8: None}, JUST_WAITS), dict.fromkeys((0, 1, 3, 5, 7), Diagnosis(gone=(8,), ends=True)))
+    monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+    many[4].close()
+    until(many, of_nine({4: None, 8: None}, JUST_WAITS), dict.fromkeys((0, 3, 5, 7), Diagnosis(gone=(4, 8), ends=True)))
+
+
+def test_when_rank_0_fails_relays_tell_their_ranks(many: list[Heartbeats]) -> None:
+    many[0].send(FAILED)
+    gone = Diagnosis(gone=(0,), ends=True)
+    deadline = time.monotonic() + PATIENCE
+    while any(many[rank].conclude(JUST_WAITS) != gone for rank in range(1, 9)):
+        assert time.monotonic() < deadline
+        for rank in many[1:]:
+            rank.send(JUST_WAITS)
+            rank.listen(0.02)
+            if rank.decides:
+                rank.broadcast(rank.conclude(JUST_WAITS))
+
+
+def test_a_relay_finds_a_host_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = Lost(monkeypatch, 4, Layout(4, 2))
+    deadline = time.monotonic() + PATIENCE
+    while not (four.ranks[2].datagrams and four.ranks[2].datagrams.hosts[four.addresses[3]].answers):
+        until(four.ranks, [FINE] * 4, dict.fromkeys(range(4)))
+        assert time.monotonic() < deadline
+    four.lose(3)
+    gone = Diagnosis(gone=(3,), ends=True)
+    until(four.ranks, [JUST_WAITS, JUST_WAITS, JUST_WAITS, None], dict.fromkeys(range(3), gone))
+    assert (four.ranks[0].describe(gone, JUST_WAITS) or "").startswith("host3 with rank 3 has not answered for ")
+    four.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 200, 201, 256, 1000, 16384, 16385])
+def test_every_rank_has_one_hub_and_none_hears_from_many(size: int) -> None:
+    layout = Layout.of(size)
+    senders = {hub: layout.senders(hub) for hub in range(size) if layout.is_hub(hub)}
+    assert sorted(rank for below in senders.values() for rank in below) == list(range(1, size))
+    assert {rank for hub, below in senders.items() for rank in below if layout.hub_of(rank) != hub} == set()
+    assert max(map(len, senders.values())) == layout.most_senders == len(senders[0])
+    assert layout.most_senders <= max(200, 2.2 * size**0.5)
+
+
+def test_ranks_as_text_fit_into_a_datagram() -> None:
+    for ranks in ((), (3,), tuple(range(20000)), tuple(range(0, 20000, 2)), (0, 1, 5, 6, 7, 9)):
+        text = ranges_text(ranks)
+        assert ranks_in(text) == ranks
+        assert len(text) < 60000
 
 
 def number_of_questions(asked: socket.socket) -> int:

@@ -53,6 +53,7 @@ def would_write(folder: Path) -> dict[str, object]:
     return WRITES | {
         "model": folder / "exp" / "model",
         "log": folder / "train.log",
+        "metrics_file": folder / "numbers.prom",
         "learning_rate_file": folder / "rates",
         "trace_sequences": folder / "trace" / "t",
         "horovod_timeline": folder / "timeline.json",
@@ -108,7 +109,7 @@ def test_on_two_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     of_two = {**keys, "use_horovod": True, "num_epochs": 3, "horovod_timeline": tmp_path / "t"}
     ended = hvdtrain(TOY, of_two, 2, options=["--dry-run"])
     check_estimate(ended, 2)
-    assert "training goes on after epoch 1" in ended.out
+    assert "training continues after epoch 1" in ended.out
     assert "; 2 epochs: " in ended.out
     done = hvdtrain(TOY, keys, options=["--dry-run"])
     assert "Already trained until final epoch 1, nothing to do" in done.out

@@ -13,6 +13,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.comm.base import all_reduce
+from hvdtrain.comm.groups import BetweenGroups
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.sync_batch_norm import synchronize
@@ -21,6 +22,7 @@ from hvdtrain.start_up.ranks import open_communicator
 
 transport, folder = sys.argv[1], Path(sys.argv[2])
 overrides = {"corpus": str(folder), "model": str(folder / "model"), transport: "1" if transport == "use_horovod" else "{}"}
+overrides |= {"horovod_reduce_type": "param", "horovod_param_group": "3"}  # Horovod is initialized for `split`
 settings = read_settings([Path(__file__).parent / "config.py"], overrides)
 
 
@@ -125,6 +127,63 @@ def test_gather_rows(comm) -> None:
     [narrow] = comm.gather_rows([values], name="narrow_rows", lengths=lengths, narrow="float16")
     assert narrow.dtype == torch.float32
     assert torch.equal(narrow, known.round())
+
+
+def test_all_to_all(comm) -> None:
+    rows = [torch.arange(6).to(torch.uint8) + 10 * comm.rank + 100 * other for other in range(2)]
+    sent = torch.stack([*rows, torch.full((6,), comm.rank, dtype=torch.uint8)])
+    before = comm.sent
+    [received] = comm.finish(comm.all_to_all(sent, name="all_to_all"))
+    assert comm.sent - before == 18
+    assert (received.dtype, received.shape) == (torch.uint8, (3, 6))
+    for other in range(comm.size):
+        expected = torch.arange(6) + 10 * other + 100 * comm.rank if comm.rank < 2 else torch.full((6,), other)
+        assert torch.equal(received[other], expected.to(torch.uint8))
+    narrow = torch.full((comm.size, 2), float(comm.rank))
+    assert comm.finish(comm.all_to_all(narrow, name="floats"))[0].tolist() == [[float(other)] * 2 for other in range(comm.size)]
+
+
+def test_parts_of_the_ranks(comm) -> None:
+    """Twice: two trainings in one process divide the ranks alike."""
+    assert comm.split([[0, 1, 2]], name="all") is comm
+    for _ in range(2):
+        part = comm.split([[0, 2], [1]], name="part")
+        assert (part.rank, part.size) == ((0, 2), (0, 1), (1, 2))[comm.rank]
+        [total] = all_reduce(part, [torch.tensor([float(comm.rank + 1)])], "sum", name="sum_of_part")
+        assert total.item() == (4.0, 2.0, 4.0)[comm.rank]
+        [mean] = part.finish(part.start([torch.ones(2) * comm.rank], "average", name="narrow_part", narrow="float16"))
+        assert mean.tolist() == [1.0, 1.0]
+        [first] = part.broadcast([torch.tensor([comm.rank])], name="first_of_part")
+        assert first.item() == (0, 1, 0)[comm.rank]
+        gathered = part.gather({"rank": comm.rank}, name="gather_part")
+        assert gathered == ([{"rank": 1}] if comm.rank == 1 else [{"rank": 0}, {"rank": 2}])
+        [rows] = part.gather_rows([torch.full((comm.rank, 1), comm.rank)], name="rows_of_part")
+        assert rows.flatten().tolist() == ([1] if comm.rank == 1 else [2, 2])
+        [received] = part.finish(part.all_to_all(torch.arange(2 * part.size).view(part.size, 2) + 10 * comm.rank, name="of_part"))
+        assert received.tolist() == (
+            [[10, 11]] if comm.rank == 1 else [[part.rank * 2, part.rank * 2 + 1], [20 + part.rank * 2, 21 + part.rank * 2]]
+        )
+    last = comm.split([[1, 2]], name="last")
+    assert (last is None) == (comm.rank == 0)
+    assert last is None or last.broadcast([torch.tensor([comm.rank])], name="first_of_last")[0].item() == 1
+
+
+def test_between_groups(comm) -> None:
+    """Groups of unequal size: [0, 1] and [2]."""
+    within = comm.split([[0, 1], [2]], name="within")
+    leaders = comm.split([[0, 2]], name="leaders")
+    between = BetweenGroups(within, leaders, number=comm.rank // 2, count=2)
+    value = 1.0 + comm.rank // 2
+    before = between.sent
+    [mean] = all_reduce(between, [torch.full((3,), value)], "average", name="mean_of_groups")
+    assert mean.tolist() == [1.5] * 3
+    assert between.sent - before == (0 if comm.rank == 1 else 12)
+    assert between.gather(comm.rank // 2, name="numbers") == [0, 1]
+    assert between.broadcast([torch.tensor([value])], name="first_group")[0].item() == 1.0
+    [rows] = between.gather_rows([torch.full((1, 2), value)], name="rows_of_groups", lengths=[1, 1])
+    assert rows.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    [received] = between.finish(between.all_to_all(torch.tensor([[value], [10 * value]]), name="between"))
+    assert received.tolist() == ([[1.0], [2.0]] if comm.rank < 2 else [[10.0], [20.0]])
 
 
 def test_for_configs(comm) -> None:

@@ -21,6 +21,7 @@ num_epochs = 1
 max_seqs = 12 // hvdtrain.size()
 num_threads = 1
 log_interval = 0
+log_verbosity = 5
 learning_rate = 0.01
 
 

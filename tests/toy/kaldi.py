@@ -12,5 +12,8 @@ def part(name):
 
 
 train = part("train") | {"seq_ordering": "default"}
+if config.bool("mixed", False):
+    train = {"class": "MixingDataset", "datasets": {"whole": part("whole"), "damaged": part("damaged")}, "seq_ordering": "random"}
+    train["weights"] = {"whole": 0.5, "damaged": 0.5}
 dev = part("dev")
 lengths_dir = None

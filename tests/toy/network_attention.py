@@ -4,8 +4,10 @@
 from pathlib import Path
 
 corpus = Path(config.value("corpus", ""))
-train = {"class": "HDFDataset", "files": [str(corpus / "train.hdf")], "seq_ordering": "random"}
+train = {"class": "HDFDataset", "files": [str(corpus / config.value("part", "train.hdf"))], "seq_ordering": "random"}
 dev = {"class": "HDFDataset", "files": [str(corpus / "dev.hdf")]}
+if config.value("task", "train") == "forward":
+    eval = dev  # which RETURNN forwards
 
 use_tensorflow = True
 vocabulary = {"class": "Vocabulary", "vocab_file": None, "labels": ["a", "b", "c", "d", "e"], "unknown_label": None}
@@ -40,4 +42,5 @@ network = {
     "encoder": {"class": "linear", "activation": "tanh", "n_out": 6, "from": "data", "dropout": 0.1},
     "keys": {"class": "linear", "activation": None, "n_out": 6, "from": "encoder"},
     "output": {"class": "rec", "from": [], "target": target, "max_seq_len": "max_len_from('base:encoder')", "unit": decoder},
+    "decision": {"class": "decide", "from": "output", "loss": "edit_distance", "target": target, "only_on_search": True},
 }

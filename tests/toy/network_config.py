@@ -23,6 +23,8 @@ log_interval = 0
 learning_rate = 0.01
 random_seed = 3
 optimizer = {"class": "adam", "epsilon": 1e-8}
+# Optimizing its graph takes a good part of the time of a small training.
+tf_session_opts = {"graph_options": {"rewrite_options": {"disable_meta_optimizer": True}}}
 
 layers = config.value("layers", "plain")
 normalized = {"loss_opts": {"use_normalized_loss": True}} if config.value("losses", "sum") != "sum" else {}
@@ -49,6 +51,8 @@ network["conv"]["L2"] = 0.01
 if layers == "statistics":
     network["norm"] = {"class": "batch_norm", "from": "conv", "momentum": 0.1}
     network["lstm"] |= {"from": "norm", "dropout": 0.3}
+if layers == "dropout":
+    network["lstm"]["dropout"] = 0.3
 if layers == "embedding":  # its gradient has rows
     network["aligned"] = {"class": "reinterpret_data", "from": "data:classes", "size_base": "data"}
     network["words"] = {"class": "linear", "activation": None, "with_bias": False, "n_out": 3, "from": "aligned"}
@@ -57,6 +61,13 @@ if layers == "frames":  # each by itself
     network["conv"] = {"class": "linear", "n_out": 8, "activation": "relu", "from": ["data"]}
     network["output"]["from"] = "conv"
     del network["lstm"]
+if layers == "context":  # which the data has in addition
+    context_window = 3
+    network["conv"]["padding"] = "valid"
+if config.bool("shuffled", False):  # draws random numbers that neither are uniform nor normal
+    draw = "source(0) + 0.0 * tf.cast(tf.random.shuffle(tf.range(2))[0], tf.float32)"
+    network["shuffled"] = {"class": "eval", "eval": draw, "from": "conv"}
+    network["lstm"]["from"] = "shuffled"
 if config.value("losses", "sum") == "several":
     network["other"] = {"class": "softmax", "from": "conv", "target": "classes", "loss": "ce", "loss_scale": 0.5}
 flaw = config.value("flaw", "")
@@ -69,3 +80,8 @@ if flaw == "target":
 if flaw == "key":
     extern_data["phones"] = {"dim": 5, "sparse": True}
     network["output"]["target"] = "phones"
+if flaw == "state":
+    network["lstm"] = {"class": "rec", "unit": "BasicLSTM", "n_out": 6, "from": "conv", "initial_state": "keep_over_epoch"}
+if flaw == "axis":  # the data has a class for every frame
+    extern_data["classes"] |= {"shape": (), "time_dim_axis": None}
+    network["lstm"] = {"class": "reduce", "mode": "mean", "axes": "T", "from": "conv"}

@@ -4,6 +4,7 @@ A job is [program, config, overrides], with the program "returnn" or "hvdtrain".
 output goes to the file `out` next to the model. TensorFlow and RETURNN are imported once.
 """
 
+import getpass
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ def run(program: str, config: str, overrides: dict[str, str]) -> None:
 
 
 def main() -> None:
+    os.getlogin = getpass.getuser  # some configs ask for the user of the terminal, and tests may have none
     OpMaker.with_cuda = False
     tf.config.set_visible_devices([], "GPU")
     for program, config, overrides in json.loads(Path(sys.argv[1]).read_text()):

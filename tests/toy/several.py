@@ -1,9 +1,9 @@
-"""Several trainings in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
+"""Trainings and other tasks in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
 
-Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, its output to FOLDER/NAME.out-RANK, and the names of the
-frameworks that it imported to FOLDER/frameworks. A training that is stopped resumes at once, unless it has "once". With
-"timeline", Horovod writes a timeline of this training. The ranks connect anew if the transport differs from the previous one.
-On several ranks TensorFlow does not optimize its graphs.
+Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, its output to FOLDER/NAME.out-RANK, the scores of a task other
+than train to FOLDER/NAME.scores, and the names of the frameworks that it imported to FOLDER/frameworks. A training that is
+stopped resumes at once, unless it has "once". With "timeline", Horovod writes a timeline of this training. The ranks connect
+anew if the transport differs from the previous one. On several ranks TensorFlow does not optimize its graphs.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.config.source import LargeImports
+from hvdtrain.config.source import LargeImports, separate_imports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.settings import read_settings
@@ -48,6 +48,13 @@ def transport_of(job):
 
 def run(comm, job):
     """Train until the end, with as many stops on the way as the job has planted."""
+    task = job["overrides"].get("task", "train")
+    if task != "train":
+        from hvdtrain.tasks.tasks import evaluate_all, forward_all
+
+        scores = (evaluate_all if task == "eval" else forward_all)(read_settings(job["configs"], job["overrides"]), comm)
+        Path(job["folder"], f"{job['name']}.scores").write_text(json.dumps(scores))
+        return
     while True:
         try:
             learner = train(read_settings(job["configs"], job["overrides"]), comm).learner
@@ -82,7 +89,8 @@ for _, alike in groupby(jobs, transport_of):
             # A quarter of the time of a small training; on one rank they are on.
             tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
         for job in group:
-            with Path(job["folder"], f"{job['name']}.out-{comm.rank}").open("a") as out, redirect_stdout(out), timeline_of(job):
+            out = Path(job["folder"], f"{job['name']}.out-{comm.rank}")
+            with out.open("a") as file, redirect_stdout(file), timeline_of(job), separate_imports(job["configs"]):
                 try:
                     run(comm, job)
                 except BaseException:

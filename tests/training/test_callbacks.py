@@ -145,7 +145,10 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     ]
     assert {beats[number + 1][0] for number in unhurried[:-1]} == {"between"}
     [saving] = [number for number, (phase, _) in enumerate(beats) if phase == "saving"]
-    assert beats[saving + 1] == ("between", "step 2, after saving")
+    assert [beats[saving + by] for by in (-1, 1)] == [
+        ("finishing", "step 2, waiting for the checkpoint before"),
+        ("between", "step 2, after saving"),
+    ]
     usual = {phase for phase, _ in beats} - {"start-up", "unhurried"}
     assert usual == {"planning", "between", "steps", "evaluation", "saving", "finishing"}
     assert {Patience(fixed=10.0).seconds(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
@@ -181,7 +184,7 @@ def test_a_callback_can_stop_training_with_a_checkpoint(corpus: Path, tmp_path: 
     finished = run(corpus, tmp_path, told, num_epochs=50)
     assert finished.status == 75
     assert "stopped by a callback (enough) in epoch " in finished.err
-    assert "the same command goes on from there" in finished.err
+    assert "the same command continues from there" in finished.err
     assert events(tmp_path)[-1]["stopped_by"] == "a callback (enough)"
     done = events(tmp_path)[-1]["step"]
     again = run(corpus, tmp_path, told, num_epochs=50)
@@ -206,6 +209,7 @@ def problems(folder: Path, callbacks: str) -> list[str]:
 
 def test_mistakes_are_reported_together(tmp_path: Path) -> None:
     assert problems(tmp_path, 'type("Late", (), {"on_epoch_ends": print})') == ["callbacks: wrong-type"]
+    assert problems(tmp_path, "__import__('numpy').ones(1)") == ["callbacks: wrong-type"]
     several = (
         '[Notes(), {"class": Notes, "fil": "x"}, "Notes", {"file": "x"}, 3, "nowhere.at:All", {"class": Notes(), "file": ""}]'
     )

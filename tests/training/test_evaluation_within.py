@@ -122,6 +122,24 @@ def test_keys_that_promise_nothing_are_refused(corpus: Path, tmp_path: Path) -> 
     assert "log_interval_steps" not in hint.err
 
 
+def test_files_of_an_abandoned_training_are_not_taken_for_those_of_this_one(corpus: Path, tmp_path: Path) -> None:
+    """Models within epochs and averages that stayed in the folder, of which the names are the same."""
+    keys: dict[str, object] = {"num_epochs": 1, "average_checkpoints": [{"steps": [6]}, {"last": 1}], "ema_decay": 0.9}
+    assert toy(corpus, tmp_path, **keys).status == 0
+    abandoned = json.loads((tmp_path / "averages.json").read_text())
+    for name in ("model.001.pt", "model.001.opt.pt", "scores.jsonl", "evaluations.jsonl"):
+        (tmp_path / name).unlink()
+    ended = toy(corpus, tmp_path, learning_rate=0.001, **keys)
+    assert ended.status == 0, ended.err
+    made = json.loads((tmp_path / "averages.json").read_text())
+    scores = [one["scores"]["dev_loss_ce"] for one in made]
+    [within, *_], [epoch] = lines_of(tmp_path / "evaluations.jsonl"), lines_of(tmp_path / "scores.jsonl")
+    assert scores[:2] == [within["scores"]["dev_loss_ce"], epoch["scores"]["dev_loss_ce"]], "averages of one model each"
+    for now, before in zip(made, abandoned, strict=True):
+        assert (now["name"], now["of"]) == (before["name"], before["of"])
+        assert now["scores"] != before["scores"]
+
+
 def history() -> list[EpochRecord]:
     within = [EvaluationRecord(epoch, 0.1, {"dev_loss_ce": score}, {"ce": 1.0}, step) for epoch, step, score in WITHIN]
     return in_order([EpochRecord(1, 0.1, {"dev_loss_ce": 2.0}, {"ce": 1.0})], within)

@@ -199,7 +199,7 @@ def test_lines_of_the_prediction() -> None:
     assert len(table) == 1 + 4 + 4
     assert table[0].split() == ["1", "grad", "100", "1", "100", "ms", "0%", "0%", "computing"]
     assert ["64*" in line for line in table] == [False] * 5 + [True] * 4
-    assert "2 ranks: grad is best: 2 times the speed of one rank, limited by computing" in text
+    assert "2 ranks: grad is as fast as any: 2 times the speed of one rank, limited by computing" in text
     assert any("extrapolated from 2 ranks" in line for line in text)
     assert not any("extrapolated" in line for line in lines(MEASURED, predict(MEASURED, work, [Placement(2)])))
     on_one = replace(MEASURED, hosts=1, per_host=2)

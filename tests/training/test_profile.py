@@ -57,7 +57,8 @@ def test_a_profile_of_tensorflow_with_its_op_determinism(corpus: Path, tmp_path:
     assert phases == {"hvdtrain: compute": 3, "hvdtrain: data wait": 3}, "it exchanges within its graph"
     assert any("Conv" in str(event.get("name")) for event in events), "TensorFlow's operations, too"
     assert re.search(r"^first +Conv1D +- +104 +yes$", ended.out, re.M), ended.out
-    assert "in all: 158 parameters, 152 of them are trained" in ended.out
+    assert "\nmodel: 158 parameters\n" in ended.out
+    assert "\n152 of the parameters are trained\n" in ended.out
 
 
 class Recorder:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
+from hvdtrain.learner.reducer import Traffic
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.training.epoch import EpochClock
@@ -25,19 +26,20 @@ class Clock:
 
 
 def test_epochs_are_saved_at_multiples_and_at_the_end() -> None:
-    policy = SavePolicy(TrainingLimits(5, save_epochs=2), step=0, has_clock=True)
+    policy = SavePolicy(TrainingLimits(5, save_epochs=2), step=0, has_clock=True, best_minutes=lambda: 1.0)
     assert [epoch for epoch in range(1, 6) if policy.is_due_after_epoch(epoch, is_last=epoch == 5)] == [2, 4, 5]
 
 
 def test_steps_count_from_where_the_training_goes_on() -> None:
-    policy = SavePolicy(TrainingLimits(1, save_steps=4), step=6, has_clock=True)
+    policy = SavePolicy(TrainingLimits(1, save_steps=4), step=6, has_clock=True, best_minutes=lambda: 1.0)
     assert [step for step in (7, 8, 8, 11, 13, 20) if policy.is_due_after_step(step)] == [8, 13, 20]
-    assert not SavePolicy(TrainingLimits(1), step=0, has_clock=True).is_due_after_step(4)
+    assert not SavePolicy(TrainingLimits(1), step=0, has_clock=True, best_minutes=lambda: 1.0).is_due_after_step(4)
 
 
-def test_an_old_checkpoint_is_asked_for_once_by_the_rank_with_the_clock() -> None:
-    clock, limits = Clock(), TrainingLimits(1, save_minutes=2)
-    policy, other = (SavePolicy(limits, 0, has_clock, clock) for has_clock in (True, False))
+@pytest.mark.parametrize("minutes", [2, "auto"])
+def test_an_old_checkpoint_is_asked_for_once_by_the_rank_with_the_clock(minutes: Any) -> None:
+    clock, limits = Clock(), TrainingLimits(1, save_minutes=minutes)
+    policy, other = (SavePolicy(limits, 0, has_clock, clock, best_minutes=lambda: 2.0) for has_clock in (True, False))
     assert not policy.should_request()
     clock.now = 120.0
     assert [policy.should_request(), policy.should_request(), other.should_request()] == [True, False, False]
@@ -61,13 +63,13 @@ class Meter:
 def test_a_clock_adds_what_was_not_added_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now = Clock(100.0)
     monkeypatch.setattr("hvdtrain.training.epoch.time", SimpleNamespace(perf_counter=now))
-    meter, reducer, timer = Meter(), SimpleNamespace(traffic=(0, 0)), Timer(now)
+    meter, reducer, timer = Meter(), SimpleNamespace(traffic=Traffic(0, 0)), Timer(now)
     untyped: Any = (timer, meter, reducer)
     clock, current = EpochClock(*untyped), EpochProgress(1, 0, elapsed=7.0, syncs=1, sent=50)
     clock.begin()
     now.now = 103.0
     assert clock.elapsed(current) == 10.0
-    meter.seconds, reducer.traffic = [1.5], (2, 300)
+    meter.seconds, reducer.traffic = [1.5], Traffic(2, 300)
     clock.count(current)
     clock.count(current)
     assert (current.elapsed, current.computing, current.syncs, current.sent) == (10.0, 1.5, 3, 350)

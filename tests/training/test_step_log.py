@@ -4,9 +4,9 @@ import os
 import pty
 import re
 import signal
+import subprocess
 from pathlib import Path
 
-import pytest
 from launching import FAST, TOY, faults, hvdtrain
 from terminal import Terminal, screen
 
@@ -28,7 +28,7 @@ def training(corpus: Path, folder: Path, **keys: object) -> list[str]:
 
 
 def test_a_bar_and_the_lines_above_it(corpus: Path, tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, training(corpus, tmp_path, num_epochs=2, evaluated=True), columns=150)
+    terminal = Terminal(tmp_path, [*training(corpus, tmp_path, num_epochs=2, evaluated=True), "--color", "never"], columns=150)
     assert terminal.read_to_end() == 0, terminal.text
     drawn = re.findall(DRAWN, terminal.text)
     assert len(drawn) >= 10, terminal.text
@@ -36,21 +36,27 @@ def test_a_bar_and_the_lines_above_it(corpus: Path, tmp_path: Path) -> None:
     of_first = [(int(step), float(share)) for epoch, dataset, share, step, _ in drawn if epoch == "1" and not dataset]
     assert of_first == sorted(of_first)
     assert len(set(of_first)) >= 5
-    assert all(share == pytest.approx(100 * step / 20, abs=0.6) for step, share in of_first)
+    assert all(share == round(100 * min(12 * step, 231) / 231) for step, share in of_first if step), "as in lines"
     assert any(re.fullmatch(r", ce [\d.]+, fer [\d.]+, learning rate 0.01", more) for *_, more in drawn), drawn
     left = screen(terminal.text)
     assert not any("step/s" in line or ESCAPE in line for line in left), left
-    assert [line for line in left if "finished after" in line] == [
-        line for line in left if re.match(r"train epoch \d, fin", line)
-    ]
-    assert len([line for line in left if re.match(r"train epoch \d, finished after 20 steps", line)]) == 2
-    assert left[-2:] == ["Finished training in epoch 2.", ""]
+    assert [line.split()[:2] for line in left if " train ce " in line] == [["epoch", "1/2"], ["epoch", "2/2"]]
+    assert left[-5] == "Finished training in epoch 2."
+    assert left[-4].startswith("goodput: ")
+    assert re.match(r"total 0:00:\d\d | best epoch \d: dev ce ", left[-3])
+    assert left[-2] == f"    next: python -m hvdtrain report {tmp_path}"
+    assert left[-1] == ""
 
 
 def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     """Open MPI gives every rank a terminal, wherever its own output goes."""
     arguments = training(corpus, tmp_path, use_horovod=True)
     terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
+    if b"(Open MPI) 4" not in subprocess.run(["mpirun", "--version"], capture_output=True, check=True).stdout:
+        assert terminal.read_to_end() == 0, terminal.text
+        assert "\repoch 1: " not in terminal.text, "Open MPI 5 forwards whole lines, so there is no bar"
+        assert "epoch 1/1  train ce " in terminal.text
+        return
     terminal.read_until(r"\repoch 1: ")
     terminal.resize(50)
     assert terminal.read_to_end() == 0, terminal.text
@@ -80,11 +86,16 @@ def test_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "%|" not in ended.out + ended.err
     times = r"[\d.]+ sec/step, elapsed \d:\d\d:\d\d, exp. remaining \d:\d\d:\d\d, complete"
-    of_training = re.findall(rf"^train epoch 1, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
+    more = r" \| mean ce [\d.]+, fer [\d.]+"
+    work = r" \| [\d.]+(?: k)? seq/s, [\d.]+(?: k)? frames/s \| [\d.]+ [MG]B$"
+    line = rf"^train epoch 1, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%{more}{work}"
+    of_training = re.findall(line, ended.out, flags=re.M)
     assert [(int(step), float(share)) for step, share in of_training] == [
         (step, round(100 * min(12 * step, 231) / 231, 2)) for step in range(1, 21)
     ]
-    of_dev = re.findall(rf"^epoch 1 'dev' eval, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
+    of_dev = re.findall(
+        rf"^epoch 1 'dev' eval, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%{more}$", ended.out, flags=re.M
+    )
     assert [int(step) for step, _ in of_dev] == list(range(1, 10))
     assert of_dev[-1][1] == "100.00"
     seldom = hvdtrain(TOY, {**keys, "model": tmp_path / "other" / "model", "log_interval": 100})
@@ -166,6 +177,69 @@ def test_what_others_print_stands_above_the_bar(tmp_path: Path) -> None:
     ]
 
 
+def test_a_terminal_of_80_columns_and_a_file(corpus: Path, tmp_path: Path) -> None:
+    """By default: what is shown and where, and in which color; then the same again, when there is nothing left to train."""
+    log = tmp_path / "train.log"
+    arguments = training(corpus, tmp_path, num_epochs=2, evaluated=True, log_verbosity=3, log=log, slow="['', -1]")
+    narrow = Terminal(tmp_path, arguments, columns=80)
+    assert narrow.read_to_end() == 0, narrow.text
+    green, plain = "\x1b[1;32m", "\x1b[0m"
+    assert f"{green}best so far{plain}" in narrow.text
+    assert re.search(rf"{re.escape(green)}best epoch \d{re.escape(plain)}: dev ce ", narrow.text)
+    left = [line.replace(green, "").replace(plain, "") for line in screen(narrow.text)]
+    assert all(len(line) < 80 for line in left if str(tmp_path) not in line), left
+    rows = r"epoch (\d)/2  train ce \S+ +fer \S+ +\| dev ce \S+ +fer \S+ +best so far\n +\S+( s)? train, .* seq/s, .* frames/s"
+    assert re.findall(rows, "\n".join(left)) != []
+    assert not [line for line in left if re.search(r"finished after|elapsed|step \d|Save model|^first ", line)]
+    text = log.read_text()
+    assert ESCAPE not in text
+    [row] = [line for line in text.splitlines() if line.startswith("          ") and "ends" in line]
+    assert len(row) > 80, "one line"
+    assert text.count("parameters") == 1
+    wide = Terminal(tmp_path, arguments, columns=120, environment={"NO_COLOR": "1"})
+    assert wide.read_to_end() == 0, wide.text
+    done = screen(wide.text)
+    assert done[0] == "Already trained until final epoch 2, nothing to do."
+    assert re.match(r"best epoch \d: dev ce ", done[1])
+    assert [line for line in done[2:] if not line.startswith("    ")] == [""]
+    assert ESCAPE not in wide.text
+
+
+def test_two_ranks_and_a_terminal_of_120_columns(corpus: Path, tmp_path: Path) -> None:
+    """Stopped and resumed: where it goes on is a line, and there is no line for each rank."""
+    arguments = training(corpus, tmp_path, use_horovod=True, num_epochs=2, evaluated=True, log_verbosity=3)
+    terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=120)
+    terminal.read_until(r"epoch 1/2  train ce ")
+    terminal.read_until(r"ends \d\d:\d\d")
+    terminal.type(b"\x03")
+    terminal.read_to_end()
+    again = Terminal(tmp_path, [*arguments, "--color", "never"], launcher=MPIRUN, environment=AS_ROOT, columns=120)
+    assert again.read_to_end() == 0, again.text
+    left = [
+        line for line in screen(again.text) if not re.search("btl_tcp|reachable pairing", line)
+    ]  # Open MPI 5 may warn about the host's network
+    assert left[0].endswith(f"torch: 2 ranks, 2 on {os.uname().nodename} (CPU)")
+    # The checkpoint of epoch 1, or one within epoch 2, if mpirun leaves time to write it.
+    assert len([line for line in left if re.match(rf"Loaded {tmp_path}/model\.00[12]\.\S*: training continues", line)]) == 1
+    assert len([line for line in left if " seq/s, " in line]) == 1
+    assert not [line for line in left if "rank 0" in line or "rank 1" in line]
+    assert all(len(line) < 120 for line in left if str(tmp_path) not in line), left
+
+
+def test_colors_in_a_pipe_on_request(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 1, "log_verbosity": 3, "log": tmp_path / "log"}
+    plain = hvdtrain(TOY, keys)
+    assert ESCAPE not in plain.out
+    keys |= {"start_epoch": 1}
+    asked = hvdtrain(TOY, keys, options=["--color", "always"])
+    assert asked.status == 0, asked.err
+    assert "\x1b[33mstart_epoch is 1: what is in" in asked.out, "a warning"
+    assert "\x1b[1;32mbest so far\x1b[0m" in asked.out
+    assert ESCAPE not in (tmp_path / "log").read_text()
+    wrong = hvdtrain(TOY, keys, options=["--color=often"])
+    assert wrong.problems == ("log_color: unknown-value",)
+
+
 class Meter:
     """Counts how often it is asked for scores."""
 
@@ -186,11 +260,11 @@ def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
         meter = Meter()
         steps = StepLog(3600.0, DrawnOn(stream, inside))
         steps.begin(1, None, 10**6)
-        steps._drawn -= 3600  # a drawing is due
+        steps._progress.drawn -= 3600  # a drawing is due
         steps.step(StepReport(1, 0.1, 0.5, None, meter))
         assert os.read(end, 4096).startswith(b"\repoch 1: ")
         assert meter.looked == 0
-        steps._reported_at -= 3600
+        steps._progress.reported_at -= 3600
         steps.step(StepReport(2, 0.2, 0.5, None, meter))
         assert meter.looked == 1
         steps.end()
@@ -216,7 +290,7 @@ def test_a_closed_terminal_does_not_stop_the_training() -> None:
 
 
 def test_targets_and_their_verbosities() -> None:
-    assert LogKeys().targets == {"stdout": 5}
+    assert LogKeys().targets == {"stdout": 3}
     assert LogKeys(log="a.log", log_verbosity=3).targets == {"a.log": 3, "stdout": 3}
     assert LogKeys(log=["a.log", "|cat"], log_verbosity=[5]).targets == {"a.log": 5, "|cat": 3, "stdout": 3}
     assert LogKeys(log=["stdout", "a.log"], log_verbosity=[4, 5]).targets == {"stdout": 4, "a.log": 5}

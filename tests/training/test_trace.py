@@ -25,7 +25,7 @@ def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
     assert has_begun(prefix, 0, 2)
     assert not has_begun(prefix, 0, 3)
     assert not has_begun(prefix, 1, 1)
-    second = Trace(prefix, 1, 0, 2)  # goes on from a checkpoint after step 2, alone
+    second = Trace(prefix, 1, 0, 2)  # continues from a checkpoint after step 2, alone
     assert not has_begun(prefix, 1, 1), "no step yet"
     second(1, 2, numpy.array([7, 8]))
     assert has_begun(prefix, 1, 1)
@@ -49,7 +49,7 @@ def test_scores_jsonl_is_put_right(tmp_path: Path) -> None:
 
     JsonLines(path).go_on(4, {"epoch": 4})  # the checkpoint was written, the line was not
     assert epochs() == [1, 2, 3, 4]
-    JsonLines(path).go_on(2, {"epoch": 2})  # goes on from an older one
+    JsonLines(path).go_on(2, {"epoch": 2})  # continues from an older one
     assert epochs() == [1, 2]
     before = path.read_text()
     JsonLines(path).go_on(2, {"epoch": 2, "other": 1})

@@ -46,6 +46,15 @@ class ShardDatasetKeys(FileDatasetKeys):
             for name in empty
         ]
 
+    def _unknown_keys(self, option: str, all_keys: str) -> list[Problem]:
+        """Data keys in an option that are missing in the one that lists all of them, if there is such a list."""
+        listed = getattr(self, all_keys)
+        return [
+            Problem.of("unknown-value", f"{option}: expected data keys of {all_keys} ({', '.join(listed)}), got {name!r}")
+            for name in getattr(self, option)
+            if listed and name not in listed
+        ]
+
     def data_files(self) -> tuple[str, ...]:
         return tuple(name for given in self._given_files() for name in expand_ranges(given))
 
@@ -77,13 +86,7 @@ class TarDatasetKeys(ShardDatasetKeys):
         for name, function in self.decode.items():
             if not callable(function):
                 problems += problem("wrong-type", f"decode.{name}: expected a function, got {function!r}")
-        for option in ("decode", "vocabulary") if self.entries else ():
-            for name in getattr(self, option):
-                if name not in self.entries:
-                    problems += problem(
-                        "unknown-value", f"{option}: expected data keys of entries ({', '.join(self.entries)}), got {name!r}"
-                    )
-        return problems
+        return problems + self._unknown_keys("decode", "entries") + self._unknown_keys("vocabulary", "entries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +104,7 @@ class ParquetDatasetKeys(ShardDatasetKeys):
     tag: str | None = key(None, "the column with the names of the sequences; None: row-0, row-1, ...")
 
     def problems(self) -> list[Problem]:
-        problems = super().problems()
-        for name in self.vocabulary if self.columns else ():
-            if name not in self.columns:
-                problems += problem(
-                    "unknown-value", f"vocabulary: expected data keys of columns ({', '.join(self.columns)}), got {name!r}"
-                )
-        return problems
+        return super().problems() + self._unknown_keys("vocabulary", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)

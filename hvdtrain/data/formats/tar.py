@@ -81,7 +81,7 @@ class TarShards(Shards):
         scanning: where the indices of the files are kept.
 
     Raises:
-        DataError: a file is damaged, or a sample lacks a file.
+        DataError: a file is damaged, or a sample has no file for a key.
     """
 
     def __init__(self, where: str, keys: TarDatasetKeys, scanning: Scanning) -> None:
@@ -215,7 +215,7 @@ def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:
             are ignored.
 
     Raises:
-        DataError: the file is no tar file, it is damaged, or a sample lacks one of the files.
+        DataError: the file is no tar file, it is damaged, or a sample does not have all files.
     """
     tags: list[bytes] = []
     places: list[list[tuple[int, int]]] = []
@@ -321,13 +321,13 @@ def _files(path: str) -> Iterator[tuple[str, int, int]]:
                             yield member.name, member.offset_data, member.size
                     end = archive.offset
             except (tarfile.TarError, UnicodeDecodeError, EOFError, ValueError) as error:
-                raise _damaged(path, file, last, error) from None
+                raise _damage_error(path, file, last, error) from None
             _check_end(path, file, end, last)
     except OSError as error:
         raise DataError(f"{path}: expected a tar file, got: {error.strerror or error}") from None
 
 
-def _damaged(path: str, file: BinaryIO, last: str, error: Exception) -> DataError:
+def _damage_error(path: str, file: BinaryIO, last: str, error: Exception) -> DataError:
     """The error for an archive whose headers cannot be read behind a file."""
     file.seek(0)
     is_compressed = file.read(2) in COMPRESSED

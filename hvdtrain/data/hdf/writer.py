@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -88,8 +88,9 @@ class HDFWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             with self._readable_errors():
-                for stream in self._streams.values():
-                    stream.file.close()
+                with ExitStack() as closing:  # all are closed, even if the disk is full
+                    for stream in self._streams.values():
+                        closing.callback(stream.file.close)
                 if kind is None:
                     self._finish()
         except DataError:

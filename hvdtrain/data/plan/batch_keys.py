@@ -140,6 +140,13 @@ class BatchKeys(Section):
             ):
                 return problem("conflict", f"{total}: expected either {total} (of all ranks) or {name} (of each rank), got both")
         if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            lifting = [name for name in ("batch_size_train", "max_seqs_train") if getattr(self, name) is not None]
+            if lifting:
+                return problem(
+                    "missing",
+                    f"{lifting[0]}: expected a limit of training batches, got {getattr(self, lifting[0])}, which lifts the only "
+                    "one (set batch_size, max_seqs, batch_size_train or max_seqs_train)",
+                )
             return problem("missing", "batch_size: expected batch_size or max_seqs (one of them at least), got neither")
         if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return problem(
@@ -248,10 +255,15 @@ class BatchKeys(Section):
 
     def limits(self, epoch: int) -> Limits:
         """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
-        batch_size = _size_in_epoch("batch_size", self.batch_size, epoch)
-        max_seqs = _size_in_epoch("max_seqs", self.max_seqs, epoch)
+        batch_size = _size_in_epoch(self._spelling("batch_size"), self.batch_size, epoch)
+        max_seqs = _size_in_epoch(self._spelling("max_seqs"), self.max_seqs, epoch)
         max_seqs = None if max_seqs == -1 else max_seqs
         return Limits(*map(_in_int64, (batch_size, max_seqs, self.packed_batch_size, self.max_pad_size)))
+
+    def _spelling(self, name: str) -> str:
+        """The key that a size comes from: that of training or evaluation may have replaced the one for both."""
+        names = (f"{name}_train", f"{name}_dev")
+        return next((other for other in names if getattr(self, other) is getattr(self, name)), name)
 
     def _replace_sizes(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
         return replace(
@@ -279,10 +291,11 @@ def _size_in_epoch(name: str, value: Any, epoch: int) -> Any:
     if not callable(value):
         return value
     size = call_for_epoch(name, value, epoch)
-    members = list(size.values()) if isinstance(size, dict) and name == "batch_size" else [size]
+    members = list(size.values()) if isinstance(size, dict) and name.startswith("batch_size") else [size]
     numbers = [isinstance(member, Integral) and not isinstance(member, bool) for member in members]
-    if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):
-        rule = "a positive integer, a dict of them or None" if name == "batch_size" else "a positive integer, -1 or None"
+    least = -1 if name.startswith("max_seqs") else 1  # -1: no limit
+    if size is not None and not (all(numbers) and all(member > 0 or member == least for member in members)):
+        rule = "a positive integer, a dict of them or None" if name.startswith("batch_size") else "a positive integer, -1 or None"
         raise DataError(f"{name}: expected the function to return {rule}, got {size!r} for epoch {epoch}")
     if isinstance(size, dict):
         return {key: int(member) for key, member in size.items()}

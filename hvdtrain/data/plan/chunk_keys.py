@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,15 +53,58 @@ def parse(value: Any) -> Cut | None:
     return Cut(size, step)
 
 
+@dataclass(frozen=True)
+class Context:
+    """The frames that are added before and after every sequence or chunk, by data key."""
+
+    left: Mapping[str, int]
+    right: Mapping[str, int]
+
+    def of(self, name: str) -> tuple[int, int]:
+        """The frames before and after, of a data key."""
+        return self.left.get(name, 0), self.right.get(name, 0)
+
+
+def parse_context(value: Any) -> Context | None:
+    """Parse the key `context_window`: 5, {'data': 5}, or frames before and after, ({'data': 2}, {'data': 2}); None: it is off.
+
+    Raises: ValueError.
+
+    >>> parse_context(4), parse_context(({"data": 2}, {}))
+    (Context(left={'data': 1}, right={'data': 2}), Context(left={'data': 2}, right={}))
+    """
+    if isinstance(value, (list, tuple)):
+        left, right = value
+    else:
+        by_key = value if isinstance(value, Mapping) else {"data": 1 if value is None else value}
+        if not all(_is_positive(frames) for frames in by_key.values()):
+            raise ValueError(value)
+        left = {name: (frames - 1) // 2 for name, frames in by_key.items()}
+        right = {name: frames // 2 for name, frames in by_key.items()}
+    numbers = [*left.values(), *right.values()]
+    if not all(isinstance(frames, int) and not isinstance(frames, bool) and frames >= 0 for frames in numbers):
+        raise ValueError(value)
+    return Context(left, right) if any(numbers) else None
+
+
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _parses(value: Any) -> bool:
     """Whether `parse` accepts a value of the key chunking."""
+    return _accepts(parse, value)
+
+
+def _parses_context(value: Any) -> bool:
+    """Whether `parse_context` accepts a value of the key context_window."""
+    return _accepts(parse_context, value)
+
+
+def _accepts(parser: Callable[[Any], Any], value: Any) -> bool:
     try:
-        parse(value)
-    except (ValueError, TypeError):
+        parser(value)
+    except (ValueError, TypeError, AttributeError):
         return False
     return True
 
@@ -86,6 +129,13 @@ class ChunkKeys(Section):
         "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence; "
         "'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones",
     )
+    context_window: int | dict[str, int] | tuple[Any, ...] | list[Any] | None = key(
+        None,
+        "add context to every sequence and every chunk, also in evaluation: with N, N - 1 frames of the data key 'data', half of "
+        "them on each side, taken from the sequence, and zeros beyond its ends; or a dict of N by data key; or two dicts of the "
+        "numbers of frames before and after; 1 or None: off",
+        Rule("a positive integer, a dict of them by data key, or two dicts of the frames before and after", _parses_context),
+    )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = []
@@ -95,6 +145,12 @@ class ChunkKeys(Section):
             found += problem(
                 "conflict",
                 f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}",
+            )
+        if parse_context(self.context_window) is not None and batches is not None and batches.frame_batches:
+            found += problem(
+                "conflict",
+                f"context_window: expected none with frame_batches, which have no sequences to put it around, got "
+                f"{self.context_window!r}",
             )
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):

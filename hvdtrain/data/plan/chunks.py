@@ -17,7 +17,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.batch_keys import Limit
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, Tail, limit_of, parse
+from hvdtrain.data.plan.chunk_keys import ChunkKeys, Context, Tail, limit_of, parse, parse_context
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
@@ -93,6 +93,7 @@ class Chunks:
         numbers: the number of every chunk in its sequence, from 0; int64 of shape (num_chunks,).
         lengths: by data key, number of frames of every chunk; int32 of shape (num_chunks,).
         steps: by data key, number of frames between the starts of two chunks; without data keys that stay whole.
+        context: the frames that every chunk has in addition, before and after it; None: there are none.
     """
 
     first: Array
@@ -100,6 +101,7 @@ class Chunks:
     numbers: Array
     lengths: Mapping[str, Array]
     steps: Mapping[str, int]
+    context: Context | None = None
 
     def of(self, sequences: Array) -> Array:
         """The chunks of some sequences, in order; for a sequence that occurs twice, its chunks come twice."""
@@ -110,7 +112,7 @@ class Chunks:
 
 
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
-    """The chunks of all sequences; None if chunking is off.
+    """The chunks of all sequences, with their context; None if both are off. If only chunking is off, a chunk is a sequence.
 
     A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each
     chunk.
@@ -122,12 +124,13 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         DataError: the data keys of a sequence have different numbers of chunks.
     """
     how = parse(keys.chunking)
-    if how is None:
+    context = parse_context(keys.context_window)
+    if how is None and context is None:
         return None
     steps: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for name in lengths:
-        found = how.of(name)
+        found = None if how is None else how.of(name)
         if found is not None:
             sizes[name], steps[name] = found
     columns = {name: column.astype(numpy.int64) for name, column in lengths.items()}
@@ -142,8 +145,9 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         if name in sizes:
             inside = numpy.minimum(sizes[name], here - numbers * steps[name])
             here = numpy.where(whole[name][sequences], here, inside)
-        chunk_lengths[name] = here.astype(numpy.int32)
-    return Chunks(first, sequences, numbers, chunk_lengths, steps)
+        added = 0 if context is None else sum(context.of(name))
+        chunk_lengths[name] = (here + added).astype(numpy.int32)
+    return Chunks(first, sequences, numbers, chunk_lengths, steps, context)
 
 
 def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
@@ -188,6 +192,13 @@ def _counts_of(column: Array, step: int, least: int, tail: Tail) -> Array:
     return numpy.where(column >= least, (column - least) // step + 1, 0)
 
 
+def _with_zeros(values: Array, start: int, stop: int) -> Array:
+    """The frames of a sequence from `start` up to `stop`, with zeros for those beyond its ends."""
+    inside = values[max(start, 0) : stop]
+    missing = max(-start, 0), max(stop - len(values), 0)
+    return numpy.pad(inside, [missing, *[(0, 0)] * (values.ndim - 1)]) if any(missing) else inside
+
+
 class ChunkedDataset(Dataset):
     """The chunks of a dataset's sequences as a dataset; its batches give the indices of the sequences, not of the chunks.
 
@@ -223,9 +234,10 @@ class ChunkedDataset(Dataset):
         number = int(self._chunks.numbers[index])
         part = {}
         for name, values in arrays.items():
-            length = int(self.lengths[name][index])
+            before, after = (0, 0) if self._chunks.context is None else self._chunks.context.of(name)
+            length = int(self.lengths[name][index]) - before - after
             start = number * self._chunks.steps.get(name, 0) if length < len(values) else 0
-            part[name] = values[start : start + length]
+            part[name] = _with_zeros(values, start - before, start + length + after)
         return part
 
     def tags(self, indices: Sequence[int]) -> list[str]:

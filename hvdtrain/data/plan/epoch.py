@@ -185,11 +185,11 @@ def plan(
         Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(sizes, indices, limits))
     )
     if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
-        made = _reordered(made, times, order_keys, batch_keys, epoch)
+        made = _reorder(made, times, order_keys, batch_keys, epoch)
     return _with_largest_first(made, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else made
 
 
-def _reordered(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:
+def _reorder(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:
     """The plan with its batches in random order.
 
     Args:

@@ -107,7 +107,7 @@ def _merge(row: Array, other: Array) -> Array:
 class FrameDataset(Dataset):
     """A dataset whose batches are pieces of sequences, joined to one row: arrays of shape (1, frames, ...).
 
-    The last sequence of a batch is kept, as the next batch may go on with it.
+    The last sequence of a batch is kept, as the next batch may continue with it.
 
     Args:
         names: the data keys of the batches.

@@ -92,6 +92,7 @@ class PlanInputs:
             **({"largest_batches_first": True} if batches.largest_batches_first else {}),
             "window": self.window,
             "chunking": self.chunks and f"{len(self.chunks.sequences)} chunks in steps of {dict(self.chunks.steps)}",
+            **({} if self.chunks is None or self.chunks.context is None else {"context_window": self.chunks.context}),
             "seq_list_filter_file": None if self.subset is None else f"{len(self.subset)} sequences",
             **({} if self.mix is None else {"the mix": self.mix.text()}),
             **({} if batches.batch_cost is None else {"batch_cost": f"costs with the checksum {crc32(self._costs())}"}),

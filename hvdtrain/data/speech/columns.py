@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.formats.items import stream_of
-from hvdtrain.data.speech.found import UNREADABLE
+from hvdtrain.data.speech.found import UNREADABLE, count_lengths
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.sound import SoundReader, load_archived
 from hvdtrain.data.speech.tables import Table
@@ -56,14 +56,11 @@ class Column(ABC):
         """The line of a sequence, for messages."""
         return self.table.where(int(self.positions[index]))
 
-    def count(self, length: Callable[[int], int]) -> Array:
-        """The lengths of all sequences by a function; `UNREADABLE` where it raises a BrokenSequence."""
+    def _count(self) -> Array:
+        """The lengths of all sequences, by reading them; `UNREADABLE` of those that cannot be read."""
         found = numpy.full(len(self.positions), UNREADABLE, numpy.int32)
-        for index in numpy.flatnonzero(self.positions >= 0).tolist():
-            try:
-                found[index] = length(index)
-            except BrokenSequence:
-                pass  # reading it again gives the message
+        listed = numpy.flatnonzero(self.positions >= 0)
+        found[listed] = count_lengths(self.length, listed.tolist())
         return found
 
     def _first(self, read: Callable[[int], Any]) -> Any:
@@ -92,7 +89,7 @@ class TextColumn(Column):
         return self._encoder.length(self.value(index), self.where(index))
 
     def lengths(self) -> Array | None:
-        return self.count(self.length) if isinstance(self._encoder, (RawText, UnitEncoder)) else None
+        return self._count() if isinstance(self._encoder, (RawText, UnitEncoder)) else None
 
 
 class NumbersColumn(Column):
@@ -117,7 +114,7 @@ class NumbersColumn(Column):
             raise BrokenSequence(f"{self.where(index)}: expected numbers, got {self.value(index)[:80]!r}") from None
 
     def lengths(self) -> Array:
-        return self.count(self.length)
+        return self._count()
 
 
 class ArrayColumn(Column):

@@ -83,11 +83,8 @@ class CutIndex:
 
     def describe(self, number: int) -> str:
         """The place of a cut, for messages."""
-        tag = self.tags[number].decode("utf-8")
-        if not self.shards:
-            return f"cut {tag!r}"
-        shard = self.shards[self.shard[number]]
-        return f"{shard.cuts}, line {self.row[number]}, cut {tag!r}" + (f" of {shard.data}" if shard.data else "")
+        shard = self.shards[self.shard[number]] if self.shards else None
+        return _describe(shard, int(self.row[number]), self.tags[number].decode("utf-8"))
 
     def cut(self, number: int) -> Any:
         """A cut, with its data if that is in a tar file. Raises: BrokenSequence."""
@@ -126,6 +123,13 @@ class CutIndex:
         except (OSError, ValueError) as error:
             raise BrokenSequence(f"{self.describe(number)}: expected it in {path}, got: {error}") from None
         setattr(cut, self.field, manifest)
+
+
+def _describe(shard: Shard | None, row: int, tag: str) -> str:
+    """The place of a cut, for messages."""
+    if shard is None:
+        return f"cut {tag!r}"
+    return f"{shard.cuts}, line {row}, cut {tag!r}" + (f" of {shard.data}" if shard.data else "")
 
 
 def index_cuts(
@@ -167,7 +171,7 @@ def first_cut(where: str, cuts: Any) -> Any:
     shards = shards_of(where, cuts.data, "")
     first = next(iter(cuts), None) if shards is None else next((found.cut for found in _cuts_of_shards(shards)), None)
     if first is None:
-        raise DataError(f"{where}.cuts: expected at least one cut, got none")
+        raise DataError(f"{shards[0].cuts if shards else f'{where}.cuts'}: expected at least one cut, got none")
     return first
 
 
@@ -291,10 +295,7 @@ def _build(
             rows.append((one.shard, one.row))
             tags.append(str(one.cut.id).encode("utf-8"))
             members.append(one.member)
-            place = f"cut {one.cut.id!r}"
-            if shards:
-                shard = shards[one.shard]
-                place = f"{shard.cuts}, line {one.row}, {place}" + (f" of {shard.data}" if shard.data else "")
+            place = _describe(shards[one.shard] if shards else None, one.row, str(one.cut.id))
             by_key = dict.fromkeys(keys, UNREADABLE)
             try:
                 if one.problem:
@@ -328,7 +329,7 @@ def _build(
 def _index_function(where: str, cuts: Any, field: str, lengths_of: Lengths, keys: list[str], scanning: Scanning) -> CutIndex:
     """The index of cuts that functions make of others: made in every run, as functions may change. Raises: DataError."""
 
-    def found() -> Iterator[_Found]:
+    def entries() -> Iterator[_Found]:
         for number, cut in enumerate(cuts):
             try:
                 line = json.dumps(cut.to_dict()).encode("utf-8")
@@ -340,7 +341,7 @@ def _index_function(where: str, cuts: Any, field: str, lengths_of: Lengths, keys
             yield _Found(cut, line, 0, number + 1)
 
     with scanning.progress(f"{where}: cuts", None) as advance:
-        return _build(field, [], found(), lengths_of, keys, advance)
+        return _build(field, [], entries(), lengths_of, keys, advance)
 
 
 def _save(stored: Path, lines: Path, index: CutIndex) -> str | None:

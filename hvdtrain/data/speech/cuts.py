@@ -177,10 +177,10 @@ def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Datase
 
 def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
     """The dataset of cuts in memory."""
-    if not cuts:
-        raise DataError(f"{where}.cuts: expected at least one cut, got none")
-    reading = Reading(_features(where, keys, cuts[0]), encoder, cuts[0])
     origin = keys.cuts if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
+    if not cuts:
+        raise DataError(f"{origin}: expected at least one cut, got none")
+    reading = Reading(_features(where, keys, cuts[0]), encoder, cuts[0])
 
     def describe(number: int) -> str:
         return f"{origin}, cut {cuts[number].id!r}"

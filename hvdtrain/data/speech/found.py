@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy
 
@@ -10,12 +10,24 @@ from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits
 from hvdtrain.data.formats.items import BLOCK, Counted, in_processes
 from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import BrokenSequence
 
 UNREADABLE = -1
 """The length of a sequence that cannot be read."""
 
 FEW = 64
 """So few sequences are read by this process alone: starting others takes longer."""
+
+
+def count_lengths(length: Callable[[int], int], numbers: Sequence[int]) -> Array:
+    """The lengths of some sequences, int32; `UNREADABLE` of broken ones."""
+    found = numpy.full(len(numbers), UNREADABLE, numpy.int32)
+    for place, number in enumerate(numbers):
+        try:
+            found[place] = length(number)
+        except BrokenSequence:
+            pass  # reading it again gives the message
+    return found
 
 
 def lengths_by_reading(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy
@@ -11,7 +11,7 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import Counted
 from hvdtrain.data.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
-from hvdtrain.data.speech.found import UNREADABLE, lengths_by_reading
+from hvdtrain.data.speech.found import UNREADABLE, count_lengths, lengths_by_reading
 from hvdtrain.data.speech.keys import KaldiFolderKeys
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.sound import SoundReader
@@ -172,10 +172,10 @@ class _Opening:
         """Give a column of sound its lengths in samples, if the folder has them; for segments, those of their recordings."""
         is_features = name == "data" and self._keys.features == "fbank"
         if name in self._keys.shapes and not is_features:
-            sound.set_lengths(self._listed(Path(self._keys.shapes[name]), self._ids))
+            sound.set_lengths(self._first_numbers(Path(self._keys.shapes[name]), self._ids))
             return
         if self._files[name][0] == "wav.scp" and self._has("utt2num_samples", self._ids):
-            sound.set_lengths(self._listed(self._folder / "utt2num_samples", self._ids))
+            sound.set_lengths(self._first_numbers(self._folder / "utt2num_samples", self._ids))
             return
         if not sound.num_recordings:
             if self._files[name][0] == "wav.scp" and self._has("utt2dur", self._ids):
@@ -185,11 +185,11 @@ class _Opening:
             return
         recordings = self._table(self._files[name][0])
         if self._has("reco2num_samples", recordings.ids):
-            sound.set_recording_lengths(self._listed(self._folder / "reco2num_samples", recordings.ids))
+            sound.set_recording_lengths(self._first_numbers(self._folder / "reco2num_samples", recordings.ids))
             return
 
         def count(block: range) -> Counted:
-            return {name: _count(sound.recording_length, block)}, {}
+            return {name: count_lengths(sound.recording_length, block)}, {}
 
         found, self._lengths_file = lengths_by_reading(
             f"{self._where}, recordings",
@@ -205,7 +205,7 @@ class _Opening:
         """Whether the folder has a table with a line for each of these ids."""
         return (self._folder / file).is_file() and bool((self._table(file).positions(ids) >= 0).all())
 
-    def _listed(self, path: Path, ids: Sequence[str]) -> Array:
+    def _first_numbers(self, path: Path, ids: Sequence[str]) -> Array:
         """The first number of the line of each id. Raises: DataError."""
         table = Table(path)
         positions = table.positions(ids)
@@ -230,9 +230,9 @@ class _Opening:
             file, kind = self._files[name]
             known = column.lengths()
             if known is None and name in self._keys.shapes:
-                known = self._listed(Path(self._keys.shapes[name]), self._ids)
+                known = self._first_numbers(Path(self._keys.shapes[name]), self._ids)
             if known is None and kind == "kaldi_ark" and file == "feats.scp" and self._has("utt2num_frames", self._ids):
-                known = self._listed(self._folder / "utt2num_frames", self._ids)
+                known = self._first_numbers(self._folder / "utt2num_frames", self._ids)
             if known is not None:
                 lengths[name] = known
         unknown = {name: column for name, column in columns.items() if name not in lengths}
@@ -242,7 +242,7 @@ class _Opening:
 
         def count(block: range) -> Counted:
             some = numbers[block.start : block.stop].tolist()
-            return {name: _count(column.length, some) for name, column in unknown.items()}, {}
+            return {name: count_lengths(column.length, some) for name, column in unknown.items()}, {}
 
         keys, streams = self._keys, {name: column.stream for name, column in unknown.items()}
         described = {name: [*self._files[name], keys.of_key("vocabulary", name), keys.features] for name in unknown}
@@ -263,14 +263,3 @@ class _Opening:
                         lengths[name][index] = column.length(index)
             except BrokenSequence as error:
                 yield str(error)
-
-
-def _count(length: Callable[[int], int], numbers: Sequence[int]) -> Array:
-    """The lengths of some sequences; `UNREADABLE` of broken ones."""
-    found = numpy.full(len(numbers), UNREADABLE, numpy.int32)
-    for place, number in enumerate(numbers):
-        try:
-            found[place] = length(number)
-        except BrokenSequence:
-            pass  # reading it again gives the message
-    return found

@@ -60,7 +60,8 @@ class TranscriptKeys(DatasetKeys):
                 problems += problem(
                     "missing" if not given else "conflict",
                     f"vocabulary: expected either it or vocabulary_from for {data_key!r}, got {'both' if given else 'neither'} "
-                    "(all parts of a corpus need the same one, such as vocabulary_from = 'data/train/text')",
+                    "(all parts of a corpus need the same one, such as vocabulary_from = 'data/train/text'; units = None: "
+                    "without texts)",
                 )
         return problems
 

@@ -150,7 +150,7 @@ class SpeedPerturbation(Step):
         if factor == 1 or not len(values):
             return values
         filters, reach = self._filters[factor]
-        count = _resampled(len(values), factor)
+        count = _resampled_length(len(values), factor)
         steps = numpy.arange(count) * factor.numerator
         places = steps // factor.denominator
         padded = numpy.pad(values.astype(numpy.float32), ((reach - 1, reach + 1), (0, 0)))
@@ -170,7 +170,7 @@ class SpeedPerturbation(Step):
         return (-(-lengths.astype(numpy.int64) * by_factor[:, 1] // by_factor[:, 0])).astype(numpy.int32)
 
 
-def _resampled(samples: int, factor: Fraction) -> int:
+def _resampled_length(samples: int, factor: Fraction) -> int:
     return -(-samples * factor.denominator // factor.numerator)
 
 

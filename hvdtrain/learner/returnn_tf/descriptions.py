@@ -48,6 +48,8 @@ class Descriptions:
             self._pretrain = pretrain_from_config(config)
         except Exception as error:  # of the config's function, or of RETURNN
             raise ConfigError.of("raised", f"pretrain: {type(error).__name__}: {error}") from error
+        if self._pretrain is not None and self._pretrain.greedy:
+            raise ConfigError.of("unsupported", "pretrain: expected greedy = False, got True, which RETURNN itself does not do")
 
     @property
     def are_equal(self) -> bool:
@@ -65,24 +67,29 @@ class Descriptions:
             layers = self._pretrain.get_network_json_for_epoch(epoch)
             copies = self._pretrain.copy_param_mode
             return Description(
-                _checked("pretrain", layers), layers.get("#copy_param_mode", copies), not self._pretrain.copy_output_layer, True
+                _check_dict("pretrain", layers),
+                layers.get("#copy_param_mode", copies),
+                not self._pretrain.copy_output_layer,
+                True,
             )
         if callable(self._function):
-            layers = _checked("get_network", self._function(epoch=epoch))
+            layers = _check_dict("get_network", self._function(epoch=epoch))
             return Description(layers, layers.get("#copy_param_mode"), allows_others=True)
         name = "network" if self._pretrain is None else "pretrain"
         layers = self._config.typed_value("network") if self._pretrain is None else self._pretrain.get_final_network_json()
-        return Description(_checked(name, layers), (layers or {}).get("#copy_param_mode"))
+        return Description(_check_dict(name, layers), (layers or {}).get("#copy_param_mode"))
 
     def keys(self, epoch: int) -> dict[str, Any]:
         """The keys with other values in an epoch: those of `#config`, and the learning rate of pretraining.
 
         In an epoch of `pretrain` the learning rate is `pretrain_learning_rate`, and in the next one that of the config;
-        learning-rate control goes on from there, unless `use_learning_rate_control_always` is set.
+        learning-rate control continues from there, unless `use_learning_rate_control_always` is set. The learning rate in the
+        `#config` of `network` itself is that of one epoch, as in RETURNN; its other keys hold for all further epochs.
         """
-        is_given = epoch <= self.num_pretrain_epochs or callable(self._function)
-        given = dict(self.of(epoch).layers.get("#config", {})) if is_given else {}
+        given = dict(self.of(epoch).layers.get("#config", {}))
         number = self.num_pretrain_epochs
+        if epoch > max(1, number) and not callable(self._function):
+            given.pop("learning_rate", None)
         first = self._config.float("learning_rate", 1.0)
         if number and not self._config.is_true("use_learning_rate_control_always"):
             if "learning_rate" in given:
@@ -98,7 +105,7 @@ class Descriptions:
         return given
 
 
-def _checked(name: str, layers: Any) -> dict[str, Any]:
+def _check_dict(name: str, layers: Any) -> dict[str, Any]:
     if not isinstance(layers, dict):
         raise ConfigError.of("wrong-type", f"{name}: expected a dict of layers, got {type(layers).__name__}")
     return layers

@@ -34,29 +34,27 @@ class GradientPoints:
     """The tensors of an update's gradients, each list in the order of the trained variables. None: no gradient.
 
     Attributes:
-        own: of this rank's batch.
-        local: the same, to be fed; with several ranks, this is what the ranks exchange.
+        local: of this rank's batch, to be fed: what the ranks exchange; empty: they do not.
         reduced: what the optimizers get, to be fed.
-        constraints: the gradients of the constraints, which are added to the reduced ones; None: `own` includes them.
         counts: of the normalized losses of this rank's batch, to be fed; None: they are not exchanged.
         totals: the same over all ranks.
         divides_afterwards: whether the reduced gradients are divided by the total, as there is no other loss.
         waited: the seconds of waiting for the totals.
         traffic: as in `Reduced` of `learner/tensorflow/graph.py`, without these seconds; None: nothing is exchanged.
         scale: multiplies the gradients that are exchanged, to be fed; None: they are not scaled.
+        helper: a variable that belongs to no optimizer, although it is made while these are.
     """
 
     variables: list[Any] = field(default_factory=list)
-    own: list[Any] = field(default_factory=list)
     local: list[Any] = field(default_factory=list)
     reduced: list[Any] = field(default_factory=list)
-    constraints: list[Any] | None = None
     counts: Any = None
     totals: Any = None
     divides_afterwards: bool = False
     waited: Any = None
     traffic: Any = None
     scale: Any = None
+    helper: Any = None
 
 
 class FeedableUpdater(Updater):  # type: ignore[misc]  # RETURNN has no types
@@ -89,9 +87,7 @@ class FeedableUpdater(Updater):  # type: ignore[misc]  # RETURNN has no types
 
 def points_of_one_rank(objective: Objective, compute: Compute, variables: list[Any]) -> GradientPoints:
     """The tensors where ranks exchange no gradients: the objective is RETURNN's."""
-    own = compute(objective.whole)
-    reduced = [feedable(gradient) for gradient in own]
-    return GradientPoints(list(variables), own, reduced, reduced)
+    return GradientPoints(list(variables), reduced=[feedable(gradient) for gradient in compute(objective.whole)])
 
 
 def points_of_ranks(
@@ -105,19 +101,18 @@ def points_of_ranks(
     Args:
         scaled: whether gradients are multiplied by a scale while they are exchanged.
     """
-    points = GradientPoints(list(variables))
     messages = GraphGradients(variables, exchange, bucket_bytes, dense_bytes=-1)  # sparse gradients stay sparse
+    points = GradientPoints(list(variables), helper=messages.always_zero)
     points.divides_afterwards = len(objective.terms) == 1 and objective.terms[0].is_normalized
     loss: Any = objective.of_batch
-    if objective.normalized:
-        points.counts = feedable(tf.stack([term.count for term in objective.normalized]))
+    if objective.normalized_terms:
+        points.counts = feedable(tf.stack([term.count for term in objective.normalized_terms]))
         points.totals, points.waited = time_exchange(messages.exchange_counts, points.counts, known)
         loss = objective.terms[0].value if points.divides_afterwards else objective.divided_by(points.totals)
-    points.own = compute(loss)
-    has_gradient = [gradient is not None for gradient in points.own]
-    rows = tuple(number for number, gradient in enumerate(points.own) if isinstance(gradient, tf.IndexedSlices))
+    own = compute(loss)
+    rows = tuple(number for number, gradient in enumerate(own) if isinstance(gradient, tf.IndexedSlices))
     plan = Exchange(NormalizedLosses((), False), rows)
-    local = messages.local(points.own, plan)
+    local = messages.local(own, plan)
     if scaled:
         points.scale = v1.placeholder_with_default(tf.ones([]), [])
         local = [_map(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
@@ -131,12 +126,10 @@ def points_of_ranks(
     if points.divides_afterwards:
         total = tf.maximum(points.totals[0], TINY)
         reduced = [_map(gradient, lambda tensor: tensor / tf.cast(total, tensor.dtype)) for gradient in reduced]
-    if objective.constraints is not None:
-        points.constraints = compute(objective.constraints)
-    more = points.constraints or [None] * len(reduced)
+    constraints = [None] * len(reduced) if objective.constraints is None else compute(objective.constraints)
     points.reduced = [
-        feedable(_with_constraint(gradient if has else None, constraint, variable))
-        for gradient, has, constraint, variable in zip(reduced, has_gradient, more, variables, strict=True)
+        feedable(_with_constraint(None if computed is None else gradient, constraint, variable))
+        for gradient, computed, constraint, variable in zip(reduced, own, constraints, variables, strict=True)
     ]
     return points
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy
 import tensorflow as tf
 from returnn.tf.network import ExternData, TFNetwork
-from returnn.tf.util.basic import get_global_train_flag_placeholder
+from returnn.tf.util.basic import CollectionKeys, get_global_train_flag_placeholder
 
 from hvdtrain.context import size_name
 from hvdtrain.data.types import Array, Batch
@@ -27,9 +26,12 @@ from hvdtrain.learner.returnn_tf.gradients import (
 )
 from hvdtrain.learner.returnn_tf.messages import building
 from hvdtrain.learner.returnn_tf.objective import Objective, objective_of
-from hvdtrain.learner.returnn_tf.random_numbers import RandomNumbers
+from hvdtrain.learner.returnn_tf.random_numbers import RandomNumbers, kept_by_tensorflow
 
 v1 = tf.compat.v1
+
+OF_EVERY_BATCH = ("seq_tag", "seq_idx")
+"""Data keys that no dataset needs to have."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class GraphOptions:
         session: options of a session, as a dict of RETURNN's key `tf_session_opts`.
         per_rank: whether every rank's objective is minimized as it is, as RETURNN does.
         scaled: whether gradients are multiplied by a scale while they are exchanged.
-        trains: whether losses and the updater are built; otherwise the network is that of RETURNN's tasks forward and search.
+        trains: whether the updater is built; otherwise the network is that of RETURNN's tasks forward and search.
         search: whether the network searches hypotheses.
     """
 
@@ -56,6 +58,12 @@ class GraphOptions:
     trains: bool = True
     search: bool = False
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether losses and errors are computed, in a search by the key `search_do_eval`."""
+        is_search = self.config.value("task", "train") == "search"
+        return self.trains or (is_search and bool(self.config.bool("search_do_eval", True)))
+
 
 class NetworkGraph:
     """A network, its updater, and a session with the values of their variables.
@@ -66,6 +74,7 @@ class NetworkGraph:
         points: the gradients of an update.
         train_fetches, eval_fetches: what RETURNN's engine fetches in a step.
         layers: the layers, each with the names of its variables by their last parts.
+        other_random: the types of random operations whose positions TensorFlow keeps.
     """
 
     def __init__(self, options: GraphOptions, description: dict[str, Any], epoch: int) -> None:
@@ -77,6 +86,7 @@ class NetworkGraph:
         self.random = RandomNumbers()
         self.noise = RandomNumbers()
         self._parts: _Parts | None = None
+        self._whole: list[Any] | None = None
         self._outputs: dict[str, Output] | None = None
         self._meta: bytes | None = None
         self._assignments: dict[str, tuple[Any, Any]] = {}
@@ -101,7 +111,7 @@ class NetworkGraph:
                 extern_data=self.extern_data,
                 rnd_seed=network_seed,
                 train_flag=self.train_flag,
-                eval_flag=trains or self.options.search,
+                eval_flag=self.options.has_scores,
                 search_flag=self.options.search,
             )
             self.network.construct_from_dict(self.description)
@@ -114,14 +124,16 @@ class NetworkGraph:
                     net_name="search train extra net",
                 )
             if trains:
-                self.objective: Objective = objective_of(self.network)
+                objective = objective_of(self.network)
+                self.objective: Objective = objective.undivided() if self.options.per_rank else objective
+        self._refuse_states()
         self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
         names = {id(variable): name for name, variable in self.variables.items()}
         self.layers = [
             (layer, {short: names[id(one)] for short, one in sorted(layer.params.items())})
             for layer in self.network.get_all_layers_deep()
         ]
-        self._changed_by_graph = _assigned(self.graph, self.variables.values())
+        self._changed_by_graph = _assigned_names(self.graph, self.variables.values())
         self.random.initialize(self.session)
         self.network.initialize_params(session=self.session)
         self._trainable: list[Any] = self.network.get_trainable_params()
@@ -131,13 +143,24 @@ class NetworkGraph:
         self.norm: Any = None
         if trains:
             self._build_updater()
-        self.eval_fetches = self._fetches(train=False) if trains or self.options.search else {}
+        self.other_random = kept_by_tensorflow(self.graph) if trains else []
+        self.eval_fetches = self._fetches(train=False) if self.options.has_scores else {}
         self._initialize_others()
         for name, variable in {**self.variables, **self.optimizer_variables}.items():
             place = v1.placeholder(variable.dtype.base_dtype, variable.shape)
             self._assignments[name] = place, variable.assign(place).op
         self.training_names = _score_names(self.train_fetches, self.network)
         self.evaluation_names = _score_names(self.eval_fetches, self.network)
+
+    def _refuse_states(self) -> None:
+        """Raises: ConfigError, if layers pass their states on from batch to batch."""
+        states = self.graph.get_collection(CollectionKeys.STATE_VARS)
+        if states:
+            raise ConfigError.of(
+                "unsupported",
+                "network: expected layers that begin anew with every batch, got initial_state = 'keep_over_epoch', for which the "
+                f"next batch has to go on with the same sequences ({', '.join(state.op.name for state in states)})",
+            )
 
     def _build_updater(self) -> None:
         config = self.options.config
@@ -160,9 +183,9 @@ class NetworkGraph:
 
     @property
     def optimizer_variables(self) -> dict[str, Any]:
-        """The optimizers' variables by name."""
+        """The optimizers' variables by name: the same on any number of ranks."""
         variables = [] if self.updater is None else self.updater.optimizer_vars
-        return {variable.name.removesuffix(":0"): variable for variable in variables}
+        return {variable.name.removesuffix(":0"): variable for variable in variables if variable is not self.points.helper}
 
     def kind(self, name: str) -> Kind:
         """The kind of one of the model's variables."""
@@ -175,13 +198,9 @@ class NetworkGraph:
 
     def _make_points(self, compute: Compute, variables: list[Any]) -> GradientPoints:
         options = self.options
-        if options.exchange.is_shared and not options.per_rank:
-            make = partial(points_of_ranks, exchange=options.exchange, bucket_bytes=options.bucket_bytes, scaled=options.scaled)
-            return make(self.objective, compute, variables)
-        if options.exchange.is_shared:
-            whole = Objective(self.objective.whole, self.objective.whole, None, ())
-            return points_of_ranks(whole, compute, variables, options.exchange, options.bucket_bytes, options.scaled)
-        return points_of_one_rank(self.objective, compute, variables)
+        if not options.exchange.is_shared:
+            return points_of_one_rank(self.objective, compute, variables)
+        return points_of_ranks(self.objective, compute, variables, options.exchange, options.bucket_bytes, options.scaled)
 
     def _fetches(self, train: bool) -> dict[str, Any]:
         fetches: dict[str, Any] = self.network.get_fetches_dict(config=self.options.config, should_train=train, should_eval=True)
@@ -209,7 +228,7 @@ class NetworkGraph:
             data = self.extern_data.data[key]
             if data.placeholder is None:
                 continue
-            if key in ("seq_tag", "seq_idx") and key not in batch.data:
+            if key in OF_EVERY_BATCH and key not in batch.data:
                 tags = batch.seq_tags() if batch.seq_tags is not None else [""] * len(batch.indices)
                 values = tags if key == "seq_tag" else batch.indices
                 feed[data.placeholder] = values if batch.joined is None else values[-1:]  # RETURNN names the last piece of a row
@@ -221,6 +240,11 @@ class NetworkGraph:
                     f"network: expected the data key {key!r}, which its layers use, got the keys {', '.join(batch.data)}"
                 )
             padded = batch.data[key]
+            if not data.have_time_axis() and padded.values.ndim > data.batch_ndim and (padded.seq_lens != 1).any():
+                raise DataError(
+                    f"extern_data.{key}: expected one value for each sequence, as it has no time axis, got sequences of up to "
+                    f"{padded.seq_lens.max()} frames"
+                )
             feed[data.placeholder] = _values_of(padded.values, data)
             for axis, place in data.size_placeholder.items():
                 if axis == 0:
@@ -229,6 +253,10 @@ class NetworkGraph:
         if tf.is_tensor(size):
             feed[size] = len(batch.indices) if batch.joined is None else 1
         return feed
+
+    def missing_keys(self, batch: Batch) -> list[str]:
+        """The data keys that the network, its losses and errors use and a batch does not have."""
+        return [key for key in self._used_keys if key not in batch.data and key not in OF_EVERY_BATCH]
 
     def outputs(self, layers: Mapping[str, str | None]) -> dict[str, Output]:
         """Outputs of layers by name. Raises: ConfigError, if there is no such layer.
@@ -296,6 +324,12 @@ class NetworkGraph:
             self.network.load_params_from_file(prefix, session=self.session)
             self._step = int(self.network.get_global_train_step(session=self.session))
 
+    def reset_optimizer(self) -> None:
+        """Set the optimizers' variables to their initial values."""
+        if self.updater is not None and self.update_op is not None:
+            with self.graph.as_default():
+                self.updater.init_optimizer_vars(session=self.session)
+
     def meta(self) -> bytes:
         """The graph in TensorFlow's format, which RETURNN's tools look for in a checkpoint."""
         if self._meta is None:
@@ -309,8 +343,15 @@ class NetworkGraph:
         """The gradients for an update that takes several batches."""
         if self._parts is None:
             with self.graph.as_default():
-                self._parts = _Parts(self.objective, self.points.variables, self.options.per_rank)
+                self._parts = _Parts(self.objective, self.points.variables)
         return self._parts
+
+    def whole(self) -> list[Any]:
+        """The gradients of the whole objective of a batch, which stay on this rank."""
+        if self._whole is None:
+            with self.graph.as_default():
+                self._whole = fetchable(tf.gradients(self.objective.whole, self.points.variables))
+        return self._whole
 
     # Variables
 
@@ -341,24 +382,22 @@ class _Parts:
         sets: the gradients of all losses that are not normalized, then those of each normalized one, not divided.
         constraints: the gradients of the constraints; None: there are none, or `sets` includes them.
         counts: of the normalized losses.
-        whole: the gradients of the whole objective of a batch.
     """
 
-    def __init__(self, objective: Objective, variables: Sequence[Any], per_rank: bool) -> None:
+    def __init__(self, objective: Objective, variables: Sequence[Any]) -> None:
         def compute(loss: Any) -> list[Any]:
             return list(tf.gradients(loss, variables)) if loss is not None else [None] * len(variables)
 
         others = [term.value for term in objective.terms if not term.is_normalized]
-        losses = [tf.add_n(others) if others else None, *(term.value for term in objective.normalized)]
-        self.counts: list[Any] = [] if per_rank else [term.count for term in objective.normalized]
-        computed = [compute(objective.whole)] if per_rank else [compute(loss) for loss in losses]
-        constraints = None if per_rank or objective.constraints is None else compute(objective.constraints)
+        losses = [tf.add_n(others) if others else None, *(term.value for term in objective.normalized_terms)]
+        self.counts: list[Any] = [term.count for term in objective.normalized_terms]
+        computed = [compute(loss) for loss in losses]
+        constraints = None if objective.constraints is None else compute(objective.constraints)
         found = [*computed, *([constraints] if constraints is not None else [])]
         alike = [_alike(variable, column) for variable, column in zip(variables, zip(*found, strict=True), strict=True)]
         found = [list(row) for row in zip(*alike, strict=True)]
         self.sets = [fetchable(one) for one in found[: len(computed)]]
         self.constraints = fetchable(found[-1]) if constraints is not None else None
-        self.whole = self.sets[0] if per_rank else fetchable(compute(objective.whole))
 
 
 def _alike(variable: Any, column: Sequence[Any]) -> list[Any]:
@@ -395,7 +434,7 @@ def _values_of(values: Array, data: Any) -> Any:
     return values
 
 
-def _assigned(graph: Any, variables: Iterable[Any]) -> set[str]:
+def _assigned_names(graph: Any, variables: Iterable[Any]) -> set[str]:
     """The names of the variables that a graph's operations change, such as the statistics of a batch normalization."""
     initializers = {variable.initializer for variable in variables}
     changed = set()
@@ -477,7 +516,13 @@ class Output:
 
 
 def output_of(layer: Any) -> Output:
-    """The output of a layer of RETURNN."""
+    """The output of a layer of RETURNN. Raises: ConfigError."""
+    if not layer.output.have_batch_axis():
+        raise ConfigError.of(
+            "unsupported",
+            "forward_output_layer: expected an output for each sequence, got the layer "
+            f"{layer.get_absolute_name()!r}, whose output is the same for all sequences",
+        )
     data = layer.output.copy_as_batch_major()
     if data.have_time_axis() and data.time_dim_axis != 1:
         data = data.copy_with_time_dim_axis(1)

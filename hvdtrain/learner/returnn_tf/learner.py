@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import TINY, LearnerMeter, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.precision import GradientCheck, LossScale
@@ -30,6 +30,7 @@ from hvdtrain.learner.returnn_tf.random_numbers import position_of
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.returnn_tf.state import NetworkState
 from hvdtrain.learner.tensorflow import learner as tensorflow_learner
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
 v1 = tf.compat.v1
@@ -92,6 +93,7 @@ class NetworkLearner:
         self._batch: Batch | None = None  # the last one of the next update
         self._sum: _Sum | None = None  # of the batches before it
         self._norm = guard.norm
+        self._has_warned = False
         self._layers = layers_of(networks.config)  # by the names of outputs, what `forward` returns; None: the output layer
 
     @property
@@ -166,10 +168,13 @@ class NetworkLearner:
         graph = self._graph
         outputs = graph.outputs(self._layers)
         feed = graph.feed(batch, False, self._step, 0, needs_all=False)
-        fetched = graph.run({name: output.fetches for name, output in outputs.items()}, feed)
+        scores = {} if self._misses(batch) else graph.eval_fetches
+        fetched = graph.run({**scores, "outputs": {name: output.fetches for name, output in outputs.items()}}, feed)
+        if scores:
+            self._add_scores(graph.evaluation_names, fetched, batch, self._step, train=False)
         rows: dict[str, Any] = {}
         for name, output in outputs.items():
-            rows |= output.arrays(name, fetched[name])
+            rows |= output.arrays(name, fetched["outputs"][name])
         vectors = (name for name, output in outputs.items() if output.sizes is None and output.values.dtype.is_floating)
         return split_by_sequence(rows, len(batch.indices), frozenset(vectors))
 
@@ -190,6 +195,9 @@ class NetworkLearner:
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}  # shapes are known as templates only
 
+    def step_cost(self, batch: Batch) -> StepCost | None:
+        return None
+
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         problem = "RETURNN's tools compile its networks: tools/compile_tf_graph.py reads the config and a checkpoint"
         return [Exported("network", problem)]
@@ -202,6 +210,14 @@ class NetworkLearner:
     def _feed(self, batch: Batch, train: bool) -> dict[Any, Any]:
         step = self._step - 1 if train else self._step
         return self._graph.feed(batch, train, step, step - self._first_step)
+
+    def _misses(self, batch: Batch) -> bool:
+        """Whether data keys are missing without which there are no scores; a warning names them once."""
+        missing = self._graph.missing_keys(batch) if self._graph.evaluation_names else []
+        if missing and not self._has_warned:
+            self._has_warned = True
+            log.warning(f"the data has no {', '.join(missing)}: there are no scores (search_do_eval = False: none are wanted)")
+        return bool(missing)
 
     def _no_counts(self) -> dict[Any, Any]:
         counts = self._graph.points.counts
@@ -230,7 +246,8 @@ class NetworkLearner:
             if points.scale is not None:
                 feed = {**feed, points.scale: self._current_scale}
         if is_stopped or self._check.is_needed or self.observer is not None:
-            reduced = graph.parts().whole if is_stopped else host.fetchable(points.reduced)
+            graph.set_step(self._step - 1)
+            reduced = graph.whole() if is_stopped else host.fetchable(points.reduced)
             fetched = graph.run({**fetches, "reduced": reduced}, feed)
         else:
             fetched = graph.update(fetches | self._norm_fetches, feed, self._step - 1)
@@ -249,6 +266,7 @@ class NetworkLearner:
         if self._check.is_needed:
             invalid = [name for name, one in zip(names, reduced, strict=True) if not host.is_finite(one)]
             if not self._check.decide(not invalid, self._step - 1, lambda: invalid):
+                graph.set_step(self._step)
                 return
         self._count(graph.update(self._norm_fetches, host.feed_of(graph.points.reduced, reduced), self._step - 1))
 
@@ -281,6 +299,7 @@ class NetworkLearner:
 
     def _accumulate(self, batch: Batch) -> None:
         graph, parts = self._graph, self._graph.parts()
+        graph.set_step(self._step)
         fetches = {**graph.train_fetches, "sets": parts.sets, "counts": parts.counts}
         feed = graph.feed(batch, True, self._step, self._step - self._first_step)
         fetched = graph.run(fetches, feed)
@@ -292,21 +311,21 @@ class NetworkLearner:
         """Collective, if gradients are exchanged. The update of several batches."""
         graph, points, parts = self._graph, self._graph.points, self._graph.parts()
         if not self._is_exchanged:
-            summed = total.combined(total.counts)
+            summed = total.combine(total.counts)
             self._apply_reduced(summed if parts.constraints is None else host.add(summed, graph.run(parts.constraints, {})))
         elif points.totals is None or points.divides_afterwards:
             feed = {} if points.totals is None else {points.counts: total.counts}
-            self._apply(feed | self._local(total.combined(numpy.ones_like(total.counts))), None)
+            self._apply(feed | self._local(total.combine(numpy.ones_like(total.counts))), None)
         else:
             totals, waited = graph.run([points.totals, points.waited], {points.counts: total.counts})
             self._exchange.count_graph(float(waited), 0, 0)
-            self._apply(self._local(total.combined(totals)), None, exchanges_counts=False)
+            self._apply(self._local(total.combine(totals)), None, exchanges_counts=False)
 
     def _local(self, gradients: list[Any]) -> dict[Any, Any]:
         """What the session is fed for a rank's gradients before the exchange."""
-        return host.feed_of(self._graph.points.local, [self._scaled(one) for one in gradients])
+        return host.feed_of(self._graph.points.local, [self._scale_gradient(one) for one in gradients])
 
-    def _scaled(self, gradient: Any) -> Any:
+    def _scale_gradient(self, gradient: Any) -> Any:
         return gradient if self._scale is None else host.multiply(gradient, self._current_scale)
 
 
@@ -321,7 +340,7 @@ class _Sum:
         added = [host.add(one, other) for one, other in zip(self.sets, sets, strict=True)]
         return _Sum(added, self.counts + counts)
 
-    def combined(self, counts: Array) -> list[Any]:
+    def combine(self, counts: Array) -> list[Any]:
         """All sets together, those of normalized losses divided by these counts."""
         total = self.sets[0]
         for gradients, count in zip(self.sets[1:], counts, strict=True):
@@ -362,7 +381,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         threads=options.threads,
         is_shared=gradient_exchange.is_shared,
     )
-    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.is_active)
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     state = NetworkState(networks, scale)
 
     def not_finite() -> tuple[str, ...]:

@@ -105,17 +105,17 @@ def _move(source: Path, target: Path) -> None:
 def _read_model(file: Path) -> dict[str, Any]:
     """The progress, and under "model" where the network is. Raises: CheckpointError."""
     prefix = prefix_of(file)
-    beside = Path(f"{prefix}{PROGRESS}")
+    progress_file = Path(f"{prefix}{PROGRESS}")
     try:
         reader = tf.train.load_checkpoint(prefix)
         step = int(reader.get_tensor("global_step")) if reader.has_tensor("global_step") else 0
-        if beside.exists():
-            progress = json.loads(beside.read_text(encoding="utf-8"))
+        if progress_file.exists():
+            progress = json.loads(progress_file.read_text(encoding="utf-8"))
         else:  # RETURNN's
             number = re.search(r"\.(\d+)$", prefix)
             progress = {"epoch": int(number.group(1)) if number else 0, "step": step}
         if not isinstance(progress, dict):
-            raise ValueError(f"{beside.name} is not a dict")
+            raise ValueError(f"{progress_file.name} is not a dict")
     except (tf.errors.OpError, OSError, ValueError) as error:
         raise unreadable(file, error) from None
     return {**progress, "model": {"stored": StoredNetwork(prefix, progress.get("epoch") or None)}}

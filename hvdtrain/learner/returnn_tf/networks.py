@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ from returnn.util.basic import BackendEngine, BehaviorVersion
 from hvdtrain.learner.returnn_tf.descriptions import Description, Descriptions
 from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph
 from hvdtrain.learner.returnn_tf.source import NetworkSource
+from hvdtrain.runtime import log
 
 OWN = ("use_horovod", "horovod_scale_lr", "accum_grad_multiple_step", "distributed_tf", "torch_distributed")
 """Keys that hvdtrain itself honours, and RETURNN's functions must not."""
@@ -37,6 +39,7 @@ class Networks:
         self._options = make_options(config=self.config, session=session_options)
         self._descriptions = Descriptions(self.config)
         self._epoch = 1
+        self._warned_of: list[str] = []  # types of random operations
         self.graph = self._build(self._descriptions.of(1), 1)
 
     @property
@@ -76,7 +79,14 @@ class Networks:
             raise ValueError(str(error).splitlines()[0]) from None
 
     def _build(self, description: Description, epoch: int) -> NetworkGraph:
-        return NetworkGraph(self._options, description.layers, epoch)
+        graph = NetworkGraph(self._options, description.layers, epoch)
+        if others := [name for name in graph.other_random if name not in self._warned_of]:
+            self._warned_of += others
+            log.warning(
+                f"network: the random numbers of {', '.join(others)} start anew when a training is resumed within an epoch, and "
+                "are the same on all ranks: TensorFlow keeps their state (uniform and normal numbers have no such limit)"
+            )
+        return graph
 
     def _keys_of_frames(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of batches for a network that is not recurrent. RETURNN then ignores chunks and limits of lengths, and a batch
@@ -139,8 +149,10 @@ def options_of_session(config: Config, threads: int, is_shared: bool) -> Mapping
     if is_shared or config.bool("decouple_constraints", False):
         # It would let operations that only wait for a fed gradient compute what the fed value replaces.
         rewriting: Any = importlib.import_module("tensorflow.core.protobuf.rewriter_config_pb2").RewriterConfig
-        off = rewriting(dependency_optimization=rewriting.OFF)
-        options.setdefault("graph_options", protos.GraphOptions(rewrite_options=off))
+        given = options.get("graph_options", {})
+        graph = protos.GraphOptions(**given) if isinstance(given, Mapping) else deepcopy(given)
+        graph.rewrite_options.dependency_optimization = rewriting.OFF
+        options["graph_options"] = graph
     visible = tf.config.get_visible_devices("GPU")
     options["device_count"] = {"GPU": len(visible), **options.get("device_count", {})}
     if visible:

@@ -31,8 +31,8 @@ class Objective:
     Attributes:
         whole: RETURNN's objective: normalized losses are divided by the counts of the batch, constraints are included.
         of_batch: the same without constraints.
-        constraints: such as L2: a function of the parameters alone; None: there are none, or they depend on the batch and belong
-            to `of_batch`.
+        constraints: such as L2: a function of the parameters alone; None: there are none. Those that depend on the batch, such
+            as `spatial_smoothing`, belong to `of_batch`.
     """
 
     whole: Any
@@ -41,12 +41,16 @@ class Objective:
     terms: tuple[Term, ...]
 
     @property
-    def normalized(self) -> list[Term]:
+    def normalized_terms(self) -> list[Term]:
         return [term for term in self.terms if term.is_normalized]
+
+    def undivided(self) -> Objective:
+        """The whole objective as one loss, of which those of several batches and ranks are summed."""
+        return Objective(self.whole, self.whole, None, (Term(self.whole, tf.constant(0.0, tf.float64), is_normalized=False),))
 
     def divided_by(self, totals: Any) -> Any:
         """The losses of the batch, the normalized ones divided by other counts; a tensor."""
-        counts = {id(term): totals[number] for number, term in enumerate(self.normalized)}
+        counts = {id(term): totals[number] for number, term in enumerate(self.normalized_terms)}
         parts = [
             term.value / tf.cast(tf.maximum(counts[id(term)], TINY), term.value.dtype) if term.is_normalized else term.value
             for term in self.terms
@@ -59,11 +63,23 @@ def objective_of(network: Any) -> Objective:
     whole, losses, constraints = network.get_objective(), network.get_total_loss(), network.get_total_constraints()
     terms = tuple(_term(holder) for holder in network.losses_dict.values() if holder.get_loss_value_for_objective() is not None)
     if not tf.is_tensor(constraints):
-        constraints = None
-    elif depends_on_feed(constraints):
-        terms = (*terms, Term(constraints, tf.constant(0.0, tf.float64), is_normalized=False))
-        losses, constraints = whole, None
+        return Objective(whole, losses, None, terms)
+    alone: list[Any] = []
+    of_batch: list[Any] = []
+    for summand in _summands(constraints):
+        (of_batch if depends_on_feed(summand) else alone).append(summand)
+    if of_batch:
+        terms = (*terms, *(Term(one, tf.constant(0.0, tf.float64), is_normalized=False) for one in of_batch))
+        losses = tf.add_n([losses, *of_batch])
+        constraints = tf.add_n(alone) if alone else None
     return Objective(whole, losses, constraints, terms)
+
+
+def _summands(tensor: Any) -> list[Any]:
+    """The tensors whose sum a tensor is, without constants."""
+    if tensor.op.type not in ("Add", "AddV2"):
+        return [] if tensor.op.type == "Const" else [tensor]
+    return [summand for part in tensor.op.inputs for summand in _summands(part)]
 
 
 def _term(holder: Any) -> Term:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_random_ops, gen_stateful_random_ops
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as stateless
 
@@ -109,6 +110,19 @@ class RandomNumbers:
         before = gen_stateful_random_ops.rng_read_and_skip(state.handle, PHILOX, tf.cast(size, tf.uint64))
         words = tf.bitcast(before, tf.uint64)
         return words[2:], words[:2]
+
+
+def kept_by_tensorflow(graph: Any) -> list[str]:
+    """The types of a graph's random operations that were not replaced, such as RandomShuffle."""
+    return sorted(name for name in {operation.type for operation in graph.get_operations()} if _draws(name))
+
+
+def _draws(operation: str) -> bool:
+    """Whether operations of a type draw numbers from a state in the session."""
+    definition = op_def_registry.get(operation)
+    if definition is None or operation.startswith("Cudnn"):  # which have seeds for dropout, which RETURNN computes itself
+        return False
+    return definition.is_stateful and {"seed", "seed2"} <= {attribute.name for attribute in definition.attr}
 
 
 def _constant(value: int) -> Any:

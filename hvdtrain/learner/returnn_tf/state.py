@@ -63,6 +63,10 @@ class NetworkState(StateBase):
         self._networks.graph.meta()  # here: another thread may write the contents
         return super().contents(progress)
 
+    def reset_optimizer(self) -> None:
+        super().reset_optimizer()
+        self._networks.graph.reset_optimizer()
+
     def _names(self, kind: Kind) -> list[str]:
         graph = self._networks.graph
         return [name for name in graph.variables if graph.kind(name) == kind]

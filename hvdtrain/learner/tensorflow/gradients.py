@@ -64,6 +64,9 @@ class GraphGradients:
         bucket_bytes: the size of a message.
         dense_bytes: the size of the largest embedding that sends its whole gradient; a larger one sends only the rows that a
             batch uses.
+
+    Attributes:
+        always_zero: the variable with these elements.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class GraphGradients:
         self._bucket_bytes = bucket_bytes
         self._dense_bytes = dense_bytes
         self._exchange = exchange
-        self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
+        self.always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
         """Collective, when the graph runs. Sum the counts of the normalized losses over the ranks."""
@@ -147,7 +150,7 @@ class GraphGradients:
 
     def _prevent_folding(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """The same values, in a tensor that TensorFlow can neither fold into a constant nor merge with another."""
-        return tensor + tf.cast(self._always_zero[number], tensor.dtype)
+        return tensor + tf.cast(self.always_zero[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
         variable = self._variables[number]

@@ -50,7 +50,11 @@ from hvdtrain.learner.tensorflow.tensors import (
 )
 
 PARTS = ""
-"""Among the inputs of a graph, which are by data key: the number of each sequence's dataset in a mix (`Batch.parts`)."""
+"""Among the inputs of a graph, which are by data key: the number of the dataset of each sequence in a mix (`Batch.parts`), or of
+each frame of joined pieces."""
+
+Mixed = tuple[tuple[str, ...], bool]
+"""The names of the datasets of a mix, and whether the batches that it makes are joined to a row."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,8 @@ class StepGraphs:
         self._exchange: Exchange | None = None
         self._steps: dict[Any, TracedGraph] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
-        self._part_names: tuple[str, ...] = ()  # this and the next describe the batch that a graph is traced for
-        self._packed: frozenset[str] = frozenset()
+        self._packed: frozenset[str] = frozenset()  # this and the next describe the batches of the graph that is traced last
+        self._mix: Mixed = ((), False)
 
     # What the learner calls
 
@@ -202,21 +206,29 @@ class StepGraphs:
     ) -> tuple[TracedGraph, list[Any]]:
         """The graph that computes `function` for batches of this kind, and its arguments."""
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
-        self._packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
-        specs: list[Any] = [{key: specs_of(values, key in self._packed) for key, (values, _) in data.items()}]
-        kinds = tuple((key, spec.dtype, tuple(spec.shape), key in self._packed) for key, (spec, _) in specs[0].items())
+        packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
+        kinds = tuple(
+            (key, values.dtype, tuple(values.shape[1 if key in packed else 2 :]), key in packed)
+            for key, (values, _) in data.items()
+        )
+        mix: Mixed = ((), False)
         if batch.parts is not None:
-            data[PARTS] = tf.constant(batch.parts.numbers, tf.int64)
-            specs[0][PARTS] = tf.TensorSpec([None], tf.int64)
-            self._part_names = batch.parts.names
+            numbers = batch.parts.numbers if batch.joined is None else batch.parts.numbers.repeat(batch.joined)
+            data[PARTS] = tf.constant(numbers, tf.int64)
+            mix = batch.parts.names, batch.joined is not None
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         reduced = function == self._train and self.are_exchanged
-        traced = self._steps.get((function.__name__, reduced, kinds))
+        kind = function.__name__, reduced, kinds, mix
+        traced = self._steps.get(kind)
         if traced is None:
             names: dict[str, float] = {}
+            self._packed, self._mix = packed, mix
+            of_parts = {} if batch.parts is None else {PARTS: tf.TensorSpec([None], tf.int64)}
+            of_data = {key: specs_of(data[key][0], key in packed) for key in batch.data}
+            specs: list[Any] = [{**of_data, **of_parts}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[function.__name__, reduced, kinds] = TracedGraph(graph, names)
+            traced = self._steps[kind] = TracedGraph(graph, names)
         return traced, arguments
 
     def _current_scale(self) -> tf.Tensor:
@@ -306,7 +318,7 @@ class StepGraphs:
                 f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
                 "(Keras layers get theirs when they are first called: call the model once in get_model)",
             )
-        losses = with_parts(context.losses, parts, self._part_names)
+        losses = with_parts(context.losses, parts, *self._mix)
         names.update(scales_of(losses, train))
         return losses
 

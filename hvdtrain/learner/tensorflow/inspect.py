@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from hvdtrain.learner.base import Exported, Layer, Profiler
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of
+from hvdtrain.runtime import log
 
 
 def describe_layers(variables: ModelVariables) -> Iterator[Layer]:
@@ -112,6 +113,7 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
         filled = keras.tree.map_structure(lambda leaf: next(given) if tf.is_tensor(leaf) else leaf, values)
         return model(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)) | {"training": False})
 
+    log.info(f"Writing {folder / SAVED_MODEL} ...")
     try:
         with warnings.catch_warnings(action="ignore"):
             archive = keras.export.ExportArchive()

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence, split_packed
 from hvdtrain.learner.optimizer import change_gradients
@@ -257,6 +257,9 @@ class TensorFlowLearner:
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}  # layers are called within a graph, on tensors of unknown lengths
 
+    def step_cost(self, batch: Batch) -> StepCost | None:
+        return None  # the profiler of TensorFlow counts in graphs of known lengths only
+
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return export_model(self.variables, lambda: self.evaluate(batch), folder)
 
@@ -269,8 +272,8 @@ class TensorFlowLearner:
         Raises:
             ConfigError: the config's code has added, replaced, unfrozen or frozen variables since.
         """
-        trained = {id(variable): name for name, variable in self.variables.named("parameters")}
-        trainable = {id(variable): name for name, variable in variables_of(self.model).named("parameters")}
+        trained = {id(variable): name for name, variable in self.variables.named_of_kind("parameters")}
+        trainable = {id(variable): name for name, variable in variables_of(self.model).named_of_kind("parameters")}
         new = [name for variable, name in trainable.items() if variable not in trained]
         frozen = [name for variable, name in trained.items() if variable not in trainable and not new]
         if new or frozen:
@@ -285,7 +288,7 @@ class TensorFlowLearner:
         """The reduced gradients as applied, by parameter name. Those sent as rows become dense."""
         losses = self.graphs.exchange.losses
         scale = (self.meter.loss_scale or 1.0) * (float(divisor) if losses.is_only_loss and losses.names else 1.0)
-        for (name, variable), gradient in zip(self.variables.named("parameters"), gradients, strict=True):
+        for (name, variable), gradient in zip(self.variables.named_of_kind("parameters"), gradients, strict=True):
             whole = numpy.zeros(variable.shape, numpy.float32)
             if isinstance(gradient, tuple):
                 values, indices = gradient
@@ -333,8 +336,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
     trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
-    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.is_active)
-    average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
+    average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
     update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
     return TensorFlowLearner(
         variables,
@@ -367,7 +370,7 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
 
 def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
     def not_finite() -> tuple[str, ...]:
-        named = [*variables.named("parameters"), *variables.named("frozen")]
+        named = [*variables.named_of_kind("parameters"), *variables.named_of_kind("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
 
     scores = PendingScores(

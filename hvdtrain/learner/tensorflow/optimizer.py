@@ -60,7 +60,7 @@ class UpdateGraph:
         scale: LossScale | None,
     ) -> None:
         self._optimizer = optimizer
-        self._names = [name for name, _ in variables.named("parameters")]
+        self._names = [name for name, _ in variables.named_of_kind("parameters")]
         self._trained = variables.of_kind("parameters")
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
         self._gradients = gradients

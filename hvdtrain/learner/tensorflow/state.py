@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -11,14 +12,14 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.contents import OPTIONS
+from hvdtrain.learner.contents import OPTIONS, CheckpointContents
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
-from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchange_value, tensorflow_variable
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchange_value, tensorflow_variable, value_of
 from hvdtrain.learner.weight_average import WeightAverageBase
 
 
@@ -38,6 +39,7 @@ class TensorFlowState(StateBase):
         self._optimizer = optimizer
         options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}
         self._options = option_texts(options)  # loading a state does not change the options of a Keras optimizer
+        self._copies: dict[tuple[str, ...], Array] = {}  # of a checkpoint in the background, by their place in it
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self._variables.of_kind(kind)]
@@ -50,11 +52,11 @@ class TensorFlowState(StateBase):
         return bool(self._variables.of_kind(kind))
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        for name, variable in (*self._variables.named("parameters"), *self._variables.named("frozen")):
+        for name, variable in (*self._variables.named_of_kind("parameters"), *self._variables.named_of_kind("frozen")):
             yield name, array_of(variable).astype(numpy.float32)
 
     def trained_values(self) -> Iterator[tuple[str, Array]]:
-        for name, variable in self._variables.named("parameters"):
+        for name, variable in self._variables.named_of_kind("parameters"):
             yield name, array_of(variable).astype(numpy.float64)
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
@@ -67,6 +69,13 @@ class TensorFlowState(StateBase):
             self._average.adopt(values.keys())
         return list(ours), list(values)
 
+    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        contents = super().copy_for_background(progress)
+        model, optimizer = (
+            _copy(part, self._copies, name) for name, part in (("model", contents.model), ("opt", contents.optimizer))
+        )
+        return replace(contents, model=model, optimizer=optimizer)
+
     def _model_tensors(self) -> dict[str, Array]:
         return _arrays(self._variables.by_name.items())
 
@@ -74,13 +83,13 @@ class TensorFlowState(StateBase):
         assign(self._variables.by_name.items(), tensors)
 
     def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
-        return _arrays(self._variables.named(kind))
+        return _arrays(self._variables.named_of_kind(kind))
 
     def _set_kind(self, kind: Kind, stored: Mapping[str, Array]) -> None:
-        assign(self._variables.named(kind), stored)
+        assign(self._variables.named_of_kind(kind), stored)
 
     def _set_trained(self, trained: Mapping[str, Array]) -> None:
-        ours = self._variables.named("parameters")
+        ours = self._variables.named_of_kind("parameters")
         assign(ours, {name: trained[name] for name, _ in ours})
 
     def _stored_lists(self, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, list[Array]]:
@@ -111,7 +120,7 @@ class TensorFlowState(StateBase):
     def _described_variables(self) -> Iterator[tuple[str, Any, str]]:
         """The name of each of the optimizer's variables, the variable, and the name of its parameter; '' if it has none."""
         kind = type(self._optimizer).__name__
-        named = self._variables.named("parameters")
+        named = self._variables.named_of_kind("parameters")
         parameters = {getattr(variable, "path", "").replace("/", "_") + "_": name for name, variable in named}
         for number, variable in enumerate(self._optimizer.variables):
             path = max((path for path in parameters if variable.name.startswith(path)), key=len, default="")
@@ -155,5 +164,22 @@ class WeightAverage(WeightAverageBase):
 
 
 def _arrays(named: Iterable[tuple[str, Any]]) -> dict[str, Array]:
-    """Copies of variables' values."""
-    return {name: array_of(variable) for name, variable in named}
+    """Variables' values, not to be changed."""
+    return {name: value_of(variable) for name, variable in named}
+
+
+def _copy(state: Any, copies: dict[tuple[str, ...], Array], *place: str) -> Any:
+    """Nested dicts with copies of their arrays. They take the memory of earlier ones, as new memory takes four times as long.
+
+    Args:
+        copies: the earlier ones by place.
+    """
+    if isinstance(state, Mapping):
+        return {name: _copy(value, copies, *place, name) for name, value in state.items()}
+    if not isinstance(state, numpy.ndarray):
+        return state
+    before = copies.get(place)
+    if before is None or (before.shape, before.dtype) != (state.shape, state.dtype):
+        before = copies[place] = numpy.empty_like(state)
+    numpy.copyto(before, state)
+    return before

@@ -114,24 +114,46 @@ def extern_data_of(
     }
 
 
-def with_parts(losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Sequence[str]) -> dict[str, Loss]:
+def with_parts(losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Sequence[str], are_frames: bool) -> dict[str, Loss]:
     """The losses, and if an epoch mixes datasets, those of the sequences of each dataset as errors, `loss.dataset`.
 
     Part of a graph. A loss without seq_lens is left out: it is unknown which of its elements belong to a sequence.
 
     Args:
-        numbers: of every sequence, the number of its dataset; None: there is no mix.
+        numbers: of every sequence, or of every frame of joined pieces, the number of its dataset; None: there is no mix.
         names: of the datasets.
+        are_frames: whether the numbers are those of frames.
     """
     found = dict(losses)
     for name, loss in losses.items() if numbers is not None else ():
-        value = tf.convert_to_tensor(loss.value)
-        if loss.seq_lens is None or loss.count is not None:
+        if loss.seq_lens is None or loss.count is not None or (are_frames and isinstance(loss.seq_lens, int)):
             continue
-        owners = numbers if value.shape.rank > 1 else tf.repeat(numbers, loss.seq_lens)
+        value, owners = _with_owners(name, loss, numbers, are_frames)
         for number, part in enumerate(names):
             found[f"{name}.{part}"] = Loss(tf.boolean_mask(value, owners == number), 0.0, True, False, None)
     return found
+
+
+def _with_owners(name: str, loss: Loss, numbers: tf.Tensor, are_frames: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """A loss, and the number of the dataset of each element on its first axis. Part of a graph that fails if they do not fit."""
+    value = tf.convert_to_tensor(loss.value)
+    first, count = tf.shape(value)[0], tf.size(numbers)
+    has_axes = value.shape.rank > 1
+    if are_frames:
+        owners = numbers
+        if has_axes:  # the frames come first, or behind an axis for the only row
+            value = tf.reshape(value, [tf.where(first == count, first, first * tf.shape(value)[1]), -1])
+    else:
+        lengths = tf.broadcast_to(tf.cast(loss.seq_lens, tf.int32), [count])
+        owners = tf.repeat(numbers, tf.where(first == count, 1, lengths) if has_axes else lengths)  # 1: rows with padding
+    fits = tf.debugging.assert_equal(
+        tf.size(owners),
+        tf.shape(value)[0],
+        "train_step: expected a loss with the elements of all sequences, one after the other, for the seq_lens in "
+        f"mark_as_loss(..., {name!r}), got another number of them",
+    )
+    with tf.control_dependencies([fits]):
+        return tf.identity(value), owners
 
 
 def numbers_of(losses: Mapping[str, Loss]) -> tf.Tensor:
@@ -211,9 +233,9 @@ class ModelVariables:
 
     def of_kind(self, kind: Kind) -> list[Any]:
         """The variables of one kind, in the model's order."""
-        return [variable for _, variable in self.named(kind)]
+        return [variable for _, variable in self.named_of_kind(kind)]
 
-    def named(self, kind: str) -> list[tuple[str, Any]]:
+    def named_of_kind(self, kind: str) -> list[tuple[str, Any]]:
         """The variables of one kind with their names, in the model's order."""
         return [(name, variable) for name, variable in self.by_name.items() if self.kinds[name] == kind]
 
@@ -326,7 +348,13 @@ def exchange_value(variable: tf.Variable) -> tf.Tensor:
 
 def array_of(variable: Any) -> Array:
     """A copy of a variable's value."""
-    return numpy.array(tensorflow_variable(variable).numpy())
+    return numpy.asarray(tensorflow_variable(variable).numpy())
+
+
+def value_of(variable: Any) -> Array:
+    """A variable's value, read-only, without a copy if it is in main memory. It stays as it is, since TensorFlow's tensors are
+    immutable: with an update, the variable gets other memory."""
+    return numpy.asarray(tensorflow_variable(variable).value())
 
 
 NO_OWNERS: Mapping[str, str] = {}

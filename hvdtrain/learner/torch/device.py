@@ -137,7 +137,7 @@ class CudaClock:
         self._taken += taken
         return taken
 
-    def known(self) -> float:
+    def known_seconds(self) -> float:
         """The seconds of all spans whose last kernel has run; does not wait."""
         finished = [end.query() for _, end in self._pairs]  # type: ignore[no-untyped-call]
         self._add(finished.index(False) if False in finished else len(finished))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def make_extra_models(entries: Mapping[str, Any], trained: torch.nn.Module, devi
         if shared:
             raise ConfigError.of(
                 "wrong-result",
-                f"{where}.get_model: expected a model of its own, got one that shares parameters with the trained model: "
+                f"{where}.get_model: expected a separate model, got one that shares parameters with the trained model: "
                 f"{', '.join(shared[:5])} (they would be frozen)",
             )
         if entry.get("load") is not None:
@@ -58,15 +57,3 @@ def _load(model: torch.nn.Module, file: Path, where: str) -> None:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}.load: expected the parameters of its get_model in {file}, got others: {error}") from None
-
-
-def checksum(model: torch.nn.Module) -> str:
-    """A checksum of all parameters and buffers: the ranks compare them."""
-    total = 0
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor):
-            values = (
-                tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-            )
-            total = zlib.crc32(values.numpy().tobytes(), zlib.crc32(name.encode(), total))
-    return f"{total:08x}"

@@ -35,10 +35,14 @@ class Freezing:
             )
         if problems:
             raise ConfigError(problems)
-        self._steps = [(named[name], step) for name, step in first.items() if step]
+        self._steps = [(number, named[name], step) for number, (name, step) in enumerate(first.items()) if step]
 
     def apply(self, step: int) -> None:
         """Called at the beginning of an update, after N steps of the training."""
-        for parameter, first in self._steps:
+        for _, parameter, first in self._steps:
             if parameter.requires_grad != (step >= first):
                 parameter.requires_grad_(step >= first)
+
+    def frozen_now(self) -> list[int]:
+        """The numbers of the trained parameters that have been frozen since the first step."""
+        return [number for number, parameter, _ in self._steps if not parameter.requires_grad]

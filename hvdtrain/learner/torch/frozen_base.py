@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, first_few
 
 
 class FrozenBase:
@@ -42,9 +42,13 @@ class FrozenBase:
             raise ConfigError.of(
                 "wrong-result",
                 "save_parameters: expected frozen parameters with the values from get_model, which 'trained' does not save, got "
-                f"others in {', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} (load them in "
+                f"others in {first_few(changed, 3)} (load them in "
                 "get_model, or by preload_from_files with init_for_train = 'always'; or save_parameters = 'all')",
             )
+
+    def fingerprint_of(self, named: Mapping[str, torch.Tensor]) -> str:
+        """That of some frozen parameters; if these are all of the base, no bytes are read again."""
+        return str(self.entry["sha256"]) if named.keys() == self._named.keys() else fingerprint(named)
 
 
 def entry_of(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:

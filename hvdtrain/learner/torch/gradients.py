@@ -105,7 +105,8 @@ class Gradients:
             divisor = counts.clamp(min=TINY)[0]
             if all(gradient.dtype == torch.float32 for gradient in gradients):
                 divisor = divisor.float()  # the same quotients, but a few GPU kernels instead of one for each gradient
-            torch._foreach_div_(gradients, divisor)
+            if gradients:  # else all ranks have left out their batches (skip_broken)
+                torch._foreach_div_(gradients, divisor)
 
     def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""

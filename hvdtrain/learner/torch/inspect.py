@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hvdtrain.learner.base import Exported, Layer, Profiler
+from hvdtrain.runtime import log
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
@@ -114,6 +115,7 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
         return [*written, Exported(PROGRAM, NOT_CALLED), Exported(ONNX, NOT_CALLED)]
     with _silence_pytorch(), keep_recurrent_layers_whole():
         try:
+            log.info(f"Writing {folder / PROGRAM} ...")
             program = _program(model, calls[0])
             torch.export.save(program, folder / PROGRAM)
         except Exception as error:  # torch.export can raise anything for the config's model
@@ -148,6 +150,7 @@ def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Expo
             return Exported(ONNX, "PyTorch translates GRU and LSTM to ONNX, but not torch.nn.RNN")
         if node.target is LSTM and len({state.meta["val"].shape[2] for state in node.args[1]}) > 1:
             return Exported(ONNX, "ONNX has no LSTM with projections (proj_size)")
+    log.info(f"Writing {file} ...")
     try:
         made = torch.onnx.export(program, dynamo=True, verbose=False)
         if made is None:

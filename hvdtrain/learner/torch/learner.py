@@ -17,7 +17,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Total
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -36,6 +36,7 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import OF_OPTIMIZER
 from hvdtrain.learner.splitting import BatchSplitter
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
+from hvdtrain.learner.torch.cost import compute_dtype, step_cost
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     Autocast,
@@ -52,7 +53,7 @@ from hvdtrain.learner.torch.device import (
     peak_memory,
     seed_all,
 )
-from hvdtrain.learner.torch.extra_models import checksum, make_extra_models
+from hvdtrain.learner.torch.extra_models import make_extra_models
 from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
@@ -63,6 +64,7 @@ from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
 from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
+from hvdtrain.learner.torch.shares import check_shares
 from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import (
@@ -137,12 +139,10 @@ class StepOptions:
 
     Attributes:
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
-        freezing: freezes parameters until a step; None: none are.
         splitter: splits batches that do not fit into memory; None: such a batch is an error.
     """
 
     batch_norm: Exchange | None = None
-    freezing: Freezing | None = None
     splitter: BatchSplitter | None = None
 
 
@@ -183,7 +183,6 @@ class TorchLearner:
         self._update = update
         self._seed = seed
         self._batch_norm = options.batch_norm
-        self._freezing = options.freezing
         self._begins_update = True
         self._device = functions.device
         self._epoch = 0
@@ -198,11 +197,12 @@ class TorchLearner:
         self._epoch = epoch
         self._step = step
         self._begins_update = True
+        self._freeze()  # reducers ask what is frozen before the first step
         self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
-        if self._freezing is not None and self._begins_update:
-            self._freezing.apply(self._step)
+        if self._begins_update:
+            self._freeze()
         self._begins_update = is_last_microbatch
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
@@ -270,6 +270,20 @@ class TorchLearner:
         self.meter.take_scores()
         return shapes
 
+    def step_cost(self, batch: Batch) -> StepCost | None:
+        if self._batch_norm is not None:
+            return None
+        await_copy(batch)
+        buffers = self._copy_buffers()
+
+        def step() -> None:
+            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+            self._gradients.compute(losses, self._update.loss_factor)
+
+        cost = step_cost(step, self._device, compute_dtype(self._functions.autocast))
+        self._restore_buffers(buffers)
+        return cost
+
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return export_model(self.model, lambda: self.evaluate(batch), folder)
 
@@ -312,6 +326,10 @@ class TorchLearner:
     def _restore_buffers(self, copies: list[torch.Tensor]) -> None:
         for buffer, copy in zip(self.model.buffers(), copies, strict=True):
             buffer.copy_(copy)
+
+    def _freeze(self) -> None:
+        if self.state.freezing is not None:
+            self.state.freezing.apply(self._step)
 
     def _check_trained(self) -> None:
         """Check that the optimizer has all trained parameters: others would silently keep their values.
@@ -395,14 +413,17 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     scale = options.precision.loss_scale(options.precision.dtype)
 
     def are_reduced() -> bool:
-        return gradient_exchange.is_active  # gradients are then the same on all ranks, and get the same noise
+        return gradient_exchange.is_active  # gradients are then the same on the ranks that exchange them, and get the same noise
 
-    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=are_reduced)
+    limit = keys.num_allowed_consec_invalid_gradient_steps
+    check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
     trained = named_trained(model)
     parameters = list(trained.values())
+    if options.sharded is not None:
+        check_shares(whole)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
@@ -414,7 +435,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
     if has_modes(whole):
-        check_modes(whole, keys.ema_decay, gradient_exchange.steps is None)
+        check_modes(whole, keys.ema_decay, gradient_exchange.keeps_ranks_alike)
         average = OptimizerModes(trained, whole, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
@@ -427,8 +448,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, scale, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
-    state = TorchState(model, optimizer, device, average, scale, Unsaved(constants, base), options.model_format)
-    state.other_checksums = {name: checksum(extra) for name, extra in extra_models.items()}
+    state = TorchState(model, optimizer, device, average, scale, Unsaved(constants, base, extra_models), options.model_format)
+    state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -445,7 +466,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         state,
         _meter(keys, model, device, scale, update, splitter),
         (options.seed, options.rank),
-        StepOptions(exchange, Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None, splitter),
+        StepOptions(exchange, splitter),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, first_few
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.torch.optimizer import IMPLEMENTATIONS
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers, members_of
@@ -38,9 +38,9 @@ class OptimizerOptions:
 
     def __init__(self, optimizer: AnyOptimizer | ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        self._made = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        is_one_of_several = isinstance(self._made, SeveralOptimizers)
-        members = [member for member in members_of(self._made) for _ in member.param_groups]
+        self._own_optimizer = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        is_one_of_several = isinstance(self._own_optimizer, SeveralOptimizers)
+        members = [member for member in members_of(self._own_optimizer) for _ in member.param_groups]
         self._classes = [type(member).__name__ if is_one_of_several else None for member in members]  # by group
         self._of_groups = [
             {name: value for name, value in group.items() if name not in NOT_OPTIONS} for group in optimizer.param_groups
@@ -80,7 +80,7 @@ class OptimizerOptions:
             moved = {name: was[CLASS] for name, was in zip(names, of_each, strict=True) if was.get(CLASS, kind) != kind}
             if kind is not None and moved:
                 raise ValueError(
-                    f"it has that of {', '.join(dict.fromkeys(moved.values()))} instead of {kind} for {_few(list(moved))}"
+                    f"it has that of {', '.join(dict.fromkeys(moved.values()))} instead of {kind} for {first_few(list(moved), 3)}"
                 )
         groups = []
         for group, options in zip(stored["param_groups"], self._of_groups, strict=True):
@@ -104,11 +104,11 @@ class OptimizerOptions:
                     if option not in IMPLEMENTATIONS:
                         lines.setdefault(line, []).append(name)
         count = sum(map(len, own))
-        return [line if len(names) == count else f"{line} (of {_few(names)})" for line, names in lines.items()]
+        return [line if len(names) == count else f"{line} (of {first_few(names, 3)})" for line, names in lines.items()]
 
     def _add_state(self, group: Mapping[str, Any], entries: Sequence[str]) -> None:
         """Add what an option of torch's classes that is new needs of each parameter, as it begins; SGD adds it by itself."""
-        for member in members_of(self._made):
+        for member in members_of(self._own_optimizer):
             is_its_group = any(group is one for one in member.param_groups)
             if not is_its_group or not type(member).__module__.startswith("torch.") or isinstance(member, torch.optim.SGD):
                 continue
@@ -116,10 +116,6 @@ class OptimizerOptions:
                 of_one = member.state.get(parameter, {})
                 for entry in entries if of_one else ():
                     of_one.setdefault(entry, torch.zeros_like(parameter))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def regroup(
@@ -170,7 +166,7 @@ def missing_states(stored: Mapping[str, Any], names: Sequence[str]) -> str | Non
     if not having or not without:
         return None
     return (
-        f"the optimizer's state begins anew for {_few(without)}: the file has none, as for a parameter that has had no "
+        f"the optimizer's state begins anew for {first_few(without, 3)}: the file has none, as for a parameter that has had no "
         "gradient yet"
     )
 

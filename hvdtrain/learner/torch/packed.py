@@ -5,17 +5,25 @@ Attention, convolutions and recurrent layers treat every sequence by itself, wit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-STEP_COST = 4
+from hvdtrain.data.types import Array
+
+STEP_COST = 3
 """The cost of a time step of a recurrent layer on a CPU, apart from its sequences, in sequences."""
+
+CALL_COST = 50
+"""The cost of calling a recurrent layer on a CPU, apart from its time steps, in sequences of one step."""
 
 
 @dataclass
@@ -62,8 +70,10 @@ class PackedData:
 
     def with_values(self, values: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackedData:
         """Other values as packed data, with other lengths of the sequences if they changed."""
-        if seq_lens is None:
-            return PackedData(values, self.seq_lens, self.device_seq_lens)
+        if seq_lens is None or seq_lens is self.seq_lens:
+            other = copy.copy(self)  # with what is known by now about the places of frames
+            other.raw_tensor = values
+            return other
         seq_lens = seq_lens.to("cpu", torch.int32)
         return PackedData(values, seq_lens, seq_lens.to(values.device))
 
@@ -74,7 +84,7 @@ class PackedData:
     def padded(self, values: torch.Tensor | None = None) -> torch.Tensor:
         """The values with padding, for a part of a model that cannot do without: shape (batch, time, ...)."""
         values = self._values(values)
-        places = self.owners * self.max_seq_len + self.positions
+        places = self._places_from(torch.arange(len(self.seq_lens)) * self.max_seq_len)
         rows = values.new_zeros((len(self.seq_lens) * self.max_seq_len, *values.shape[1:]))
         return rows.index_copy(0, places, values).reshape(len(self.seq_lens), self.max_seq_len, *values.shape[1:])
 
@@ -91,16 +101,12 @@ class PackedData:
     def packed_sequence(self, values: torch.Tensor | None = None) -> PackedSequence:
         """The values as PyTorch's recurrent layers take them: the first frames of all sequences, then the second ones, ..."""
         order, places, batch_sizes = self._time_major
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        return PackedSequence(self._values(values)[places], batch_sizes, order, inverse)
+        return PackedSequence(self._values(values)[places], batch_sizes, order, _inverse(order))
 
     def from_packed_sequence(self, sequence: PackedSequence) -> torch.Tensor:
         """The output of a recurrent layer for `packed_sequence`, in the order of the frames here."""
         _, places, _ = self._time_major
-        inverse = torch.empty_like(places)
-        inverse[places] = torch.arange(len(places), device=places.device)
-        return sequence.data[inverse]
+        return sequence.data[_inverse(places)]
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, dropout: float = 0.0
@@ -144,7 +150,7 @@ class PackedData:
         slots = (lengths + before + after + stride - 1).div(stride, rounding_mode="floor") * stride
         starts = slots.cumsum(0) - slots
         rows = values.new_zeros((int(slots.sum()), *values.shape[1:]))
-        rows = rows.index_copy(0, (starts.to(values.device) + before)[self.owners] + self.positions, values)
+        rows = rows.index_copy(0, self._places_from(starts + before), values)
         sizes = (lengths + before + after - dilation * (size - 1) - 1).div(stride, rounding_mode="floor") + 1
         sizes = sizes.clamp(min=0)
         # As a picture of height 1 whose features are the channels, which come last in memory: no copy in another order.
@@ -153,15 +159,15 @@ class PackedData:
         made = nn.functional.conv2d(picture, kernel, layer.bias, (1, stride), 0, (1, dilation), layer.groups)
         made = made.permute(0, 2, 3, 1)[0, 0]
         result = self.with_values(made, sizes)
-        places = (starts // stride).to(values.device)[result.owners] + result.positions
-        result.raw_tensor = made[places]
+        result.raw_tensor = made.index_select(0, result._places_from(starts // stride))
         return result
 
     def recurrent(self, layer: nn.LSTM | nn.GRU | nn.RNN, values: torch.Tensor | None = None) -> torch.Tensor:
         """The output of a recurrent layer of PyTorch for every sequence, of shape (frames, features).
 
-        On a CPU, PyTorch computes a PackedSequence several times slower than padded sequences. So there, sequences of similar
-        length are computed together, each direction by itself: what follows the end of a sequence reaches none of its frames.
+        On a CPU, PyTorch computes a PackedSequence several times slower than padded sequences. So there, each direction is
+        computed by itself, from the first frames of all sequences on. After some time steps, it goes on with the sequences that
+        have not ended. What follows the end of the others until then reaches no frame.
         """
         if self.device_seq_lens.device.type != "cpu":
             output, _ = layer(self.packed_sequence(values))
@@ -182,48 +188,51 @@ class PackedData:
         """One layer of a recurrent layer in one direction; 1: backwards."""
         is_lstm = isinstance(layer, nn.LSTM)
         compute: Any = torch.lstm if is_lstm else torch.gru if isinstance(layer, nn.GRU) else getattr(torch, layer.mode.lower())
-        groups, places = self._groups[direction]
+        spans, directions = self._spans
+        rows, places = directions[direction]
+        widths = (getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size)[: 1 + is_lstm]
+        states = [values.new_zeros(1, spans[0][1], width) for width in widths]
         found = []
-        for rows, is_valid in groups:
-            size = getattr(layer, "proj_size", 0) or layer.hidden_size
-            state = values.new_zeros(1, rows.shape[1], size)
-            first = (state, values.new_zeros(1, rows.shape[1], layer.hidden_size)) if is_lstm else state
-            output = compute(values[rows], first, weights, layer.bias, 1, 0.0, layer.training, False, False)[0]
-            found.append(output[is_valid])
-        return torch.cat(found)[places]
+        parts = torch.split(values.index_select(0, rows), [steps * size for steps, size in spans])
+        for part, (steps, size) in zip(parts, spans, strict=True):
+            states = [state[:, :size] for state in states]
+            first = states if is_lstm else states[0]
+            output, *states = compute(
+                part.view(steps, size, -1), first, weights, layer.bias, 1, 0.0, layer.training, False, False
+            )
+            found.append(output.flatten(0, 1))
+        return torch.cat(found).index_select(0, places)
 
     @cached_property
-    def _groups(self) -> tuple[tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor], ...]:
-        """For each direction: the groups of sequences of similar length, and the place of every frame in what they return.
+    def _spans(self) -> tuple[list[tuple[int, int]], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """How recurrent layers go through the frames: in spans of time steps with the same number of sequences.
 
-        A group has its frames, of shape (time, sequences), and whether they are those of a sequence or come after its end.
+        Returns: the steps and the sequences of every span; and for each direction, the frames of all spans, one step after the
+            other, and the place of every frame among them.
         """
-        lengths = self.seq_lens.long()
-        starts = lengths.cumsum(0) - lengths
-        order = lengths.argsort(descending=True, stable=True).tolist()
-        sizes_of = lengths.tolist()
-        of_groups: list[list[int]] = []
-        for place, number in enumerate(order):
-            left = len(order) - place
-            # Whether the rest is faster in the group so far, padded to its longest sequence, or in a new one.
-            if not of_groups or sizes_of[of_groups[-1][0]] * left > sizes_of[number] * (left + STEP_COST):
-                of_groups.append([])
-            of_groups[-1].append(number)
+        order, _, batch_sizes = self._time_major
+        starts, last = self.offsets[:-1].long()[order], self.seq_lens.long()[order] - 1
+        spans, forwards, backwards, is_frame = [], [], [], []
+        for begin, end in pairwise([0, *_ends_of_spans(batch_sizes.numpy())]):
+            size, steps = int(batch_sizes[begin]), torch.arange(begin, end)[:, None]
+            spans.append((end - begin, size))
+            inside = torch.minimum(steps, last[:size])  # after the end of a sequence, its last frame again
+            forwards.append((starts[:size] + inside).flatten())
+            backwards.append((starts[:size] + last[:size] - inside).flatten())
+            is_frame.append((steps <= last[:size]).flatten())
+        frames = torch.cat(is_frame).nonzero()[:, 0]
         directions = []
-        for direction in (0, 1):
-            groups = []
-            for numbers in of_groups:
-                sizes, frames = lengths[numbers], torch.arange(int(lengths[numbers[0]]))[:, None]
-                is_valid = frames < sizes
-                inside = torch.minimum(frames, (sizes - 1).clamp(min=0))
-                rows = starts[numbers] + (inside if direction == 0 else (sizes - 1).clamp(min=0) - inside)
-                if len(frames):
-                    groups.append((rows.clamp(max=self.num_frames - 1), is_valid))
-            order_of_frames = torch.cat([rows[is_valid] for rows, is_valid in groups])
-            places = torch.empty_like(order_of_frames)
-            places[order_of_frames] = torch.arange(len(places))
-            directions.append((groups, places))
-        return tuple(directions)
+        for rows in (torch.cat(forwards), torch.cat(backwards)):
+            places = torch.empty_like(frames)
+            places[rows[frames]] = frames
+            directions.append((rows, places))
+        return spans, directions
+
+    def _places_from(self, starts: torch.Tensor) -> torch.Tensor:
+        """Where every frame is if the sequences begin at these places; int64 of shape (frames,), on the device."""
+        shift = starts.to(self.offsets.device) - self.offsets[:-1]
+        numbers = torch.arange(self.num_frames, device=shift.device)
+        return numbers + shift.repeat_interleave(self.device_seq_lens, output_size=self.num_frames)
 
     def _values(self, values: torch.Tensor | None) -> torch.Tensor:
         """The values that a method was given. Raises: ValueError, if they have other frames."""
@@ -247,3 +256,30 @@ class PackedData:
         places = (starts[None, :] + frames[:, None])[valid]
         device = self.device_seq_lens.device
         return order.to(device), places.to(device), valid.sum(1)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The order that undoes another one."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _ends_of_spans(sizes: Array) -> list[int]:
+    """After which time steps a recurrent layer goes on without the sequences that have ended, so that it costs least.
+
+    Args:
+        sizes: how many sequences have a first frame, a second one, ...
+    """
+    begins = numpy.flatnonzero(numpy.diff(sizes, prepend=0))
+    ends = numpy.append(begins[1:], len(sizes))
+    least, first = numpy.zeros(len(ends) + 1), []  # the costs until each end, and where the span before it begins
+    for number, end in enumerate(ends, 1):
+        costs = least[:number] + CALL_COST + (end - begins[:number]) * (STEP_COST + sizes[begins[:number]])
+        first.append(int(costs.argmin()))
+        least[number] = costs[first[-1]]
+    found, number = [], len(ends)
+    while number:
+        found.append(int(ends[number - 1]))
+        number = first[number - 1]
+    return found[::-1]

@@ -59,7 +59,7 @@ def make_groups(
     rule = take_decay_rule(options, DEFAULT_RULE, known, where)
     undecayed: set[int] = set()
     if options.get("weight_decay"):
-        undecayed = _undecayed(model, rule, {id(parameter) for parameter in parameters.values()})
+        undecayed = _ids_without_decay(model, rule, {id(parameter) for parameter in parameters.values()})
     elif asked:
         raise ConfigError.of(
             "missing", f"{where}weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
@@ -93,7 +93,7 @@ def _custom_groups(
     return _check_groups(groups, model, made)
 
 
-def _undecayed(model: torch.nn.Module, rule: DecayRule, chosen: set[int]) -> set[int]:
+def _ids_without_decay(model: torch.nn.Module, rule: DecayRule, chosen: set[int]) -> set[int]:
     """The ids of the chosen parameters that do not decay."""
     decayed: dict[int, bool] = {}
     for path, module in model.named_modules():

@@ -11,7 +11,6 @@ import torch
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.learner.compression import GradientCompressor
-from hvdtrain.learner.model_state import ModelState
 
 ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
 """Prefixes of the kept tensors' names, before a message's name: errors not sent yet, and the right factors of the last update."""
@@ -48,26 +47,14 @@ class PowerSGD(GradientCompressor):
     """
 
     is_stateful = True
+    prefixes = (ERRORS, FACTORS)
 
     def __init__(self, comm: Communicator, rank: int) -> None:
         super().__init__(comm)
         self._rank = rank
-        self._must_forget = False
-        self._errors: dict[str, list[torch.Tensor]] = {}
-        self._factors: dict[str, list[torch.Tensor]] = {}
 
     def describe(self) -> str:
         return f", sent in factors of rank {self._rank}" if self._comm.size > 1 else ""
-
-    def begin(self, state: ModelState) -> None:
-        for kept, start in ((state.own, ERRORS), (state.shared, FACTORS)):
-            for name in [name for name in kept if self._must_forget or not name.startswith(start)]:
-                del kept[name]
-        self._must_forget = False
-        self._errors, self._factors = state.own, state.shared
-
-    def forget(self) -> None:
-        self._must_forget = True
 
     def start(
         self, tensors: Sequence[torch.Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
@@ -97,9 +84,9 @@ class PowerSGD(GradientCompressor):
         right = [matrix.T @ one for matrix, one in zip(matrices, left, strict=True)]
         # A non-finite update is not applied, so no part of it may come back later.
         pairs = zip(matrices, left, right, strict=True)
-        self._errors[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
-        totals = self._comm.finish(self._comm.start(right, handle.op, name=f"{handle.name}.right"))
-        self._factors[FACTORS + handle.name] = [
+        self._own[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
+        totals = self._comm.finish(self._send(right, handle.op, name=f"{handle.name}.right"))
+        self._shared[FACTORS + handle.name] = [
             torch.where(total.isfinite().all(), total, before) for total, before in zip(totals, handle.factors, strict=True)
         ]
         for number, one, total in zip(handle.matrices, left, totals, strict=True):
@@ -115,7 +102,7 @@ class PowerSGD(GradientCompressor):
 
     def _memory(self, name: str, matrices: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The errors and the right factors of the last update; before the first update, zeros and random numbers."""
-        errors, factors = self._errors.get(ERRORS + name, []), self._factors.get(FACTORS + name, [])
+        errors, factors = self._own.get(ERRORS + name, []), self._shared.get(FACTORS + name, [])
         if [one.shape for one in errors] != [one.shape for one in matrices]:
             errors = [torch.zeros_like(one) for one in matrices]
         shapes = [(one.shape[1], self._rank) for one in matrices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
+from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
@@ -29,6 +30,7 @@ from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of, 
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.torch.update import Optimizer
+from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.learner.weight_average import WeightAverageBase
 
 NAMES = "param_names"
@@ -43,10 +45,12 @@ class Unsaved:
     Attributes:
         constants: the names of those that are neither saved nor loaded, as they always come from another model's file.
         base: frozen ones; None: these are saved.
+        extra_models: by name, whole models that are neither trained nor saved.
     """
 
     constants: frozenset[str] = frozenset()
     base: FrozenBase | None = None
+    extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
 
 class TorchState(StateBase):
@@ -55,6 +59,9 @@ class TorchState(StateBase):
     Args:
         average: a moving average, or the optimizer's own weights for evaluations.
         model_format: of the model's file: "pt" or "safetensors".
+
+    Attributes:
+        freezing: freezes parameters until a step; None: none are.
     """
 
     def __init__(
@@ -73,6 +80,8 @@ class TorchState(StateBase):
         self._device = device
         self._constants = unsaved.constants
         self._base = base = unsaved.base
+        self._extra_models = unsaved.extra_models
+        self.freezing: Freezing | None = None
         self._unsaved = self._constants if base is None else self._constants | base.names
         self._trained = named_trained(model)
         first_names = {id(parameter): name for name, parameter in self._trained.items()}
@@ -80,10 +89,18 @@ class TorchState(StateBase):
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
+        self._writer = BackgroundWriter()
 
     @property
     def base_hash(self) -> str | None:
         return None if self._base is None else str(self._base.entry["sha256"])
+
+    def other_checksums(self) -> dict[str, str]:
+        states = {name: model.state_dict() for name, model in self._extra_models.items()}
+        return {
+            name: fingerprint({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
+            for name, state in states.items()
+        }
 
     def check_base(self) -> None:
         if self._base is not None:
@@ -98,6 +115,9 @@ class TorchState(StateBase):
 
     def has_tensors(self, kind: Kind) -> bool:
         return bool(self._kind_tensors(kind))
+
+    def frozen_now(self) -> list[int]:
+        return [] if self.freezing is None else self.freezing.frozen_now()
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         for name, parameter in self._model.named_parameters():
@@ -118,6 +138,12 @@ class TorchState(StateBase):
         contents = super().snapshot(progress)
         model, optimizer = _copy((contents.model, contents.optimizer), {})
         return replace(contents, model=model, optimizer=optimizer)
+
+    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        return self._writer.copy(super().snapshot(progress))
+
+    def close(self) -> None:
+        self._writer.close()
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
         self.check_base()
@@ -167,7 +193,8 @@ class TorchState(StateBase):
             return {}
         own = self._model.state_dict()
         named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
-        if not isinstance(entry, dict) or fingerprint(named) != entry.get("sha256"):
+        found = fingerprint(named) if self._base is None else self._base.fingerprint_of(named)
+        if not isinstance(entry, dict) or found != entry.get("sha256"):
             raise CheckpointError(
                 f"{file}: expected the base model that its parameters were trained with ({describe_base(entry)}), got "
                 f"{describe_base(entry_of(self._model, named))} from get_model (the file has trained parameters only, by "
@@ -202,7 +229,7 @@ class TorchState(StateBase):
                 parameter.copy_(trained[name])
 
     def _optimizer_name(self) -> str:
-        return name_of(self._made)
+        return name_of(self._own_optimizer)
 
     def _optimizer_entries(self) -> dict[str, Any]:
         return {
@@ -233,14 +260,14 @@ class TorchState(StateBase):
     def _check_state(self, stored: Mapping[str, Any], own: Sequence[Sequence[str]]) -> list[str]:
         """What can be seen of the state in a file without shapes. Returns lines for the log. Raises: ValueError."""
         names = [name for group in own for name in group]
-        made = [type(member) for member in members_of(self._made)]
+        made = [type(member) for member in members_of(self._own_optimizer)]
         if all(kind.__module__.startswith("torch.optim.") and kind.__name__ != "Adafactor" for kind in made):  # which keeps rows
             check_state_shapes(stored, names, self._trained)
         line = missing_states(stored, names)
         return [] if line is None else [line]
 
     @property
-    def _made(self) -> AnyOptimizer:
+    def _own_optimizer(self) -> AnyOptimizer:
         """The config's optimizer; of a sharded one, this rank's share."""
         return self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
 

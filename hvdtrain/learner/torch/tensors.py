@@ -6,7 +6,7 @@ a separate stream. So the copy runs while the device computes the previous step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -125,26 +125,37 @@ def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
     if batch.parts is None:
         return found
     numbers = torch.from_numpy(batch.parts.numbers)
+    if batch.joined is not None:  # the frames take the place of sequences
+        numbers = numbers.repeat_interleave(torch.from_numpy(batch.joined))
     for name, loss in losses.items():
-        owners = _owners(name, loss, batch, numbers)
+        value, count = loss.value.detach(), loss.count
+        if batch.joined is not None and value.shape[:2] == (1, len(numbers)):
+            value = value[0]
+        owners = _owners(name, loss, value.shape, numbers, batch.joined is not None)
         if owners is None:
             continue
         for number in numpy.unique(batch.parts.numbers).tolist():
-            value = loss.value.detach()[(owners == number).to(loss.value.device)]
-            count = loss.count
-            if count is not None:  # one for each sequence, as `_owners` has checked
-                count = count[(numbers == number).to(count.device)]
-            found[f"{name}.{batch.parts.names[number]}"] = Loss(value, 0.0, True, False, count)
+            # A count is one number for each sequence, as `_owners` has checked.
+            own = None if count is None else _select(torch.as_tensor(count), numbers == number)
+            found[f"{name}.{batch.parts.names[number]}"] = Loss(_select(value, owners == number), 0.0, True, False, own)
     return found
 
 
-def _owners(name: str, loss: Loss, batch: Batch, numbers: torch.Tensor) -> torch.Tensor | None:
-    """The number of the dataset of every element on the first axis of a loss; None: unknown."""
-    shape = tuple(loss.value.shape)
+def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The values that a mask on the CPU selects. Indexing with the mask itself would wait for a GPU, to count them."""
+    return values.index_select(0, mask.nonzero()[:, 0].to(values.device, non_blocking=True))
+
+
+def _owners(name: str, loss: Loss, shape: Sequence[int], numbers: torch.Tensor, are_frames: bool) -> torch.Tensor | None:
+    """The number of the dataset of every element on the first axis of a loss; None: unknown.
+
+    Args:
+        numbers: the number of the dataset of every sequence, or of every frame of joined pieces.
+    """
     if loss.seq_lens is None or (loss.count is not None and getattr(loss.count, "shape", None) != numbers.shape):
         return None
-    if batch.joined is not None:
-        return numbers.repeat_interleave(torch.from_numpy(batch.joined)) if shape[:1] == (int(batch.joined.sum()),) else None
+    if are_frames:
+        return numbers if shape[:1] == numbers.shape else None
     if isinstance(loss.seq_lens, int):
         lengths = torch.full_like(numbers, loss.seq_lens)
     else:
@@ -155,7 +166,7 @@ def _owners(name: str, loss: Loss, batch: Batch, numbers: torch.Tensor) -> torch
         raise ConfigError.of(
             "wrong-result",
             "train_step: expected a loss with the elements of all sequences, one after the other, for the seq_lens in "
-            f"mark_as_loss(..., {name!r}), {lengths.tolist()!r:.60}, got one of shape {shape}",
+            f"mark_as_loss(..., {name!r}), {lengths.tolist()!r:.60}, got one of shape {tuple(shape)}",
         )
     return numbers.repeat_interleave(lengths)
 

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+from documented import blocks_of
 from launching import ROOT, faults
 
 from hvdtrain.data.combine.map import MapDataset
@@ -141,12 +141,12 @@ def test_the_document_names_every_class_and_its_examples_are_right() -> None:
     text = text[: text.index("## Items of your own")] + text[text.index("\n## HDFDataset\n") :]
     for name in KINDS:
         assert re.search(rf"^## (\w+ and )?{name}( and \w+)?$", text, flags=re.MULTILINE), name
-    examples = re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", text)
+    examples = [block.code for block in blocks_of(text) if block.language == "python" and "mark_as_loss" not in block.code]
     assert len(examples) > len(KINDS)
     checked = 0
     for example in examples:
         values: dict[str, Any] = {"numpy": numpy}
-        exec(textwrap.dedent(example), values)
+        exec(example, values)
         for name in ("train", "dev"):
             if name in values:
                 assert parse(name, values[name], {})[1] == [], example

@@ -1,7 +1,6 @@
 """Map-style datasets: lists, torch datasets, and whatever else has a length and gives item i."""
 
 import re
-import textwrap
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import ROOT
+from documented import blocks_of, section
 
 from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning
@@ -277,11 +276,7 @@ def test_an_error_of_the_dataset_names_the_item() -> None:
     assert caught.value.__notes__ == ["(in item 5 of train)"]
 
 
-EXAMPLES = re.findall(
-    r"((?:^    .*\n|^\n)+)",
-    (ROOT / "docs" / "datasets.md").read_text().partition("## Items of your own")[2].partition("\n## ")[0],
-    flags=re.MULTILINE,
-)
+EXAMPLES = [block.code for block in blocks_of(section("datasets.md", "Items of your own")) if block.language == "python"]
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -295,7 +290,7 @@ def test_the_examples_of_the_document(number: int, tmp_path: Path, monkeypatch: 
         rows = {"letters": [[1, 2, 3], [4]], "sounds": [[5], [6, 7]], "word": ["abc", "d"]}
         datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
     config = tmp_path / "config.py"
-    config.write_text(textwrap.dedent(example))
+    config.write_text(example)
     source = load([config], {}, {})
     dataset = opened(source.values["train"])
     assert set(dataset.batch(numpy.array([0, 1])).data) == {"data", "classes"}

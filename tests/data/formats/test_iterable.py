@@ -1,8 +1,7 @@
-"""Iterables of unknown length: each item on one rank once, in a known order, also where a run goes on within an epoch."""
+"""Iterables of unknown length: each item on one rank once, in a known order, also where a run continues within an epoch."""
 
 import itertools
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import ROOT, TOY
+from documented import blocks_of, section
+from launching import TOY
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
@@ -344,11 +344,7 @@ def test_the_window_is_part_of_what_ranks_compare() -> None:
         assert read.feed().inputs(1).checksum() != before
 
 
-EXAMPLES = re.findall(
-    r"((?:^    .*\n|^\n)+)",
-    (ROOT / "docs" / "datasets.md").read_text().partition("\n## Iterables")[2].partition("\n## ")[0],
-    flags=re.MULTILINE,
-)
+EXAMPLES = [block.code for block in blocks_of(section("datasets.md", "Iterables")) if block.language == "python"]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +363,7 @@ def test_the_examples_of_the_document(
     (tmp_path / "text.txt").write_text("".join("x" * (length - 1) + "\n" for length in (10, 20, 30)))
     (tmp_path / "rows.jsonl").write_text('{"letters": [1, 2, 3], "sounds": [5]}\n{"letters": [4], "sounds": [6, 7]}\n')
     config = tmp_path / "config.py"
-    config.write_text(textwrap.dedent(example))
+    config.write_text(example)
     source = load([config], {}, {})
     with opened(source.values["train"]) as read:
         batches = read.batches(1)

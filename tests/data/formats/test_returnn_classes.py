@@ -254,7 +254,7 @@ def test_epochs_are_those_of_returnn(tmp_path: Path, maker: Maker) -> None:
         for epoch in (1, 2, 3, 1):
             assert_equal(read(dataset, epoch), theirs[epoch])
     scans: list[str] = []
-    with opened(options, tmp_path / "lengths", scans, size=2) as dataset:  # a new run, which goes on within an epoch
+    with opened(options, tmp_path / "lengths", scans, size=2) as dataset:  # a new run, which continues within an epoch
         assert_equal(read(dataset, 2, position=1), theirs[2][MAX_SEQS:])
         for position in (0, 1):
             shared = [item for rank in (0, 1) for item in read(dataset, 2, rank, 2, position)]

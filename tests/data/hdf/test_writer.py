@@ -443,14 +443,14 @@ try:
             except DataError:
                 if "end" in sys.argv:
                     raise
-                # else it goes on, as callers should not
+                # else it continues, as callers should not
 except DataError as error:
     print(error)
 """
 
 
 @pytest.mark.parametrize("limit", [100_000, 799_000, 900_000])  # while collecting, at the last of it, and at copying
-@pytest.mark.parametrize("then", ["end", "go on"])
+@pytest.mark.parametrize("then", ["end", "continue"])
 def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path: Path, limit: int, then: str) -> None:
     path = tmp_path / "file.hdf"
     command = [sys.executable, "-c", ON_A_FULL_DISK, str(path), str(limit), then]

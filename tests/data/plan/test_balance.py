@@ -1,5 +1,7 @@
 """The order of batches: shuffled, or dealt out so that the ranks of a step have about the same to do."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 from launching import ROOT, faults, launch
@@ -159,3 +161,26 @@ def test_the_benchmark_prints_a_table() -> None:
     assert len(saved) == 16
     assert "balance_ranks" in finished.out
     assert max(saved) > 10
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_the_largest_batches_come_first_and_then_those_with_the_longest_sequences(group: int) -> None:
+    lengths, keys = corpus(1001), BatchKeys(batch_size=20_000, balance_ranks=group, shuffle_batches=not group)
+    usual, made = (plan(lengths, RANDOM, replace(keys, largest_batches_first=first), 1) for first in (False, True))
+    assert batch_sets(made) == batch_sets(usual)
+    frames, longest = (numpy.sum(list(columns.values()), axis=0) for columns in (usual.padded(lengths), usual.longest(lengths)))
+    size = group or 1
+    numbers = [list(range(start, start + size)) for start in range(0, usual.num_batches // size * size, size)]
+    largest = sorted(numbers, key=lambda batches: -max(frames[batches]))[: 16 // size]
+    with_longest = sorted(numbers, key=lambda batches: -max(longest[batches]))[: 16 // size]
+    first = [*largest, *(batches for batches in with_longest if batches not in largest)]
+    rest = [batches for batches in numbers if batches not in first]
+    expected = [batch for batches in [*first, *rest] for batch in batches]
+    expected += range(len(expected), usual.num_batches)  # an incomplete group stays last
+    assert [made.batch(place).tolist() for place in range(made.num_batches)] == [
+        usual.batch(batch).tolist() for batch in expected
+    ]
+    assert len(first) > 16 or group  # some have long sequences, but few of them
+    evaluated = plan(lengths, RANDOM, replace(keys, largest_batches_first=True).of_evaluation(), 1)
+    assert evaluated.bounds.tolist() == plan(lengths, RANDOM, keys.of_evaluation(), 1).bounds.tolist()
+    assert evaluated.order.tolist() == plan(lengths, RANDOM, keys.of_evaluation(), 1).order.tolist()

@@ -11,7 +11,7 @@ from hvdtrain.config.check import build
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, Cut, keys_of, parse
+from hvdtrain.data.plan.chunk_keys import ChunkKeys, Context, Cut, keys_of, parse, parse_context
 from hvdtrain.data.plan.chunks import Chunks, cut
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -182,6 +182,54 @@ def test_chunks_in_a_row_read_their_sequence_once() -> None:
     with one.read(one.share(one.plan(1)), 1) as batches:
         list(batches)
     assert dataset.reads == list(range(12))
+
+
+@pytest.mark.parametrize("chunking", [None, "4:3"])
+def test_context_is_of_the_sequence_with_zeros_beyond_its_ends(chunking: str | None) -> None:
+    """Sequence by sequence, or chunk by chunk; other data keys have none. An even number has one more frame after than before."""
+    dataset = Numbers({"data": LENGTHS, "classes": LENGTHS})
+    one = feed(dataset, OrderKeys(), BatchKeys(max_seqs=3), ChunkKeys(chunking=chunking, context_window=4))
+    seen = []
+    with one.read(one.share(one.plan(1)), 1) as batches:
+        for batch in batches:
+            sizes = {name: column.seq_lens.tolist() for name, column in batch.data.items()}
+            assert sizes["data"] == [size + 3 for size in sizes["classes"]]
+            for row, size in enumerate(sizes["data"]):
+                assert (
+                    batch.data["data"].values[row, 1 : size - 2].tolist()
+                    == batch.data["classes"].values[row, : size - 3].tolist()
+                )
+                seen.append(batch.data["data"].values[row, :size].tolist())
+    expected = []
+    for index, length in enumerate(LENGTHS.tolist()):
+        frames = [0, *range(100 * index, 100 * index + length), 0, 0]
+        parts = [(0, length)] if chunking is None else with_tensorflow(length, 4, 3, 0)
+        expected += [frames[start : stop + 3] for start, stop in parts]
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (1, None),
+        ({"data": 1}, None),
+        (4, Context({"data": 1}, {"data": 2})),
+        ({"data": 3, "x": 1}, Context({"data": 1, "x": 0}, {"data": 1, "x": 0})),
+        (({"data": 5}, {}), Context({"data": 5}, {})),
+    ],
+)
+def test_ways_to_write_a_context(value: object, expected: Context | None) -> None:
+    section, problems = build(ChunkKeys, {"context_window": value}, "", {})
+    assert problems == []
+    assert parse_context(section.context_window) == expected
+
+
+@pytest.mark.parametrize("value", [0, -3, True, "a", {"data": 0}, ({"data": -1}, {}), (2, 2), ({},), {"data": 2.5}])
+def test_values_of_a_context_that_mean_nothing(value: object) -> None:
+    section, problems = build(ChunkKeys, {"context_window": value}, "", {"context_window": "x.py"})
+    assert section is None
+    assert [problem.key for problem in problems] == ["context_window"]
 
 
 def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> None:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import Section, key, share
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.reducer import (
@@ -41,7 +42,8 @@ class EpochAverage:
     def __init__(self, comm: Communicator, share: float) -> None:
         self._comm = comm
         self._share = share
-        self._counts = UpdateCounts(comm.size)
+        self._counts = UpdateCounts(single_rank(comm))
+        self.alike = [comm.rank]
         self.num_syncs = 0
 
     @classmethod
@@ -57,7 +59,7 @@ class EpochAverage:
         return tensors
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
-        self._counts.add(update.has_batch, update.ranks_with_batch)
+        self._counts.add(update)
 
     def end_of_epoch(self, state: ModelState) -> None:
         def change(tensors):

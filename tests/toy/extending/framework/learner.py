@@ -14,7 +14,7 @@ import numpy
 from hvdtrain.config.source import as_function
 from hvdtrain.context import RunContext, running
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, StepCost
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, scales_of
@@ -182,6 +182,9 @@ class ArrayLearner:
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}
+
+    def step_cost(self, batch: Batch) -> StepCost | None:
+        return None
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return []

@@ -12,9 +12,12 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reducer import Reducer
+from hvdtrain.runtime.goodput import Goodput
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.training.best_start import BestStart
+from hvdtrain.training.flops import FlopRate
 
 
 class Epochs(Protocol):
@@ -43,6 +46,9 @@ class Session:
         best: keeps best.json, which names the best epoch.
         progress: how far the model has been trained.
         epochs: the keys and datasets that change with the epoch.
+        goodput: measures where the seconds of the training go.
+        best_start: loads the best model before an epoch; None: every epoch continues with the last one.
+        flops: estimates the floating-point operations of epochs; None: they are not reported.
     """
 
     comm: Communicator
@@ -56,3 +62,6 @@ class Session:
     best: BestModel
     progress: Progress
     epochs: Epochs
+    goodput: Goodput
+    best_start: BestStart | None = None
+    flops: FlopRate | None = None

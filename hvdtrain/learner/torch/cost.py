@@ -1,0 +1,86 @@
+"""What a training step costs: its floating-point operations, its seconds, and what the device reaches with a matrix product."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvdtrain.learner.base import StepCost
+
+SECONDS = 0.3
+"""For how long something is measured."""
+
+Shape = Sequence[int]
+
+
+def _layer(factor: int) -> Callable[..., int]:
+    """The operations of a recurrent layer of oneDNN, which PyTorch's counter does not know; of its backward, twice as many."""
+
+    def count(inputs: Shape, from_input: Shape, from_state: Shape, *_: Any, **__: Any) -> int:
+        return factor * prod(inputs[:2]) * (prod(from_input) + prod(from_state))
+
+    return count
+
+
+def _cudnn(factor: int) -> Callable[..., int]:
+    """The same of cuDNN, for all layers at once."""
+
+    def count(inputs: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
+        return factor * prod(inputs[:2]) * sum(prod(weight) for weight in weights if len(weight) == 2)
+
+    return count
+
+
+RECURRENT = {
+    torch.ops.aten.mkldnn_rnn_layer: _layer(2),
+    torch.ops.aten.mkldnn_rnn_layer_backward: _layer(4),
+    torch.ops.aten._cudnn_rnn: _cudnn(2),
+    torch.ops.aten._cudnn_rnn_backward: _cudnn(4),
+}
+
+
+def step_cost(step: Callable[[], None], device: torch.device, dtype: torch.dtype) -> StepCost:
+    """Count and measure a step.
+
+    Args:
+        step: computes the gradients of a batch and drops them.
+        dtype: in which matrices are multiplied.
+    """
+    with FlopCounterMode(display=False, custom_mapping=RECURRENT) as counter:
+        step()
+    return StepCost(counter.get_total_flops(), _fastest(step, device), measured_peak(device, dtype), str(dtype).split(".")[-1])
+
+
+def compute_dtype(autocast: Callable[[], AbstractContextManager[Any]]) -> torch.dtype:
+    """The type in which matrices are multiplied in a context."""
+    with autocast():
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                return torch.get_autocast_dtype(device)
+    return torch.get_default_dtype()
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """The floating-point operations per second of a product of large square matrices."""
+    size = 8192 if device.type == "cuda" else 1024
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: torch.mm(one, other), device)
+
+
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """The seconds of the fastest of several calls, after a first one."""
+    found: list[float] = []
+    until = time.perf_counter() + SECONDS
+    while len(found) < 3 or time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found[1:])

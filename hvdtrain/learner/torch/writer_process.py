@@ -1,0 +1,198 @@
+"""Writes checkpoints in another process, while this one goes on.
+
+torch.save holds Python's lock while it writes a tensor, so that steps would wait for a thread that writes. The tensors are copied
+into memory that both processes share. The process ends with this one; without it, the calling thread writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from hvdtrain.comm import launch
+from hvdtrain.learner.contents import CheckpointContents, FileFormat
+from hvdtrain.learner.torch.model_file import place_of
+
+ALIGNMENT = 64
+"""The addresses of tensors are multiples of this number."""
+
+PR_SET_PDEATHSIG = 1
+
+UNSHARED = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types that are copied by value."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in shared memory."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.count * self.dtype.itemsize
+
+    def in_memory(self, memory: mmap.mmap) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.count, offset=self.offset).view(self.shape)
+
+
+class BackgroundWriter:
+    """Copies what a checkpoint holds, and writes the copy in another process. One copy exists at a time."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._memory: mmap.mmap | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def copy(self, contents: CheckpointContents) -> CheckpointContents:
+        """A copy whose files are written by the other process, from any thread. It is valid until the next call."""
+        tensors: dict[Any, torch.Tensor] = {}
+        _collect((contents.model, contents.optimizer), tensors)
+        stored: dict[Any, Stored] = {}
+        end = 0
+        for place, tensor in tensors.items():
+            stored[place] = Stored(end, tensor.dtype, tuple(tensor.shape))
+            end += -(-stored[place].size // ALIGNMENT) * ALIGNMENT
+        memory = self._with_space(end)
+        for place, tensor in tensors.items():
+            stored[place].in_memory(memory).copy_(tensor.detach())
+        self._start()
+        model, optimizer = _replace((contents.model, contents.optimizer), stored)
+        written = contents.format
+        remote = FileFormat(
+            partial(self._call, written.write_model),
+            partial(self._call, written.write_optimizer),
+            partial(self._call, written.write_rank),
+            written.read_model,
+            written.read,
+        )
+        return replace(contents, model=model, optimizer=optimizer, format=remote)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._connection = None
+
+    def _with_space(self, size: int) -> mmap.mmap:
+        """The shared memory, with at least this many bytes."""
+        if self._memory is None or len(self._memory) < size:
+            self.close()
+            if self._file >= 0:
+                os.close(self._file)
+            self._memory = None
+            self._file = os.memfd_create("hvdtrain-checkpoint")
+            os.ftruncate(self._file, max(size, 1))
+            self._memory = mmap.mmap(self._file, max(size, 1))
+        return self._memory
+
+    def _start(self) -> None:
+        """Start the process, if it does not run."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        from multiprocessing import Pipe
+
+        self._connection, other = Pipe()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
+        code += f"serve({other.fileno()}, {self._file}, {len(self._memory or b'')}, {os.getpid()})"
+        with other, suppress(OSError):  # without memory for another process, the thread writes
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env={**launch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+                pass_fds=[other.fileno(), self._file],
+            )
+
+    def _call(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Call a function that writes, in the process if it runs. Raises: OSError, RuntimeError."""
+        connection = self._connection
+        if connection is not None:
+            with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # it was killed
+                connection.send_bytes(pickle.dumps((write, arguments)))  # not `send`, by which torch shares tensors
+                if (error := connection.recv()) is not None:
+                    raise error
+                return
+        if self._memory is not None:
+            write(*_in_memory(arguments, self._memory, {}))
+
+
+def serve(connection_number: int, file: int, size: int, parent: int) -> None:
+    """The other process: write what it is asked to, until its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a later start must not find it writing to the same files
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the training decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    connection = Connection(connection_number)
+    memory = mmap.mmap(file, size)
+    while os.getppid() == parent:
+        try:
+            write, arguments = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            break
+        error: Exception | None = None
+        try:
+            write(*_in_memory(arguments, memory, {}))
+        except (OSError, RuntimeError) as raised:
+            error = raised
+        except Exception as raised:  # the training reports it as a failure to write
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        connection.send(error)
+    os._exit(0)
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in UNSHARED
+
+
+def _collect(state: Any, tensors: dict[Any, torch.Tensor]) -> None:
+    """Find the tensors in nested containers, each place in memory once."""
+    if isinstance(state, torch.Tensor):
+        if _is_shared(state):
+            tensors.setdefault(place_of(state), state)
+    elif isinstance(state, (Mapping, list, tuple)):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            _collect(value, tensors)
+
+
+def _replace(state: Any, stored: Mapping[Any, Stored]) -> Any:
+    """Nested containers with `Stored` in place of the tensors, and copies of the few others."""
+    if isinstance(state, torch.Tensor):
+        return stored[place_of(state)] if _is_shared(state) else state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: _replace(value, stored) for key, value in state.items()}
+    return type(state)(_replace(value, stored) for value in state) if isinstance(state, (list, tuple)) else state
+
+
+def _in_memory(state: Any, memory: mmap.mmap, made: dict[int, torch.Tensor]) -> Any:
+    """Nested containers with tensors in place of `Stored`; equal ones are the same tensor."""
+    if isinstance(state, Stored):
+        if state.offset not in made:
+            made[state.offset] = state.in_memory(memory)
+        return made[state.offset]
+    if isinstance(state, dict):
+        return {key: _in_memory(value, memory, made) for key, value in state.items()}
+    return type(state)(_in_memory(value, memory, made) for value in state) if isinstance(state, (list, tuple)) else state

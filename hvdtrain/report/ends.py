@@ -1,0 +1,181 @@
+"""The record of a training's ends (ends.jsonl), and the state that a training's folder shows: running, ended how, or lost.
+
+Whoever ends a training appends a line: the training itself, at its normal end, at a stop and at an error; the watchdog, before it
+ends a process; and hvdtrain's launcher, if ranks died. A training that was killed leaves no line, but its lock, whose heartbeat
+(checkpoint/lock.py) has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hvdtrain.errors import HvdtrainError, Outcome
+from hvdtrain.runtime.interrupt import Stopped
+
+Status = Literal["finished", "stopped", "failed"]
+"""How a training ended: after its last epoch or by early stopping; with a checkpoint to resume from; with an error."""
+
+ENDS = "ends.jsonl"
+
+WRITTEN = ("starts.jsonl", "scores.jsonl", "steps.jsonl", "evaluations.jsonl")
+"""Files that show until when a training made progress."""
+
+MOST_LETTERS = 2000
+"""The most letters of a reason."""
+
+LAUNCHER = "the launcher"
+
+SECONDS_TO_WRITE = 1.0
+"""How long a process that ends itself waits for its record: the file system may be what hangs."""
+
+SILENT = 120.0
+"""Seconds without a sign of life after which a training is lost. The lock's heartbeat comes every 10 s, and NFS may show it a
+minute later."""
+
+MARGIN = 15.0
+"""Seconds after a record of an end in which a heartbeat may still come from the process that has ended."""
+
+
+@dataclass(frozen=True)
+class End:
+    """An end of a training: a line of ends.jsonl.
+
+    Attributes:
+        start: the number of the start that ended: that of the lines in starts.jsonl so far.
+        why: the reason; empty for a training that finished.
+        by: who recorded it: 'rank 0', 'the watchdog of rank 0', 'the launcher'.
+        is_consequence: it ended because another rank did, whose record has the cause.
+    """
+
+    start: int
+    status: Status
+    why: str
+    by: str
+    is_consequence: bool = False
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
+
+
+def append_end(folder: Path, status: Status, why: str, by: str, *, is_consequence: bool = False) -> None:
+    """Append a line to the folder's ends.jsonl, if that is possible: a record must not be a cause of failures."""
+    with suppress(Exception):
+        end = End(_num_starts(folder), status, why.strip()[:MOST_LETTERS], by, is_consequence)
+        with (folder / ENDS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(end)) + "\n")
+
+
+def append_hang(folder: Path, rank: int, why: str, is_consequence: bool) -> None:
+    """Record that a watchdog ends the job, within a time limit."""
+    write = partial(append_end, folder, "failed", why, f"the watchdog of rank {rank}", is_consequence=is_consequence)
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(SECONDS_TO_WRITE)
+
+
+@contextmanager
+def record_end(folder: Path, rank: int) -> Iterator[None]:
+    """Record how the training in the `with` block ends: by rank 0, and by another rank if it fails alone."""
+    try:
+        yield
+    except BaseException as error:
+        outcome = error.outcome if isinstance(error, HvdtrainError) else Outcome(1)
+        is_stop = isinstance(error, Stopped | KeyboardInterrupt)
+        if rank == 0 or (outcome.scope == "this rank" and not is_stop):
+            by, is_consequence = f"rank {rank}", outcome.scope == "a peer"
+            append_end(folder, "stopped" if is_stop else "failed", _why(error), by, is_consequence=is_consequence)
+        raise
+    if rank == 0:
+        append_end(folder, "finished", "", "rank 0")
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, HvdtrainError) else f"{type(error).__name__}: {error}"
+
+
+def _num_starts(folder: Path) -> int:
+    """The number of recorded starts."""
+    path = folder / "starts.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def read_ends(folder: Path) -> list[End]:
+    """The readable lines of ends.jsonl."""
+    found = []
+    path = folder / ENDS
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, TypeError, RecursionError):
+            end = End(**json.loads(line))
+            if end.status in get_args(Status) and all(isinstance(text, str) for text in (end.why, end.by, end.time)):
+                found.append(end)
+    return found
+
+
+StateName = Literal["running", "finished", "stopped", "failed", "lost", "ended"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a training's folder shows about it.
+
+    Attributes:
+        name: 'lost': killed, or its host is gone; 'ended': how is not known, as earlier releases did not record it.
+        why: the reason for which it ended.
+        time: when it ended, as in ends.jsonl.
+        by: who recorded that.
+        silence: seconds since it last made progress; of a lost one, since its last sign of life.
+    """
+
+    name: StateName = "ended"
+    why: str = ""
+    time: str = ""
+    by: str = ""
+    silence: float = 0.0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the training ended without having come to an end."""
+        return self.name in ("failed", "lost")
+
+
+def read_state(folder: Path, model: Any, *, is_complete: bool, now: float | None = None) -> State:
+    """The state of the training in a folder.
+
+    Args:
+        model: the value of the key `model`; None: unknown.
+        is_complete: whether it has all its epochs.
+        now: the time of day; None: that of the clock.
+    """
+    now = time.time() if now is None else now
+    lock = folder / f"{Path(model).name}.lock" if isinstance(model, str) else None
+    beat = max((_changed(path) for path in ([lock] if lock is not None else folder.glob("*.lock"))), default=0.0)
+    progress = max(_changed(folder / name) for name in WRITTEN)
+    end = _cause([end for end in read_ends(folder) if end.start == _num_starts(folder)])
+    has_begun_again = end is None or beat > _changed(folder / ENDS) + MARGIN
+    if beat and has_begun_again and now - max(beat, progress) < SILENT:
+        return State("running", silence=now - progress if progress else 0.0)
+    if end is not None:
+        return State(end.status, end.why, end.time, end.by)
+    if beat:
+        return State("lost", silence=now - max(beat, progress))
+    return State("finished" if is_complete else "ended")
+
+
+def _cause(ends: Sequence[End]) -> End | None:
+    """Of the records of an end, the last one of those that know most: the launcher sees signals, but not why they were sent."""
+    return max(reversed(ends), key=lambda end: 0 if end.is_consequence else 1 if end.by == LAUNCHER else 2, default=None)
+
+
+def _changed(path: Path) -> float:
+    """The time at which a file was changed last; 0: there is none."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

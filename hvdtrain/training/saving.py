@@ -1,0 +1,75 @@
+"""Writing a checkpoint of a training that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.comm.base import together
+from hvdtrain.data.feed import Feed, check_files
+from hvdtrain.training.callbacks import Training
+from hvdtrain.training.epoch import EpochClock
+from hvdtrain.training.notifier import Notifier
+from hvdtrain.training.save_policy import SavePolicy
+from hvdtrain.training.session import Session
+from hvdtrain.training.train_scores import TrainScores
+
+
+class Saving:
+    """Writes checkpoints between two steps, or after an epoch.
+
+    Args:
+        training: what the callbacks see.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: SavePolicy,
+        scores: TrainScores,
+        clock: EpochClock,
+        training: Training,
+        notifier: Notifier,
+    ) -> None:
+        self._session = session
+        self._policy = policy
+        self._scores = scores
+        self._clock = clock
+        self._training = training
+        self._notifier = notifier
+
+    def save(self, feeds: Sequence[Feed], is_end: bool = False) -> None:
+        """Collective. Write a checkpoint; one within an epoch includes the epoch's scores and seconds so far.
+
+        Args:
+            is_end: whether the training ends with it.
+
+        Raises:
+            DataError: a file of `feeds` was changed, perhaps before the model was trained on it; nothing is written.
+        """
+        session, progress = self._session, self._session.progress
+        together(session.comm, lambda: check_files(feeds), name="files")
+        current = progress.current
+        if current is not None and not current.trained:
+            self._scores.gather(current)
+            self._clock.count(current)
+        progress.spent = session.goodput.spent(is_end).state()
+        with session.timer.span("saving"):
+            await_checkpoint(session)
+            session.watchdog.beat(f"step {progress.step}, saving", "saving")
+            checkpoint = session.saver.save(progress)
+        session.goodput.count_save()
+        session.watchdog.beat(f"step {progress.step}, after saving", "between")
+        self._policy.reset()
+        if checkpoint is not None:
+            self._training.checkpoint = checkpoint.model_file
+            self._notifier.notify("on_save")
+
+    def finish(self) -> None:
+        """Collective. Wait for checkpoints that are written in the background."""
+        await_checkpoint(self._session)
+
+
+def await_checkpoint(session: Session) -> None:
+    """Collective. Wait for a checkpoint that is written in the background."""
+    session.watchdog.beat(f"step {session.progress.step}, waiting for the checkpoint before", "finishing")
+    session.saver.finish()

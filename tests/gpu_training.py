@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
-from hvdtrain.context import RunContext
+from hvdtrain.comm.base import Communicator
+from hvdtrain.context import RunContext, get_run_ctx
+from hvdtrain.data.padding import pad
+from hvdtrain.data.types import Batch
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.run import train
+from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 
 CONFIG = """\
@@ -28,10 +37,10 @@ save_in_background = True  # what is saved are then copies on the CPU
 learning_rate = 0.01
 optimizer = {{"class": "adam"}}
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Module):  # a bias before BatchNorm would have no gradient but rounding, of which Adam makes steps
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5)
+        self.first, self.norm, self.last = torch.nn.Linear(4, 8, bias=False), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5)
 
     def forward(self, frames):
         return self.last(self.norm(self.first(frames).transpose(1, 2)).transpose(1, 2).relu())
@@ -101,3 +110,33 @@ def trained(
 
 def same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     return list(some) == list(others) and all(numpy.array_equal(values, others[name]) for name, values in some.items())
+
+
+def linear(**_: object) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+
+
+def squares(*, model: torch.nn.Module, extern_data: dict[str, torch.Tensor], **_: object) -> None:
+    data = extern_data["data"]
+    losses = model(data.raw_tensor)[..., 0].square() * data.mask  # type: ignore[attr-defined]
+    get_run_ctx().mark_as_loss(losses, "square", use_normalized_loss=True)
+
+
+def few_steps(comm: Communicator, may_wait: bool = False) -> list[float]:
+    """Some sums of weights after ten steps on a GPU, of which the last eight must not wait."""
+    keys = LearnerKeys(get_model=linear, train_step=squares, device="cuda", gradient_clip_global_norm=1.0)
+    gradients = GradientExchange(comm, Timer())
+    learner = build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    assert learner.staging is not None
+    frames = numpy.random.default_rng(1).normal(size=(10, 6, 20, 4)).astype(numpy.float32)
+    for number, values in enumerate(frames):
+        batch = Batch({"data": pad(list(values))}, numpy.arange(6))
+        sent = learner.staging.send(batch)
+        if number == 2 and not may_wait:
+            torch.cuda.set_sync_debug_mode("error")
+        learner.backward(sent)
+        learner.update(0.01)
+    torch.cuda.set_sync_debug_mode("default")
+    assert learner.meter.take_step_seconds() > 0
+    return [float(values.astype(numpy.float64).sum()) for _, values in learner.state.named_parameters()]

@@ -1,6 +1,7 @@
 """The program within the tests' own process, which has imported PyTorch already: a run takes no more than what it computes."""
 
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -59,6 +60,7 @@ def nothing_changes() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     log = logging.getLogger("hvdtrain")
     logs = list(log.handlers), log.level, log.propagate
+    processes = set(multiprocessing.active_children())
     os.environ.clear()
     os.environ.update(clean_environment(environment))
     os.chdir(ROOT)
@@ -74,6 +76,8 @@ def nothing_changes() -> Iterator[None]:
         torch.set_rng_state(generators[0])
         numpy.random.set_state(generators[1])
         random.setstate(generators[2])
+        for process in set(multiprocessing.active_children()) - processes:  # an error would end the program, and these with it
+            process.kill()
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False

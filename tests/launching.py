@@ -93,7 +93,10 @@ def locked(name: str, how: int) -> Iterator[None]:
         return
     with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.{name}.lock"), "w") as lock:
         fcntl.flock(lock, how)
-        yield
+        try:
+            yield
+        finally:  # closing it is not enough: a process that was forked meanwhile, and lives on, has a copy
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def hvdtrain(

@@ -268,7 +268,7 @@ def read_model(file: Path) -> dict[str, numpy.ndarray]:
     if file.suffix == ".pt":
         import torch
 
-        return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
+        return {key: value.numpy() for key, value in torch.load(file, map_location="cpu", weights_only=True)["model"].items()}
     if file.suffix == ".safetensors":
         from safetensors.numpy import load_file
 

@@ -34,6 +34,9 @@ SMALL_BUCKET, LARGE_BUCKET = 2 << 20, 25 << 20
 """Bytes of a bucket of gradients. Over a network between CPUs, 2 MB already take long compared with the latency. NCCL needs
 larger messages to reach its bandwidth: as large as the buckets of PyTorch's DDP."""
 
+ONE_GPU_EACH = "expected one GPU per process, got two processes on the same GPU, which NCCL does not support"
+"""The cause, in an error of NCCL's that does not say it."""
+
 
 class Communicator(Protocol):
     """The ranks of a job. A job of one process has size 1, and its collectives are the identity.

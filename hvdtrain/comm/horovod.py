@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import (
     LARGE_BUCKET,
+    ONE_GPU_EACH,
     SMALL_BUCKET,
     Communicator,
     Narrow,
@@ -273,11 +274,16 @@ def _writable(timeline: str, rank: int) -> str:
 
 @contextmanager
 def peer_failures() -> Iterator[None]:
-    """Translate Horovod's error into PeerFailure. The failing rank reports its cause itself."""
+    """Translate Horovod's errors. A rank that failed reports its cause itself; the others end with PeerFailure."""
     try:
         yield
     except Exception as error:
         # A TensorFlow graph raises Horovod's error as UnknownError.
         if type(error).__name__ in ("HorovodInternalError", "UnknownError") and "Horovod has been shut down" in str(error):
             raise PeerFailure("stopped, because another rank failed") from None
+        if "ncclCommInitRank failed: invalid usage" in str(error):
+            raise LaunchError(
+                f"use_horovod: {ONE_GPU_EACH} (start fewer processes on this host; if each has its own GPU, NCCL_DEBUG=WARN "
+                "prints what else NCCL refuses)"
+            ) from None
         raise

@@ -14,7 +14,7 @@ import torch.distributed.nn.functional  # if imported later, its default argumen
 from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.torch_rendezvous import meet, place
 from hvdtrain.errors import LaunchError, PeerFailure, TrainingError
@@ -292,8 +292,7 @@ def _peer_failures() -> Iterator[None]:
         text = str(error)
         if "Duplicate GPU" in text:
             raise LaunchError(
-                "torch_distributed: expected one GPU per process, got two processes on the same GPU, which NCCL does not support "
-                "(start fewer processes on this host, or use the backend 'gloo')"
+                f"torch_distributed: {ONE_GPU_EACH} (start fewer processes on this host, or use the backend 'gloo')"
             ) from None
         if any(words in text for words in PEER_LATE):
             raise PeerFailure("stopped, because another rank did not respond within timeout_sec of torch_distributed") from None

@@ -108,13 +108,14 @@ class EpochClock:
         current.sent += traffic.sent - counted.sent
         current.sent_between_groups += traffic.between_groups - counted.between_groups
         self._counted_traffic = traffic
-        now = time.perf_counter()
-        current.elapsed += now - self._counted_until
-        self._counted_until = now
-        # Steps as the device saw them, collectives included, and the averaging of parameters between them.
+        # Steps as the device saw them, collectives included, and the averaging of parameters between them. This waits for a GPU,
+        # on whose last steps the host was ahead: the time that it takes belongs to the epoch's.
         synced = self._timer.seconds.get("parameter sync", 0.0)
         current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
         self._counted_sync = synced
+        now = time.perf_counter()
+        current.elapsed += now - self._counted_until
+        self._counted_until = now
 
     def skip(self) -> float:
         """Leave out of the epoch's time what has passed since the last call of `count`, and return it."""

@@ -19,6 +19,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.torch import tensors
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.tensors import TorchData
@@ -84,6 +85,35 @@ def test_a_training_goes_on_on_a_gpu_with_the_optimizers_step_on_the_cpu(
     assert counts.within() == [0, 0], gpu.waits
 
 
+def test_a_batch_that_does_not_fit_beside_the_step_before_is_sent_with_its_own(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, lines = trained(tmp_path / "cpu", corpus, SUM, {})
+    sent: list[bool] = []  # by batch of the first epoch, whether it fit
+    send, send_ahead = tensors._send, tensors.CudaStaging.send
+
+    def run_out(one: tensors.Data, device: torch.device) -> tensors.Data:
+        if ahead and len(sent) % 3 == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return send(one, device)
+
+    def noted(staging: tensors.CudaStaging, batch: Batch) -> Batch:
+        ahead.append(1)
+        found = send_ahead(staging, batch)
+        ahead.clear()
+        sent.append(isinstance(found, tensors.SentBatch))
+        return found
+
+    ahead: list[int] = []
+    monkeypatch.setattr(tensors, "_send", run_out)
+    monkeypatch.setattr(tensors.CudaStaging, "send", noted)
+    with stand_in_gpu.gpu(monkeypatch):
+        found, gpu_lines = trained(tmp_path / "gpu", corpus, SUM, {})
+    assert sent[:4] == [True, False, True, True]
+    assert same(expected, found)
+    assert [line["scores"] for line in lines] == [line["scores"] for line in gpu_lines]
+
+
 def test_a_broken_loss_is_found_when_it_arrives(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = '    losses = losses * (float("nan") if context.step == 3 else 1.0)\n' + SUM
     with stand_in_gpu.gpu(monkeypatch), pytest.raises(TrainingError, match=r"ce = nan in step 3 of epoch 1, sequences seq-"):
@@ -100,7 +130,7 @@ def test_the_names_of_broken_gradients_are_known_though_they_are_gone(
         trained(tmp_path / "cpu", corpus, broken, keys)
     with stand_in_gpu.gpu(monkeypatch), pytest.raises(TrainingError) as on_gpu:
         trained(tmp_path / "gpu", corpus, broken, keys)
-    assert "2 updates were skipped, got others in step 9 of the training, for first.weight, first.bias, " in str(on_cpu.value)
+    assert "2 updates were skipped, got others in step 9 of the training, for first.weight, norm.weight, " in str(on_cpu.value)
     assert str(on_gpu.value) == str(on_cpu.value)
     assert not (tmp_path / "gpu" / "model.001.pt").exists()  # step 9 is the epoch's last: `settle` raises the error
 

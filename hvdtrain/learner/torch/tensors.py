@@ -20,6 +20,7 @@ from hvdtrain.data.types import Array, Batch, Packed, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.precision import widen
+from hvdtrain.learner.torch.device import is_out_of_memory
 from hvdtrain.learner.torch.packed import PackedData
 
 Factor = float | torch.Tensor
@@ -265,11 +266,19 @@ class CudaStaging:
         }
         return PinnedBatch(**{**_fields(batch), "data": data}, tensors=tensors)
 
-    def send(self, batch: Batch) -> SentBatch:
+    def send(self, batch: Batch) -> PinnedBatch | SentBatch:
+        """Start the copy to the device. Where it does not fit beside the step that runs, the batch stays in pinned memory until
+        its own step, which may be split.
+        """
         pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
-        with torch.cuda.stream(self._stream):
-            tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
-            copied = self._stream.record_event()
+        try:
+            with torch.cuda.stream(self._stream):
+                tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
+                copied = self._stream.record_event()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return pinned
         return SentBatch(**_fields(pinned), tensors=tensors, copied=copied)
 
 

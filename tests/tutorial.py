@@ -42,12 +42,13 @@ MEASURED = (
     r"[-+]?\b\d+\.\d+\b",
     r"Submitted batch job \d+",
     r"(?<=; lost: ).*",
-    r"(, held up by reading, .* each)?(?=\)$)",
 )
 """What differs between runs and hosts: times, sizes, and scores, which depend on the processor."""
 
-ONLY_IF_SLOW = re.compile(r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n", re.MULTILINE)
-"""Lines that come if something takes long."""
+ONLY_IF_SLOW = re.compile(
+    r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n|, held up by reading, [^)\n]* each(?=\)$)", re.MULTILINE
+)
+"""What is printed only if something takes long."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ MEASURED = (
 """What differs between runs and hosts: times, sizes, and scores, which depend on the processor."""
 
 ONLY_IF_SLOW = re.compile(
-    r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n|, held up by reading, [^)\n]* each(?=\)$)", re.MULTILINE
+    r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n"
+    r"|, held up by reading, [^)\n]* each(?=\)$)",
+    re.MULTILINE,
 )
 """What is printed only if something takes long."""
 

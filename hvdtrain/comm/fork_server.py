@@ -75,21 +75,30 @@ def serve() -> None:
 
 
 def _fork_for_grandparent() -> int:
-    """Fork a process whose parent is this process's parent, if that is a subreaper. Returns its id; in the new process, 0."""
+    """Fork a process whose parent is this process's parent, if that is a subreaper.
+
+    Returns:
+        Its id; -1: the fork failed. In the new process, 0.
+    """
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
-        pid, between = os.fork(), os.getpid()
+        between = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
         if pid:
             os.write(writing, str(pid).encode())
             os._exit(0)
         while os.getppid() == between:  # until it has another parent, which it watches from now on
             time.sleep(0.001)
+        os.close(writing)
     else:
+        os.close(writing)
         os.waitpid(between, 0)
         pid = int(os.read(reading, 32) or -1)
     os.close(reading)
-    os.close(writing)
     return pid
 
 

@@ -113,7 +113,7 @@ def test_unsafe_processes_are_not_forked(tmp_path: Path, planted: str, why: str)
 def test_ranks_go_on_without_the_process_that_forked_them(tmp_path: Path) -> None:
     status, reported, found = run(tmp_path, "", "kill server")
     assert status == 0, reported
-    assert [one["is_forked"] for one in found] == [True, True, False, False]
+    assert [one["is_forked"] for one in found] == [True, True, False, False], reported
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:

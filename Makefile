@@ -28,7 +28,7 @@ RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config data/
 export PYTHONDONTWRITEBYTECODE =
 
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
+PYTEST = OMP_NUM_THREADS=1 tools/run_tests.sh $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
 .PHONY: setup setup-tests data train demo-speech test test-launchers test-gpu test-soak soak-faults fuzz check format docs help-time benchmark benchmark-data clean
 

@@ -6,6 +6,7 @@
 #   FOLDER=/big tools/try_fresh.sh sid     where the chroot is made (default: a temporary folder); it is removed afterwards
 #   KEEP=yes tools/try_fresh.sh trixie     leave it there, to look into
 #   MIRROR=http://... PIP_INDEX_URL=...    other sources; proxies, PIP_* and own certificates of this machine are passed on
+#   SNAPSHOT=yes MIRROR=...                a mirror of an earlier day, whose Release file has expired
 #   PIP_FIND_LINKS=/wheels ...             wheels on this machine that pip may use, such as a CPU build of torch
 #   TESTS="tests/doctor tests/comm" ...    run these tests afterwards
 #
@@ -63,6 +64,7 @@ say "making $root"
 debootstrap --variant=minbase --include=ca-certificates,make,git "$SUITE" "$root" "$MIRROR" >"$log" 2>&1
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
 cp /usr/local/share/ca-certificates/*.crt "$root/usr/local/share/ca-certificates/" 2>/dev/null || true
+if [ -n "${SNAPSHOT:-}" ]; then echo 'Acquire::Check-Valid-Until "false";' >"$root/etc/apt/apt.conf.d/snapshot"; fi
 inside update-ca-certificates >>"$log" 2>&1
 inside apt-get update -q >>"$log" 2>&1
 mkdir "$root/hvdtrain"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,13 @@ def torchrun(
     """Run `torchrun python ARGUMENTS` on this host, with more in the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
     return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
+
+
+@cache
+def mpi_version() -> str:
+    """That of Open MPI, such as '4.1.4'."""
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, check=True, encoding="utf-8").stdout
+    return said.splitlines()[0].split()[-1]
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

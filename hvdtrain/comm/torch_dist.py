@@ -27,6 +27,7 @@ MAX_START_TIMEOUT = 300.0
 """The maximum seconds that processes wait for each other at the start; timeout_sec, if that is less."""
 
 PEER_GONE = (
+    "Connection was likely closed",
     "Connection closed",
     "Connection reset",
     "Broken pipe",

@@ -136,8 +136,17 @@ if [ "$DEVICE" = cpu ] && [ ${#torch_index[@]} = 0 ] && [ "$(uname -m)" = x86_64
     echo "setup:     PIP_FIND_LINKS=FOLDER make setup"
 fi
 run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
-until_fetched tensorflow-is-here
-run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"
+# A new Python has PyTorch before it has TensorFlow. If the index cannot be read, pip says so below.
+name=${tensorflow%%[\[=]*}
+if ! $VENV/bin/python -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null &&
+    versions=$(pip index versions --pre "$name" 2>/dev/null) && ! grep -qwF "$TENSORFLOW_VERSION" <<<"$versions"; then
+    echo "setup: there is no $tensorflow for $("$PYTHON" --version): the environment has PyTorch only. make train works, and"
+    echo "setup: make test does not. PYTHON=... make setup takes another interpreter"
+    run tensorflow "installing ${others[*]}" pip install "${others[@]}"
+else
+    until_fetched tensorflow-is-here
+    run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"
+fi
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 $VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log ${WHEEL:+--install "$WHEEL"} ${WHEEL_DIR:+--wheel-dir "$WHEEL_DIR"}

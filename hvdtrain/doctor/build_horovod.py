@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable
@@ -236,6 +237,9 @@ def _missing(frameworks: list[str]) -> list[str]:
     for program, package in (("g++", "g++"), ("cmake", "cmake"), ("make", "make"), ("mpicxx", "libopenmpi-dev openmpi-bin")):
         if not shutil.which(program):
             lines.append(f"  {program} is not installed: apt-get install {package}")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        lines.append(f"  Python.h is not in {headers}: apt-get install python3-dev (or the headers of this Python)")
     for module in ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml"):
         if not find_spec(module):
             lines.append(f"  {module} is not installed: pip install {'pyyaml' if module == 'yaml' else module}")

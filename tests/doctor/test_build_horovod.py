@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+from hvdtrain.doctor import build_horovod
 from hvdtrain.doctor.build_horovod import error_lines, newer_than_tried
 
 
@@ -34,6 +35,12 @@ def test_each_missing_program_is_named_with_its_package(tmp_path):
         "  make is not installed: apt-get install make",
         "  mpicxx is not installed: apt-get install libopenmpi-dev openmpi-bin",
     ]
+
+
+def test_missing_headers_of_python_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_horovod.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    [line] = build_horovod._missing(["torch"])
+    assert line == f"  Python.h is not in {tmp_path}/include: apt-get install python3-dev (or the headers of this Python)"
 
 
 def test_a_folder_for_wheels_that_cannot_be_made_is_told_before_the_build(tmp_path):

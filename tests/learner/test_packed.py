@@ -123,3 +123,27 @@ def test_values_with_other_lengths() -> None:
     assert [len(one) for one in halved.split()] == [3, 1, 5, 2, 5, 1]
     assert data.with_values(torch.zeros(29)).seq_lens is data.seq_lens
     assert isinstance(pad([numpy.zeros((2, 3))]), Padded)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 4, 2, bidirectional=True), nn.LSTM(6, 4, proj_size=3), nn.GRU(6, 4), nn.RNN(6, 4)])
+def test_sequences_without_frames_in_a_recurrent_layer(layer: nn.Module) -> None:
+    """As a rank may get such a batch, its gradients are zero, not missing."""
+    data = packed_of()
+    output = data.with_values(data.raw_tensor[:0], torch.zeros(2, dtype=torch.int32)).recurrent(layer)
+    assert output.shape == (0, data.recurrent(layer).shape[1])
+    output.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize(("lengths", "remain"), [([0, 0], [0, 0]), ([2, 1], [0, 0]), ([2, 4], [0, 2])])
+def test_sequences_shorter_than_the_window_of_a_convolution(lengths: list[int], remain: list[int]) -> None:
+    layer = nn.Conv1d(6, 4, 3)
+    data = packed_of()
+    data = data.with_values(data.raw_tensor[: sum(lengths)], torch.tensor(lengths, dtype=torch.int32))
+    made = data.conv1d(layer)
+    assert made.seq_lens.tolist() == remain
+    assert made.raw_tensor.shape == (sum(remain), 4)
+    if sum(remain):
+        torch.testing.assert_close(made.raw_tensor, layer(data.raw_tensor[None, 2:].mT)[0].mT)
+    made.raw_tensor.sum().backward()
+    assert layer.weight.grad is not None

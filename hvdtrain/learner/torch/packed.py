@@ -149,9 +149,10 @@ class PackedData:
         lengths = self.seq_lens.long()
         slots = (lengths + before + after + stride - 1).div(stride, rounding_mode="floor") * stride
         starts = slots.cumsum(0) - slots
-        rows = values.new_zeros((int(slots.sum()), *values.shape[1:]))
+        window = dilation * (size - 1) + 1  # PyTorch's layers refuse less
+        rows = values.new_zeros((max(int(slots.sum()), window), *values.shape[1:]))
         rows = rows.index_copy(0, self._places_from(starts + before), values)
-        sizes = (lengths + before + after - dilation * (size - 1) - 1).div(stride, rounding_mode="floor") + 1
+        sizes = (lengths + before + after - window).div(stride, rounding_mode="floor") + 1
         sizes = sizes.clamp(min=0)
         # As a picture of height 1 whose features are the channels, which come last in memory: no copy in another order.
         picture = rows[None, None].permute(0, 3, 1, 2)
@@ -169,6 +170,8 @@ class PackedData:
         computed by itself, from the first frames of all sequences on. After some time steps, it goes on with the sequences that
         have not ended. What follows the end of the others until then reaches no frame.
         """
+        if not self.num_frames:  # none of an imaginary frame: PyTorch's layers refuse sequences without frames
+            return layer(self._values(values).new_zeros(1, 1, layer.input_size))[0][0, :0]  # type: ignore[no-any-return]
         if self.device_seq_lens.device.type != "cpu":
             output, _ = layer(self.packed_sequence(values))
             return self.from_packed_sequence(output)

@@ -23,8 +23,8 @@ from hvdtrain.doctor.horovod_recipe import HOROVOD_VERSION, CannotBuild, CudaCho
 from hvdtrain.doctor.horovod_wheel import built_for, label, matching_wheel, misfits
 from hvdtrain.doctor.packages import is_older
 
-# The newest versions that were tested (docs/installing.md has the table). A build with newer ones is tried, after a note.
-TRIED = {"torch": "2.15.0", "tensorflow": "2.21.0", "python": "3.13", "compiler": "14.2", "mpi": "5.0.7"}
+# The newest versions that were tested (docs/status.md has the table). A build with newer ones is tried, after a note.
+TRIED = {"torch": "2.15.0", "tensorflow": "2.21.0", "python": "3.14", "compiler": "16.2", "mpi": "6.0.0"}
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -89,8 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
 def newer_than_tried(versions: dict[str, str]) -> list[str]:
     """Lines about versions that are newer than the newest that was tested.
 
-    >>> newer_than_tried({"torch": "torch 2.15.0+cu132", "compiler": "g++ (Debian 15.1.0-3) 15.1.0", "mpi": "Open MPI 5.0.7"})
-    ['g++ 15.1.0 is newer than 14.2, the newest that this was tried with: trying']
+    >>> newer_than_tried({"torch": "torch 2.15.0+cu132", "compiler": "g++ (Debian 17.1.0-3) 17.1.0", "mpi": "Open MPI 5.0.7"})
+    ['g++ 17.1.0 is newer than 16.2, the newest that this was tried with: trying']
     """
     lines = []
     for name, newest in TRIED.items():

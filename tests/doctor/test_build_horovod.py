@@ -93,9 +93,9 @@ def test_the_errors_of_compiler_cmake_and_linker_are_shown_though_much_follows()
 def test_what_is_newer_than_anything_tried_is_told():
     tried = {"torch": "torch 2.15.0+cu132", "tensorflow": "tensorflow_cpu 2.21.0", "python": "3.13.9", "mpi": "Open MPI 5.0.7"}
     assert newer_than_tried({**tried, "compiler": "g++ (Debian 14.2.0-19) 14.2.0"}) == []
-    assert newer_than_tried({"torch": "torch 2.16.0", "python": "3.14.0", "mpi": "MPICH 9.0"}) == [
+    assert newer_than_tried({"torch": "torch 2.16.0", "python": "3.15.0", "mpi": "MPICH 9.0"}) == [
         "torch 2.16.0 is newer than 2.15.0, the newest that this was tried with: trying",
-        "Python 3.14.0 is newer than 3.13, the newest that this was tried with: trying",
+        "Python 3.15.0 is newer than 3.14, the newest that this was tried with: trying",
     ]
 
 

@@ -102,8 +102,13 @@ def dict_of(dataset: Any) -> dict[str, Any]:
     return {"class": "ReturnnDataset", "dataset": found} if cls.__name__ in OTHER_NUMBERS else found
 
 
+def starts_anew(config: Any) -> bool:
+    """Whether RETURNN gives a network new weights when it builds it again, even after a training."""
+    return bool(config.typed_dict.get("start_epoch") == 1)
+
+
 class Weights:
-    """The checkpoints with the weights with which RETURNN forwarded or searched without a training, in turn."""
+    """The checkpoints with the weights that RETURNN did not train and with which it forwarded or searched, in turn."""
 
     def __init__(self, folder: Path, results: Results) -> None:
         self._folder, self._results = folder / "start", results
@@ -162,6 +167,7 @@ class ByHvdtrain:
         self.config = config
         self._data: dict[str, Any] = {}
         self._learner: Any = None
+        self._has_new_weights = False
         self.use_search_flag, self.use_eval_flag, self.use_dynamic_train_flag = False, True, False
         self.start_epoch = 0
         self.dataset_provider = "hvdtrain reads ahead"
@@ -179,11 +185,18 @@ class ByHvdtrain:
 
     def init_network_from_config(self, config: Any = None) -> None:
         self._learner = None
+        self._has_new_weights = starts_anew(self.config)
 
     def train(self) -> None:
-        self._learner = train(self._settings({})).learner
-        lines = (self._folder / "scores.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        try:
+            self._learner = train(self._settings({})).learner
+        finally:  # with the epochs before one that is refused
+            self._read_scores()
+        self._has_new_weights = False
+
+    def _read_scores(self) -> None:
+        path = self._folder / "scores.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         self._results.scores += [record["scores"] for record in records]
         names = {record["epoch"]: {_their_name(name): score for name, score in record["scores"].items()} for record in records}
         self.learning_rate_control.epoch_data = {epoch: SimpleNamespace(error=scores) for epoch, scores in names.items()}
@@ -197,7 +210,9 @@ class ByHvdtrain:
     def search(
         self, dataset: Any, do_eval: bool = True, output_layer_names: Any = "output", output_file: str | None = None, **_: Any
     ) -> None:
-        self.use_search_flag = True
+        if not self.use_search_flag or self.use_dynamic_train_flag:
+            self.use_search_flag, self.use_dynamic_train_flag = True, False
+            self.init_network_from_config(self.config)
         found: dict[str, Any] = {}
         callback = Keeping(found, is_search=True)
         written = {"search_output_file": output_file, "search_output_file_format": "py"}
@@ -240,8 +255,9 @@ class ByHvdtrain:
         return found
 
     def _loaded(self) -> dict[str, str]:
-        """Where to start from, unless there was a training."""
-        return {} if self._results.scores or "load_epoch" in self.config.typed_dict else {"load": self._weights.prefix}
+        """Where to start from, unless a training gave the weights."""
+        is_trained = bool(self._results.scores) and not self._has_new_weights
+        return {} if is_trained or "load_epoch" in self.config.typed_dict else {"load": self._weights.prefix}
 
     def _settings(self, more: dict[str, Any]) -> Any:
         module = ModuleType("values_of_their_test")
@@ -263,6 +279,11 @@ def engine_of_returnn(results: Results, folder: Path, weights: Weights) -> type:
 
     class ByReturnn(returnn.tf.engine.Engine):  # type: ignore[misc]
         has_trained = False
+
+        def init_network_from_config(self, config: Any = None, **options: Any) -> None:
+            super().init_network_from_config(config, **options)
+            if starts_anew(self.config):
+                self.has_trained = False
 
         def train(self) -> None:
             super().train()

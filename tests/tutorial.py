@@ -47,7 +47,8 @@ MEASURED = (
 
 ONLY_IF_SLOW = re.compile(
     r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n"
-    r"|, held up by reading, [^)\n]* each(?=\)$)",
+    r"|, held up by reading, [^)\n]* each(?=\)$)"
+    r"|^.*(btl_tcp_proc|Unable to find reachable pairing).*\n",  # Open MPI 5 may warn about the host's network
     re.MULTILINE,
 )
 """What is printed only if something takes long."""

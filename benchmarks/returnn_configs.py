@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -129,7 +129,7 @@ def placeholder(name: str) -> type:
 class PlaceholderModule(ModuleType):
     """Takes the place of a module that cannot be imported."""
 
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -137,7 +137,7 @@ class PlaceholderModule(ModuleType):
         return placeholder(name)
 
 
-class Placeholders(importlib.abc.Loader):  # type: ignore[name-defined,misc]
+class Placeholders(importlib.abc.Loader):
     """The last finder of Python's import system: placeholders for the modules that were missing before."""
 
     def __init__(self) -> None:
@@ -190,23 +190,41 @@ def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, WatchedImpor
                 raise
 
 
-def made_up(extern_data: Mapping[str, Any], folder: Path, *, a_label_per_frame: bool) -> str:
-    """Write sequences that fit `extern_data`. Returns: the name of the file."""
+Lengths = Mapping[str, int]
+"""The lengths of a sequence's streams by what they are: 'labels', 'frames' and 'samples' (of sound)."""
+
+
+def made_up(
+    extern_data: Mapping[str, Any],
+    folder: Path,
+    num_sequences: int,
+    lengths: Callable[[int], Lengths],
+    *,
+    with_last_class: bool = False,
+) -> str:
+    """Write sequences that fit `extern_data`. Returns: the name of the file.
+
+    Args:
+        lengths: of the sequence with a number.
+        with_last_class: whether every sequence begins with the last class, so that the file tells how many there are.
+    """
     from returnn.torch.data.extern_data import extern_data_template_from_config_opts
 
     templates = extern_data_template_from_config_opts(extern_data)
     numbers = numpy.random.default_rng(1)
     file = folder / "data.hdf"
     with HDFWriter(file) as writer:
-        for number in range(STEPS * SEQUENCES_PER_STEP):
+        for number in range(num_sequences):
             sequence = {}
             for name, template in templates.data.items():
                 sizes = [dim.dimension for dim in template.dims if not dim.is_batch_dim()]
                 is_label = template.sparse_dim is not None or template.dtype.startswith(("int", "uint"))
-                length = 6 if is_label and not a_label_per_frame else 16_000 if not is_label and sizes[1:] in ([], [1]) else 120
-                shape = [length + number if size is None else size for size in sizes] or [1]
+                length = lengths(number)["labels" if is_label else "samples" if sizes[1:] in ([], [1]) else "frames"]
+                shape = [length if size is None else size for size in sizes] or [1]
                 classes = template.sparse_dim.dimension if template.sparse_dim is not None else None
                 values = numbers.integers(1, classes or 20, shape) if is_label else numbers.normal(size=shape) * 0.1
+                if classes and with_last_class:
+                    values.flat[0] = classes - 1
                 sequence[name] = values.astype("int32" if is_label else "float32")
             writer.add(f"seq-{number}", sequence)
     return str(file)
@@ -219,7 +237,12 @@ def replaced_text(file: Path, source: Source, folder: Path, *, small_model: bool
         "data": {"dim": values.get("num_inputs")},
         **{name: {"dim": dim, "sparse": True} for name, dim in (values.get("num_outputs") or {}).items()},
     }
-    dataset = {"class": "HDFDataset", "files": [made_up(extern_data, folder, a_label_per_frame=a_label_per_frame)]}
+
+    def lengths(number: int) -> Lengths:
+        labels = 120 if a_label_per_frame else 6
+        return {"labels": labels + number, "frames": 120 + number, "samples": 16_000 + number}
+
+    dataset = {"class": "HDFDataset", "files": [made_up(extern_data, folder, STEPS * SEQUENCES_PER_STEP, lengths)]}
     lines = [REPLACED.format(folder=str(folder), max_seqs=SEQUENCES_PER_STEP), f"extern_data = extern_data or {extern_data!r}"]
     if "extern_data" in values:
         lines.pop()
@@ -311,7 +334,7 @@ def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
         names = [key.name for key in all_keys()]
         check(translate(source, imports, names, BOOLEAN_KEYS), names)
     except ConfigError as error:
-        outcome.problems = list(error.problems)
+        outcome.problems = list(map(str, error.problems))
     if only_read:
         return outcome
     environment = {**os.environ, MISSING: json.dumps(placeholders.missing), "OMP_NUM_THREADS": "1"}
@@ -410,9 +433,9 @@ def main() -> None:
     outcomes: list[Outcome] = []
     files = [file for folder in options.folders for file in configs_in(folder, KINDS[options.kind].search)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        for file, outcome in zip(
-            files, pool.map(lambda file: examined(file, options.only_read, environment), files), strict=True
-        ):
+        wanted = ["--only_read"] if options.only_read else []
+        for file, fields in zip(files, pool.map(lambda file: examined(__file__, file, wanted, environment), files), strict=True):
+            outcome = Outcome(**fields)
             outcomes.append(outcome)
             with_own = "" if outcome.hvdtrain is None or outcome.missing else " (its own model)"
             print(f"{outcome.verdict}{with_own}: {file}", flush=True)
@@ -423,15 +446,15 @@ def main() -> None:
     print(table(outcomes))
 
 
-def examined(file: Path, only_read: bool, environment: Mapping[str, str]) -> Outcome:
-    """`examine` in a separate process."""
+def examined(script: str, file: Path, options: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a script prints about a config, called with `--examine` in a separate process: the fields of its outcome."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if only_read else [])]
+        command = [sys.executable, script, folder, "--examine", str(file), *options]
         finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
-        return Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
+        return dict(json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
     except ValueError:
-        return Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
+        return {"error": finished.stderr[-3000:] or f"status {finished.returncode}"}
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -18,10 +18,11 @@ lines that assert that a file exists are left out. There is no stand-in for what
 Sprint for sequence training): its own code or RETURNN fails, and it counts as not built. With `--final`, `pretrain` is left
 out, so that its last network is trained instead of the first.
 
-`--sample` draws configs from the folders in turn, so that each experiment is there. `--small` divides the sizes in the network
-by 4, for both programs, except those of the data: large models take minutes. If RETURNN does not build that network, the sizes
-stay. Nothing that is read here belongs to hvdtrain: fetch the configs from public repositories, such as
-rwth-i6/returnn-experiments.
+`--sample` draws configs from the folders in turn, so that each experiment is there; a larger sample with the same seed begins
+with the same configs. With `--outcomes`, a run that was interrupted goes on with the configs that it has not tried. `--small`
+divides the sizes in the network by 4, for both programs, except those of the data: large models take minutes. If RETURNN does
+not build that network, the sizes stay. Nothing that is read here belongs to hvdtrain: fetch the configs from public
+repositories, such as rwth-i6/returnn-experiments.
 """
 
 from __future__ import annotations
@@ -35,18 +36,15 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy
-from returnn_configs import KINDS, Placeholders, configs_in, loaded
+from returnn_configs import KINDS, Lengths, Placeholders, configs_in, examined, loaded, made_up
 
 from hvdtrain.config.source import Source
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.networks import our_name
 from hvdtrain.returnn_layer.older_data import older_extern_data, with_entries
@@ -227,39 +225,23 @@ def replaced_lines(source: Source, folder: Path, labels: str) -> list[str]:
         "    if isinstance(_options, dict) and _options.pop('vocab', None) and not _options.get('dim'):",
         "        _options['dim'] = 1000",
     ]
-    dataset = {"class": "HDFDataset", "files": [made_up(extern_data, folder, labels)]}
+    dataset = {"class": "HDFDataset", "files": [made_up_for(extern_data, folder, labels)]}
     lines += [f"{name} = {dataset!r}" for name in ("train", "dev", "eval") if values.get(name) is not None or name == "train"]
     lines += [f"{name} = None" for name in ("forward_data", "search_data", "eval_datasets") if values.get(name) is not None]
     return lines
 
 
-def made_up(extern_data: Mapping[str, Any], folder: Path, labels: str) -> str:
-    """Write sequences that fit `extern_data`. Returns: the name of the file."""
-    from returnn.torch.data.extern_data import extern_data_template_from_config_opts
-
+def made_up_for(extern_data: Mapping[str, Any], folder: Path, labels: str) -> str:
+    """`made_up` without vocabularies, of which only the size is left."""
     given = {name: dict(options) if isinstance(options, dict) else options for name, options in extern_data.items()}
     for options in given.values():
         if isinstance(options, dict) and options.pop("vocab", None) and not options.get("dim"):
             options["dim"] = 1000
-    templates = extern_data_template_from_config_opts(given)
-    numbers = numpy.random.default_rng(1)
-    file = folder / "data.hdf"
-    with HDFWriter(file) as writer:
-        for number in range(STEPS * SEQUENCES_PER_STEP):
-            sequence = {}
-            for name, template in templates.data.items():
-                sizes = [dim.dimension for dim in template.dims if not dim.is_batch_dim()]
-                is_label = template.sparse_dim is not None or template.dtype.startswith(("int", "uint"))
-                is_sound = not is_label and sizes[1:] in ([], [1])
-                length = LABELS[labels](FRAMES + number) if is_label else SAMPLES if is_sound else FRAMES + number
-                shape = [length if size is None else size for size in sizes] or [1]
-                classes = template.sparse_dim.dimension if template.sparse_dim is not None else None
-                values = numbers.integers(1, classes or 20, shape) if is_label else numbers.normal(size=shape) * 0.1
-                if classes:
-                    values.flat[0] = classes - 1  # the number of classes in the file
-                sequence[name] = values.astype("int32" if is_label else "float32")
-            writer.add(f"seq-{number}", sequence)
-    return str(file)
+
+    def lengths(number: int) -> Lengths:
+        return {"labels": LABELS[labels](FRAMES + number), "frames": FRAMES + number, "samples": SAMPLES}
+
+    return made_up(given, folder, STEPS * SEQUENCES_PER_STEP, lengths, with_last_class=True)
 
 
 def _run_in(
@@ -287,7 +269,7 @@ def _run_in(
     return (found if status is not None else f"{found}\nno end after {SECONDS} s"), status == 0
 
 
-SECONDS = 600
+SECONDS = 3600
 
 
 def scores(file: Path) -> dict[str, float]:
@@ -332,7 +314,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="networks with smaller layers")
     parser.add_argument("--final", action="store_true", help="without pretrain: its final network")
     parser.add_argument("--only_read", action="store_true", help="read the configs, and train nothing")
-    parser.add_argument("--outcomes", type=Path, help="a file for all outcomes, as JSON lines, to which this run adds")
+    parser.add_argument("--outcomes", type=Path, help="a file for all outcomes, as JSON lines: configs in it are not tried again")
     parser.add_argument("--verbose", action="store_true", help="print the problems")
     parser.add_argument("--examine", type=Path, help=argparse.SUPPRESS)  # what the script calls itself with
     options = parser.parse_args()
@@ -342,12 +324,16 @@ def main() -> None:
         print(f"\n{json.dumps(asdict(outcome))}")
         return
     files = [file for folder in options.folders for file in configs_in(folder, is_network)]
+    known = earlier(options.outcomes) if options.outcomes is not None else {}
     outcomes = []
     for file in files if options.sample is None else sampled(files, options.sample, options.seed):
+        if str(file) in known:
+            outcomes.append(known[str(file)])
+            continue
         wanted = [f"--{name}" for name in ("only_read", "small", "final") if getattr(options, name)]
-        outcome = examined(file, wanted)
+        outcome = Outcome(**examined(__file__, file, wanted))
         if options.small and not outcome.builds and outcome.returnn is not None and NO_BACKEND not in outcome.returnn:
-            outcome = examined(file, [name for name in wanted if name != "--small"])
+            outcome = Outcome(**examined(__file__, file, [name for name in wanted if name != "--small"]))
         outcomes.append(outcome)
         print(f"{outcome.verdict}: {file}", flush=True)
         if options.outcomes is not None:
@@ -360,19 +346,15 @@ def main() -> None:
     print(table(outcomes))
 
 
+def earlier(file: Path) -> dict[str, Outcome]:
+    """The outcomes of earlier runs by the name of the config."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    names = {one.name for one in fields(Outcome)}
+    return {row["file"]: Outcome(**{name: value for name, value in row.items() if name in names}) for row in rows}
+
+
 NO_BACKEND = "No backend defined"
 """In RETURNN's message about a config for its engine with Theano, which it no longer has."""
-
-
-def examined(file: Path, wanted: Sequence[str]) -> Outcome:
-    """`examine` in a separate process."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, folder, "--examine", str(file), *wanted]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        return Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
-    except ValueError:
-        return Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

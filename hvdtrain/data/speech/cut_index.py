@@ -120,7 +120,9 @@ class CutIndex:
                 )
             manifest = deserialize_item(json.loads(about))
             fill_shar_placeholder(manifest=manifest, data=data, tarpath=f"data.{'npy' if is_npy else 'llc'}")
-        except (OSError, ValueError) as error:
+        except BrokenSequence:
+            raise
+        except Exception as error:  # of a damaged file, json's and Lhotse's own: it takes the keys for arguments
             raise BrokenSequence(f"{self.describe(number)}: expected it in {path}, got: {error}") from None
         setattr(cut, self.field, manifest)
 

@@ -314,7 +314,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="networks with smaller layers")
     parser.add_argument("--final", action="store_true", help="without pretrain: its final network")
     parser.add_argument("--only_read", action="store_true", help="read the configs, and train nothing")
-    parser.add_argument("--outcomes", type=Path, help="a file for all outcomes, as JSON lines: configs in it are not tried again")
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        help="a file for all outcomes, as JSON lines: configs in it are not tried again with these options",
+    )
     parser.add_argument("--verbose", action="store_true", help="print the problems")
     parser.add_argument("--examine", type=Path, help=argparse.SUPPRESS)  # what the script calls itself with
     options = parser.parse_args()
@@ -324,13 +328,13 @@ def main() -> None:
         print(f"\n{json.dumps(asdict(outcome))}")
         return
     files = [file for folder in options.folders for file in configs_in(folder, is_network)]
-    known = earlier(options.outcomes) if options.outcomes is not None else {}
+    wanted = [f"--{name}" for name in ("only_read", "small", "final") if getattr(options, name)]
+    known = earlier(options.outcomes, wanted) if options.outcomes is not None else {}
     outcomes = []
     for file in files if options.sample is None else sampled(files, options.sample, options.seed):
         if str(file) in known:
             outcomes.append(known[str(file)])
             continue
-        wanted = [f"--{name}" for name in ("only_read", "small", "final") if getattr(options, name)]
         outcome = Outcome(**examined(__file__, file, wanted))
         if options.small and not outcome.builds and outcome.returnn is not None and NO_BACKEND not in outcome.returnn:
             outcome = Outcome(**examined(__file__, file, [name for name in wanted if name != "--small"]))
@@ -338,7 +342,9 @@ def main() -> None:
         print(f"{outcome.verdict}: {file}", flush=True)
         if options.outcomes is not None:
             with options.outcomes.open("a") as lines:
-                print(json.dumps({"file": str(file), "verdict": outcome.verdict, **asdict(outcome)}), file=lines)
+                print(
+                    json.dumps({"file": str(file), "options": wanted, "verdict": outcome.verdict, **asdict(outcome)}), file=lines
+                )
         if options.verbose:
             for title, value in vars(outcome).items():
                 for line in value if isinstance(value, list) else [value] if value is not None else []:
@@ -346,11 +352,15 @@ def main() -> None:
     print(table(outcomes))
 
 
-def earlier(file: Path) -> dict[str, Outcome]:
-    """The outcomes of earlier runs by the name of the config."""
+def earlier(file: Path, options: list[str]) -> dict[str, Outcome]:
+    """The outcomes of earlier runs with these options, by the name of the config."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     names = {one.name for one in fields(Outcome)}
-    return {row["file"]: Outcome(**{name: value for name, value in row.items() if name in names}) for row in rows}
+    return {
+        row["file"]: Outcome(**{name: value for name, value in row.items() if name in names})
+        for row in rows
+        if row["options"] == options
+    }
 
 
 NO_BACKEND = "No backend defined"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.doctor.packages import implementation
 from hvdtrain.errors import ConfigError, Problem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,9 +63,10 @@ def torchrun(
 
 @cache
 def mpi_version() -> str:
-    """That of Open MPI, such as '4.1.4'."""
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, check=True, encoding="utf-8").stdout
-    return said.splitlines()[0].split()[-1]
+    """That of mpirun, such as '4.1.4'."""
+    found = implementation(subprocess.run(["mpirun", "--version"], capture_output=True, check=True, encoding="utf-8").stdout)
+    assert found is not None
+    return found[1]
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

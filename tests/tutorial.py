@@ -45,13 +45,13 @@ MEASURED = (
 )
 """What differs between runs and hosts: times, sizes, and scores, which depend on the processor."""
 
-ONLY_IF_SLOW = re.compile(
+SELDOM_PRINTED = re.compile(
     r"^(train: lengths: |train epoch \d+: rank \d+ held the others up).*\n"
     r"|, held up by reading, [^)\n]* each(?=\)$)"
-    r"|^.*(btl_tcp_proc|Unable to find reachable pairing).*\n",  # Open MPI 5 may warn about the host's network
+    r"|^.*(btl_tcp_proc|Unable to find reachable pairing).*\n",
     re.MULTILINE,
 )
-"""What is printed only if something takes long."""
+"""What is printed if something takes long, and by Open MPI 5 about the host's network."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Tutorial:
         for command, shown in block.commands():
             status, printed = shell(command)
             assert status == 0, f"{command}: status {status}\n{printed}"
-            printed = ONLY_IF_SLOW.sub("", printed)
+            printed = SELDOM_PRINTED.sub("", printed)
             printed = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", printed).replace(str(self.folder), "/home/me/tutorial")
             printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "laptop", printed)
             printed = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())

@@ -27,7 +27,6 @@ MAX_START_TIMEOUT = 300.0
 """The maximum seconds that processes wait for each other at the start; timeout_sec, if that is less."""
 
 PEER_GONE = (
-    "Connection was likely closed",
     "Connection closed",
     "Connection reset",
     "Broken pipe",
@@ -297,6 +296,6 @@ def _peer_failures() -> Iterator[None]:
             ) from None
         if any(words in text for words in PEER_LATE):
             raise PeerFailure("stopped, because another rank did not respond within timeout_sec of torch_distributed") from None
-        if any(words in text for words in PEER_GONE):
+        if isinstance(error, torch.distributed.DistNetworkError) or any(words in text for words in PEER_GONE):
             raise PeerFailure("stopped, because another rank failed") from None
         raise

@@ -31,9 +31,7 @@ from typing import Any
 import h5py
 import numpy
 
-with contextlib.suppress(
-    ImportError
-):  # a CUDA build of torch imports it, which crashes once TensorFlow is there (tests/conftest.py)
+with contextlib.suppress(ImportError):  # before TensorFlow: see tests/conftest.py
     import triton  # noqa: F401
 
 import returnn.tf.engine

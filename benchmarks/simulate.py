@@ -176,8 +176,6 @@ class SimulatedCommunicator:
 def _as_of_rank(name: str, value: Any, rank: int, size: int) -> Any:
     """What another rank sends where this one sends `value`."""
     host = f"node{rank // PER_HOST}"
-    if name.endswith(".value"):  # only rank 0 has one
-        return None
     if name == "watchdog":
         if not isinstance(value, Contact):
             return f"{value}{host}"
@@ -195,6 +193,8 @@ def _as_of_rank(name: str, value: Any, rank: int, size: int) -> Any:
         if not offers or rank % PER_HOST:
             return error, "waits" if offers else message
         return error, Offer(host, 1, 1, b"", 0, (0,), "int32", 0)
+    if isinstance(value, tuple) and len(value) == 2 and value[0] is None:  # of `on_rank_zero`: only rank 0 has a value
+        return None, None
     return value
 
 
@@ -221,7 +221,7 @@ def _used_by_others(name: str, own: Any, of_rank_zero: Any, rank: int, size: int
     return of
 
 
-SAVING = ("files", "reducer_state", "prepare_save", "save_own", "save", "save.value", "finish_saving", "finish_saving.value")
+SAVING = ("files", "reducer_state", "prepare_save", "save_own", "save", "finish_saving")
 
 
 def train(size: int, rank: int, folder: Path, steps: int, traffic: Traffic) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def train(size: int, rank: int, folder: Path, steps: int, traffic: Traffic) -> d
     marks = comm.marks
     first_plan, second_plan = marks["plan_train"][:2]
     in_steps = [scores[0] - plan[1] for plan, scores in zip(marks["plan"], marks["train_scores"], strict=True)]
-    saves = [(files[0], saved[1]) for files, saved in zip(marks["files"], marks["save.value"], strict=True)]
+    saves = [(files[0], saved[1]) for files, saved in zip(marks["files"], marks["save"], strict=True)]
     lines = (folder / "rank0" / "scores.jsonl").read_text().splitlines()
     return {
         "start": first_plan[0] - before[0],

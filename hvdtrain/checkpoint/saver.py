@@ -96,7 +96,8 @@ class Saver:
         self._background = background
         self._best = best
         self._local = local
-        self._writing: Future[None] | None = None
+        self._writing: Future[None] | None = None  # on rank 0
+        self._is_writing = False  # on all ranks
         self._at: Checkpoint | None = None  # the last one that this start has written or continued from
 
     def save(self, progress: Progress) -> Checkpoint:
@@ -132,6 +133,7 @@ class Saver:
         self._state.gather_state()
         with self._sync.averaged_model(self._state):
             on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
+        self._is_writing = self._background is not None
         self._at = target
         log.detail(f"Save model under {target.model_file}")
         return target
@@ -205,8 +207,9 @@ class Saver:
 
     def finish(self) -> None:
         """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
-        if self._background is None:
+        if not self._is_writing:
             return
+        self._is_writing = False
         writing, self._writing = self._writing, None
         on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
 

@@ -234,11 +234,10 @@ def together_with_message(comm: Communicator, work: Callable[[], tuple[T, M]], *
 def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on rank 0 while the others wait; return its picklable value on every rank, or raise its error."""
 
-    def run() -> T | None:
-        return work() if comm.rank == 0 else None
+    def run() -> tuple[None, T | None]:
+        return None, work() if comm.rank == 0 else None
 
-    value = together(comm, run, name=name)
-    return comm.gather(value, name=f"{name}.value")[0]  # type: ignore[return-value]  # rank 0's value is a T
+    return together_with_message(comm, run, name=name)[1][0]  # type: ignore[return-value]  # rank 0's value is a T
 
 
 MAX_PAUSE = 1.0
@@ -324,9 +323,12 @@ def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] =
     """
     comm = _communicator("run_on_main")
     is_caller = comm.rank == 0 if once_per == "job" else comm.local_rank == 0
-    result = together(comm, lambda: function() if is_caller else None, name="run_on_main")
     this_host = socket.gethostname()
-    results = comm.gather((this_host, is_caller, result), name="run_on_main.value")
+
+    def call() -> tuple[None, tuple[str, bool, T | None]]:
+        return None, (this_host, is_caller, function() if is_caller else None)
+
+    results = together_with_message(comm, call, name="run_on_main")[1]
     return next(value for host, called, value in results if called and (once_per == "job" or host == this_host))  # type: ignore[return-value]  # a caller's value is a T
 
 

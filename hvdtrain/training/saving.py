@@ -47,13 +47,13 @@ class Saving:
             DataError: a file of `feeds` was changed, perhaps before the model was trained on it; nothing is written.
         """
         session, progress = self._session, self._session.progress
-        together(session.comm, lambda: check_files(feeds), name="files")
-        current = progress.current
-        if current is not None and not current.trained:
-            self._scores.gather(current)
-            self._clock.count(current)
-        progress.spent = session.goodput.spent(is_end).state()
         with session.timer.span("saving"):
+            together(session.comm, lambda: check_files(feeds), name="files")
+            current = progress.current
+            if current is not None and not current.trained:
+                self._scores.gather(current)
+                self._clock.count(current)
+            progress.spent = session.goodput.spent(is_end).state()
             await_checkpoint(session)
             session.watchdog.beat(f"step {progress.step}, saving", "saving")
             checkpoint = session.saver.save(progress)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--no-predictions", action="store_true", help="leave out the dry runs")
     parser.add_argument("keys", nargs="*", default=["++max_seqs", "32", "++train.partition_epoch", "9"], help="after --")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("networks.py: stopped by SIGTERM"))  # so that the ranks end, too
     print(f"{machine()}; {' '.join(options.keys)}\n", flush=True)
     results = Results(options)
     for rate in options.rates:

@@ -359,7 +359,7 @@ def earlier(file: Path, options: list[str]) -> dict[str, Outcome]:
     return {
         row["file"]: Outcome(**{name: value for name, value in row.items() if name in names})
         for row in rows
-        if row["options"] == options
+        if row.get("options") == options
     }
 
 

@@ -111,7 +111,8 @@ class EpochClock:
         # Steps as the device saw them, collectives included, and the averaging of parameters between them. This waits for a GPU,
         # on whose last steps the host was ahead: the time that it takes belongs to the epoch's.
         synced = self._timer.seconds.get("parameter sync", 0.0)
-        current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
+        with self._timer.span("compute"):
+            current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
         self._counted_sync = synced
         now = time.perf_counter()
         current.elapsed += now - self._counted_until

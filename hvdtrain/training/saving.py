@@ -51,8 +51,8 @@ class Saving:
             together(session.comm, lambda: check_files(feeds), name="files")
             current = progress.current
             if current is not None and not current.trained:
+                self._clock.count(current)  # first, as it waits for the steps that a GPU still computes
                 self._scores.gather(current)
-                self._clock.count(current)
             progress.spent = session.goodput.spent(is_end).state()
             await_checkpoint(session)
             session.watchdog.beat(f"step {progress.step}, saving", "saving")

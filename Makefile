@@ -75,7 +75,7 @@ test: setup data $(RETURNN_DEMOS)
 # Also on three hosts with Slurm, all simulated on this machine; these are skipped with a reason if they cannot be set up. Most
 # tests wait for processes, hence a fourth worker; an empty -m includes the tests marked cluster.
 test-launchers: setup setup-tests
-	$(PYTEST) -n 4 tests/launchers tests/cluster -m "" -rs
+	$(PYTEST) -n 6 tests/launchers tests/cluster -m "" -rs
 
 test-gpu: setup
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py

@@ -48,13 +48,21 @@ METHODS: dict[str, tuple[Keys, list[Keys]]] = {
 }
 """By name: what all of its trainings have in common, and its tries."""
 
-NARROW = {
-    "grad": ["fp16"],
-    "param, H = 16, block momentum": ["fp16"],
-    "param, H = 64": ["int4"],
-    "param, H = 64, block momentum": ["int8", "int4", "int2"],
+
+def compressed(*names: str) -> dict[str, Keys]:
+    return {name: {"horovod_compression": name} for name in names}
+
+
+NARROW: dict[str, dict[str, Keys]] = {
+    "grad": {
+        **compressed("fp16"),
+        **{f"PowerSGD {rank}": {"horovod_compression": "powersgd", "horovod_compression_rank": rank} for rank in (1, 2, 4)},
+    },
+    "param, H = 16, block momentum": compressed("fp16"),
+    "param, H = 64": compressed("int4"),
+    "param, H = 64, block momentum": compressed("int8", "int4", "int2"),
 }
-"""Methods that are also trained with smaller messages, with the same try."""
+"""By method: the names of smaller messages, with which it is also trained with the same try, and their keys."""
 
 
 def main() -> None:
@@ -105,16 +113,16 @@ class Results:
         return float(self.of(name, keys, seed, epochs)["dev"])
 
 
-def variants(name: str) -> list[str]:
-    """A method, with messages in float32 and smaller ones."""
-    return [name, *(f"{name}, {compression}" for compression in NARROW.get(name, []))]
+def variants(name: str) -> dict[str, Keys]:
+    """A method, with messages in float32 and smaller ones: by name, the keys that its trainings have in common."""
+    common, _ = METHODS[name]
+    return {name: common, **{f"{name}, {message}": {**common, **keys} for message, keys in NARROW.get(name, {}).items()}}
 
 
 def train(options: argparse.Namespace, name: str, keys: Keys, seed: int, epochs: int) -> dict[str, Any]:
     """Train on two ranks."""
-    wide = next(wide for wide in METHODS if name in variants(wide))
-    compression = {} if name == wide else {"horovod_compression": name.rpartition(", ")[2]}
-    given = {**METHODS[wide][0], **compression, **keys, "num_epochs": epochs, "random_seed": seed}
+    common = next(found[name] for method in METHODS if name in (found := variants(method)))
+    given = {**common, **keys, "num_epochs": epochs, "random_seed": seed}
     with tempfile.TemporaryDirectory() as folder:
         given |= {"ngpu": 2, "model": f"{folder}/model", "log": f"{folder}/log", "log_interval": 0, "cleanup_old_models": True}
         overrides = [word for key, value in given.items() for word in (f"++{key}", str(value))]

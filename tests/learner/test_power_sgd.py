@@ -12,7 +12,7 @@ from thread_ranks import ThreadCommunicator, on_ranks
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import SMALL_BUCKET, Communicator, SingleCommunicator
 from hvdtrain.learner.reducer import EpochStart
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.state import TorchState, Unsaved
@@ -81,6 +81,38 @@ def test_a_sum_of_low_rank_arrives_whole_and_in_few_bytes(size: int) -> None:
     assert all(torch.equal(first, other) for other, _ in others)
     counts, factors = ("loss_counts", 8), ("gradients.0", 4 * (2 * ROWS + ROWS))  # with the vector
     assert messages == [counts, factors, ("gradients.0.right", 4 * 2 * COLUMNS)]
+
+
+def messages_of(monkeypatch: pytest.MonkeyPatch, capacity: int) -> tuple[list[str], list[torch.Tensor]]:
+    """The messages of an update with three buckets, if one is worth sending at this size, and the results of the third update."""
+    monkeypatch.setattr(ThreadCommunicator, "bucket_bytes", lambda *_, **__: capacity)
+
+    def work(job: Job) -> tuple[list[str], list[torch.Tensor]]:
+        assert isinstance(job.comm, ThreadCommunicator)
+        gradients, results = job.reducer.gradients, []
+        for update in range(3):
+            job.comm.messages.clear()
+            buckets = [[gradient(job.comm.rank, 3 * update + number), torch.ones(7)] for number in range(3)]
+            handles = [gradients.start(bucket, name=f"gradients.{number}") for number, bucket in enumerate(buckets)]
+            results = [tensor for handle in handles for tensor in gradients.finish(handle)]
+        return [name for name, _ in job.comm.messages], results
+
+    first, second = on_jobs(2, work)
+    assert all(map(torch.equal, first[1], second[1]))
+    return first
+
+
+def test_small_buckets_share_messages_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, results = messages_of(monkeypatch, 1)
+    assert names == [f"gradients.{number}{side}" for side in ("", ".right") for number in range(3)]
+    assert len(results) == 6
+    for capacity, expected in {
+        4 * (2 * ROWS + 7) + 1: ["gradients.0", "gradients.2", "gradients.0.right", "gradients.2.right"],
+        SMALL_BUCKET: ["gradients.0", "gradients.0.right"],
+    }.items():
+        names, joined = messages_of(monkeypatch, capacity)
+        assert names == expected
+        assert all(map(torch.equal, results, joined))
 
 
 def test_what_is_left_out_comes_later() -> None:

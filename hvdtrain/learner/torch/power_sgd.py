@@ -16,24 +16,32 @@ ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
 """Prefixes of the kept tensors' names, before a message's name: errors not sent yet, and the right factors of the last update."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
-    """A message that is under way.
+    """A bucket that is under way.
 
     Attributes:
+        tensors: this rank's; those that are sent as they are become the reduced ones.
         matrices: this rank's matrices to reduce, by the number of the tensor; shape (rows, columns).
         factors: the right factors they were multiplied by; shape (columns, rank).
-        others: the numbers of the tensors that are sent as they are.
-        started: the handle of the left factors and the other tensors.
+        left: this rank's left factors; once they are reduced, orthonormal ones; shape (rows, rank).
+        totals: the reduced right factors; None: they have not arrived.
     """
 
     name: str
-    op: Op
     tensors: list[torch.Tensor]
     matrices: dict[int, torch.Tensor]
     factors: list[torch.Tensor]
-    others: list[int]
-    started: Any
+    left: list[torch.Tensor]
+    totals: list[torch.Tensor] | None = None
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the tensors that are sent as they are."""
+        return [number for number in range(len(self.tensors)) if number not in self.matrices]
+
+    def first_message(self) -> list[torch.Tensor]:
+        return [*self.left, *(self.tensors[number] for number in self.others)]
 
 
 class PowerSGD(GradientCompressor):
@@ -41,6 +49,9 @@ class PowerSGD(GradientCompressor):
 
     Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
     The error of a rank's approximation is added to its next gradient.
+
+    The factors of a bucket are so small that sending them takes little more than the network's latency. So several buckets share a
+    message, and all second messages are sent before the first of them is waited for.
 
     Args:
         rank: of the product.
@@ -52,6 +63,9 @@ class PowerSGD(GradientCompressor):
     def __init__(self, comm: Communicator, rank: int) -> None:
         super().__init__(comm)
         self._rank = rank
+        self._waiting: list[Pending] = []  # buckets that are not sent yet
+        self._first: list[tuple[list[Pending], Any]] = []  # messages with left factors, and their handles
+        self._second: list[tuple[list[Pending], Any]] = []  # those with right factors
 
     def describe(self) -> str:
         return f", sent in factors of rank {self._rank}" if self._comm.size > 1 else ""
@@ -67,31 +81,62 @@ class PowerSGD(GradientCompressor):
         flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
         errors, factors = self._memory(name, flat)
         matrices = [one + error for one, error in zip(flat, errors, strict=True)]
-        others = [number for number in range(len(tensors)) if number not in numbers]
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
-        started = self._send([*left, *(tensors[number] for number in others)], op, name=name)
-        return Pending(name, op, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, others, started)
+        pending = Pending(name, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, left)
+        self._waiting.append(pending)
+        size = sum(one.numel() * one.element_size() for each in self._waiting for one in each.first_message())
+        if size >= self._comm.bucket_bytes(on_gpu=left[0].device.type != "cpu"):
+            self._send_first(op)
+        return op, pending
 
     def finish(self, handle: Any) -> list[torch.Tensor]:
-        if not isinstance(handle, Pending):
+        if not isinstance(handle[1], Pending):
             return super().finish(handle)
-        arrived = self._comm.finish(handle.started)
-        reduced = list(handle.tensors)
-        for number, tensor in zip(handle.others, arrived[len(handle.matrices) :], strict=True):
-            reduced[number] = tensor
-        left = [torch.linalg.qr(one).Q for one in arrived[: len(handle.matrices)]]
-        matrices = list(handle.matrices.values())
-        right = [matrix.T @ one for matrix, one in zip(matrices, left, strict=True)]
-        # A non-finite update is not applied, so no part of it may come back later.
-        pairs = zip(matrices, left, right, strict=True)
-        self._own[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
-        totals = self._comm.finish(self._send(right, handle.op, name=f"{handle.name}.right"))
-        self._shared[FACTORS + handle.name] = [
-            torch.where(total.isfinite().all(), total, before) for total, before in zip(totals, handle.factors, strict=True)
+        op, pending = handle
+        self._send_first(op)
+        for each, started in self._first:
+            self._send_second(each, self._comm.finish(started), op)
+        self._first = []
+        while pending.totals is None:
+            each, started = self._second.pop(0)
+            arrived = iter(self._comm.finish(started))
+            for one in each:
+                one.totals = [next(arrived) for _ in one.left]
+        self._shared[FACTORS + pending.name] = [
+            torch.where(total.isfinite().all(), total, before)
+            for total, before in zip(pending.totals, pending.factors, strict=True)
         ]
-        for number, one, total in zip(handle.matrices, left, totals, strict=True):
-            reduced[number] = (one @ total.T).reshape(handle.tensors[number].shape)
+        reduced: list[torch.Tensor] = pending.tensors
+        for number, one, total in zip(pending.matrices, pending.left, pending.totals, strict=True):
+            reduced[number] = (one @ total.T).reshape(reduced[number].shape)
         return reduced
+
+    def _send_first(self, op: Op) -> None:
+        """Collective. Send the left factors of the buckets that wait, and their other tensors."""
+        each, self._waiting = self._waiting, []
+        if each:
+            message = [tensor for one in each for tensor in one.first_message()]
+            self._first.append((each, self._send(message, op, name=each[0].name)))
+
+    def _send_second(self, each: list[Pending], reduced: list[torch.Tensor], op: Op) -> None:
+        """Collective. Make the left factors of the buckets of a message orthonormal, and send the right factors.
+
+        Args:
+            reduced: what has arrived of the first message.
+        """
+        arrived = iter(reduced)
+        message: list[torch.Tensor] = []
+        for one in each:
+            one.left = [torch.linalg.qr(next(arrived)).Q for _ in one.left]
+            for number in one.others:
+                one.tensors[number] = next(arrived)
+            matrices = list(one.matrices.values())
+            right = [matrix.T @ left for matrix, left in zip(matrices, one.left, strict=True)]
+            # A non-finite update is not applied, so no part of it may come back later.
+            pairs = zip(matrices, one.left, right, strict=True)
+            self._own[ERRORS + one.name] = [(matrix - left @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, other in pairs]
+            message += right
+        self._second.append((each, self._send(message, op, name=f"{each[0].name}.right")))
 
     def _is_worthwhile(self, tensor: torch.Tensor) -> bool:
         """Whether the factors are at most half as large. Tensors that have to be exact are not float32."""

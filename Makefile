@@ -73,7 +73,7 @@ test: setup data $(RETURNN_DEMOS)
 	$(PYTEST) --ignore tests/launchers
 
 # Also on three hosts with Slurm, all simulated on this machine; these are skipped with a reason if they cannot be set up. Most
-# tests wait for processes, hence a fourth worker; an empty -m includes the tests marked cluster.
+# tests wait for processes, hence twice as many workers; an empty -m includes the tests marked cluster.
 test-launchers: setup setup-tests
 	$(PYTEST) -n 6 tests/launchers tests/cluster -m "" -rs
 

@@ -50,8 +50,8 @@ class PowerSGD(GradientCompressor):
     Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
     The error of a rank's approximation is added to its next gradient.
 
-    The factors of a bucket are so small that sending them takes little more than the network's latency. So several buckets share a
-    message, and all second messages are sent before the first of them is waited for.
+    The factors of a bucket are so small that sending them takes little more than the network's latency. So several buckets share
+    a message, and all second messages are sent before the first of them is waited for.
 
     Args:
         rank: of the product.

@@ -84,7 +84,7 @@ class PowerSGD(GradientCompressor):
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
         pending = Pending(name, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, left)
         self._waiting.append(pending)
-        size = sum(one.numel() * one.element_size() for each in self._waiting for one in each.first_message())
+        size = sum(one.numel() * one.element_size() for bucket in self._waiting for one in bucket.first_message())
         if size >= self._comm.bucket_bytes(on_gpu=left[0].device.type != "cpu"):
             self._send_first(op)
         return op, pending
@@ -94,14 +94,14 @@ class PowerSGD(GradientCompressor):
             return super().finish(handle)
         op, pending = handle
         self._send_first(op)
-        for each, started in self._first:
-            self._send_second(each, self._comm.finish(started), op)
+        for buckets, started in self._first:
+            self._send_second(buckets, self._comm.finish(started), op)
         self._first = []
         while pending.totals is None:
-            each, started = self._second.pop(0)
+            buckets, started = self._second.pop(0)
             arrived = iter(self._comm.finish(started))
-            for one in each:
-                one.totals = [next(arrived) for _ in one.left]
+            for bucket in buckets:
+                bucket.totals = [next(arrived) for _ in bucket.left]
         self._shared[FACTORS + pending.name] = [
             torch.where(total.isfinite().all(), total, before)
             for total, before in zip(pending.totals, pending.factors, strict=True)
@@ -113,12 +113,12 @@ class PowerSGD(GradientCompressor):
 
     def _send_first(self, op: Op) -> None:
         """Collective. Send the left factors of the buckets that wait, and their other tensors."""
-        each, self._waiting = self._waiting, []
-        if each:
-            message = [tensor for one in each for tensor in one.first_message()]
-            self._first.append((each, self._send(message, op, name=each[0].name)))
+        buckets, self._waiting = self._waiting, []
+        if buckets:
+            message = [tensor for bucket in buckets for tensor in bucket.first_message()]
+            self._first.append((buckets, self._send(message, op, name=buckets[0].name)))
 
-    def _send_second(self, each: list[Pending], reduced: list[torch.Tensor], op: Op) -> None:
+    def _send_second(self, buckets: list[Pending], reduced: list[torch.Tensor], op: Op) -> None:
         """Collective. Make the left factors of the buckets of a message orthonormal, and send the right factors.
 
         Args:
@@ -126,17 +126,18 @@ class PowerSGD(GradientCompressor):
         """
         arrived = iter(reduced)
         message: list[torch.Tensor] = []
-        for one in each:
-            one.left = [torch.linalg.qr(next(arrived)).Q for _ in one.left]
-            for number in one.others:
-                one.tensors[number] = next(arrived)
-            matrices = list(one.matrices.values())
-            right = [matrix.T @ left for matrix, left in zip(matrices, one.left, strict=True)]
+        for bucket in buckets:
+            bucket.left = [torch.linalg.qr(next(arrived)).Q for _ in bucket.left]
+            for number in bucket.others:
+                bucket.tensors[number] = next(arrived)
+            matrices = list(bucket.matrices.values())
+            right = [matrix.T @ left for matrix, left in zip(matrices, bucket.left, strict=True)]
             # A non-finite update is not applied, so no part of it may come back later.
-            pairs = zip(matrices, one.left, right, strict=True)
-            self._own[ERRORS + one.name] = [(matrix - left @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, other in pairs]
+            triples = zip(matrices, bucket.left, right, strict=True)
+            errors = [(matrix - left @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, other in triples]
+            self._own[ERRORS + bucket.name] = errors
             message += right
-        self._second.append((each, self._send(message, op, name=f"{each[0].name}.right")))
+        self._second.append((buckets, self._send(message, op, name=f"{buckets[0].name}.right")))
 
     def _is_worthwhile(self, tensor: torch.Tensor) -> bool:
         """Whether the factors are at most half as large. Tensors that have to be exact are not float32."""

@@ -98,9 +98,10 @@ class Gradients:
 
     def finish(self) -> None:
         """Collective. Wait for the reduction; the gradients are then in the parameters."""
-        self._stream.finish()
+        counts = self._stream.finish()
         if self._count_handle is not None:
             [counts] = self._exchange.finish(self._count_handle)
+        if counts is not None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             divisor = counts.clamp(min=TINY)[0]
             if all(gradient.dtype == torch.float32 for gradient in gradients):
@@ -126,18 +127,28 @@ class Gradients:
 
     def _send(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
-        divisors = self._start_counts(normal)
+        counts = self._take_counts(normal)
+        if self._stream.takes_counts and normal.is_only_loss:
+            divisors = {}
+        else:
+            divisors, counts = self._start_counts(normal, counts), None
         self._loss_gradients.combine(divisors)
-        self._stream.begin()
+        self._stream.begin(counts)
         if (total := total_of(losses, divisors, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _start_counts(self, normal: NormalizedLosses) -> dict[str, torch.Tensor]:
-        """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
+    def _take_counts(self, normal: NormalizedLosses) -> torch.Tensor | None:
+        """The numbers of elements of this rank's batches since the last update, in float64; None: no loss is normalized."""
         if not normal.names:
-            return {}
-        counts = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
+            return None
+        counts: torch.Tensor = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
         self._counts = 0.0
+        return counts
+
+    def _start_counts(self, normal: NormalizedLosses, counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
+        if counts is None:
+            return {}
         handle = self._exchange.start([counts], name="loss_counts")
         if normal.is_only_loss:
             self._count_handle = handle
@@ -171,18 +182,33 @@ class GradientStream:
         self._handles: list[Any] = []
         self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
         self._flags_handle: Any = None  # their reduction, if they are a separate message
+        self._counts: torch.Tensor | None = None  # those that the last bucket takes along
         self._is_open = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
-    def begin(self) -> None:
-        """Start to send gradients, with the next backward."""
+    @property
+    def takes_counts(self) -> bool:
+        """Whether the last bucket can take numbers of elements along: its message is in float32, and for all ranks."""
+        if not self._exchange.is_shared or self._exchange.compressor.narrow is not None or not self._buckets:
+            return False
+        return self._buckets[-1][0].dtype == torch.float32 and self._owners[-1] is None
+
+    def begin(self, counts: torch.Tensor | None) -> None:
+        """Start to send gradients, with the next backward.
+
+        Args:
+            counts: float64 numbers to reduce as well.
+        """
+        self._counts = counts
         self._num_missing = [len(bucket) for bucket in self._buckets]
         self._handles = []
         self._is_open = True
 
-    def finish(self) -> None:
-        """Collective. Send the remaining buckets, wait for all, and put the reduced gradients into the parameters."""
+    def finish(self) -> torch.Tensor | None:
+        """Collective. Send the remaining buckets, wait for all, and put the reduced gradients into the parameters. Returns the
+        reduced counts, if there were any.
+        """
         self._is_open = False
         while len(self._handles) < len(self._buckets):
             self._send_next()
@@ -199,6 +225,7 @@ class GradientStream:
             for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
                 if not has:
                     parameter.grad = None
+        return None if self._counts is None else _joined(flags[1])
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: backward has just added this parameter's gradient."""
@@ -229,9 +256,31 @@ class GradientStream:
                     flags[place].zero_()  # a kernel; a tensor made from a list would be a copy that waits for the device
             if owners is None:
                 gradients.append(flags)
+                if self._counts is not None:
+                    gradients.append(_parts(self._counts))
             else:
                 self._flags_handle = self._exchange.start([flags], name="gradient_flags")
         self._handles.append(self._exchange.start(gradients, name=f"gradients.{number}", owners=owners))
+
+
+PART = 4096.0
+"""Two float32 parts of an integer are exact, and so are their sums over up to 4096 ranks: one counts in this unit."""
+
+
+def _parts(counts: torch.Tensor) -> torch.Tensor:
+    """Numbers of elements as float32; shape (2, counts). Integers up to 2^36 are exact, also when they are added up.
+
+    >>> one, other = torch.tensor([[16777217.0], [4095.0]], dtype=torch.float64)
+    >>> _joined(_parts(one) + _parts(other)).item()
+    16781312.0
+    """
+    high = torch.floor(counts / PART)
+    return torch.stack([high, counts - PART * high]).float()
+
+
+def _joined(parts: torch.Tensor) -> torch.Tensor:
+    high, low = parts.double().unbind()
+    return PART * high + low
 
 
 class LossGradients:

@@ -41,7 +41,10 @@ def hostile(generator: random.Random, recorded: Sequence[bytes] = ()) -> bytes:
 
 
 def sockets(folder: Path) -> set[tuple[str, int]]:
-    """The addresses of the UDP sockets of all processes whose command line speaks of a folder."""
+    """The addresses of the UDP sockets of all processes whose command line speaks of a folder.
+
+    Sockets that are connected, such as one that asks a name server, take datagrams from nobody else.
+    """
     inodes = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -50,7 +53,7 @@ def sockets(folder: Path) -> set[tuple[str, int]]:
     found = set()
     for line in Path("/proc/net/udp").read_text().splitlines()[1:]:
         parts = line.split()
-        if f"socket:[{parts[9]}]" in inodes:
+        if f"socket:[{parts[9]}]" in inodes and parts[2] == "00000000:0000":
             host, port = parts[1].split(":")
             found.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
     return found

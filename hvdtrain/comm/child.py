@@ -29,6 +29,9 @@ PEER_FAILED = 76
 HUNG = 77
 """Exit status of a process of hvdtrain's launcher that hung and was ended by its watchdog. The launcher returns 1."""
 
+PARENT_WATCH = "launcher"
+"""The name of the thread of `end_with`, which sleeps nearly all the time."""
+
 TERMINATE_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -54,7 +57,7 @@ def end_with(parent: int | None) -> None:
             time.sleep(STOP_TIMEOUT)
         os._exit(1)
 
-    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    threading.Thread(target=watch, name=PARENT_WATCH, daemon=True).start()
 
 
 def times_in(environ: Mapping[str, str]) -> list[float]:

@@ -14,13 +14,19 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm import launch
+from hvdtrain.comm.child import PARENT_WATCH
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 ASKED = "HVDTRAIN_FORK_SERVER"
 """The environment variable that makes a process a fork server: the number of its connection, and the modules to import."""
@@ -46,7 +52,7 @@ def serve() -> None:
     from multiprocessing.connection import Connection  # here, as are others below: `--help` imports this file
 
     number, _, modules = asked.partition(":")
-    name, connection = _rename(NAME), Connection(int(number))
+    name, connection = rename(NAME), Connection(int(number))
     try:
         for module in modules.split(","):
             importlib.import_module(module)
@@ -69,7 +75,7 @@ def serve() -> None:
         connection.send(pid)
     connection.close()
     os.setsid()  # so that the terminal's Ctrl-C reaches the launcher only
-    _rename(name)
+    rename(name)
     launch.put(variables)
     _reseed()
 
@@ -102,15 +108,19 @@ def _fork_for_grandparent() -> int:
     return pid
 
 
-def obstacle() -> str:
-    """Why this process must not be forked; '': it may be."""
+def obstacle(sleeping: int = 0) -> str:
+    """Why this process must not be forked; '': it may be.
+
+    Args:
+        sleeping: the number of threads that only sleep, and so hold no lock that a fork could inherit.
+    """
     pid = os.fork()  # makes OpenBLAS and others end threads that they start again when needed
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"{threads - 1} threads run after the imports"
+    threads = len(os.listdir("/proc/self/task")) - 1 - sleeping
+    if threads > 0:
+        return f"{threads} threads run after the imports"
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if os.readlink(file).startswith(DEVICES):
@@ -118,7 +128,7 @@ def obstacle() -> str:
     return ""
 
 
-def _rename(name: str) -> str:
+def rename(name: str) -> str:
     """Give this process a name in /proc; return the one before."""
     path = Path("/proc/self/comm")
     before = path.read_text(encoding="utf-8").rstrip("\n")
@@ -160,6 +170,48 @@ class ForkedProcess:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A fork of this process that does something for it.
+
+    Attributes:
+        connection: to it.
+    """
+
+    process: ForkedProcess
+    connection: Connection
+
+
+def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
+    """Fork this process, if that is safe now; None: it is not, or there is no memory for it.
+
+    Args:
+        serve: called in the fork with a connection to this process, and this process's id. The fork ends with it.
+    """
+    if obstacle(sum(thread.name == PARENT_WATCH for thread in threading.enumerate())):
+        return None
+    from multiprocessing import Pipe
+
+    parent = os.getpid()
+    connection, other = Pipe()
+    with other:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError:
+            return None
+        if pid == 0:
+            status = 1
+            try:
+                connection.close()
+                serve(other, parent)
+                status = 0
+            finally:
+                os._exit(status)
+    return Fork(ForkedProcess(pid), connection)
 
 
 class ForkServer:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
+from hvdtrain.comm.fork_server import Fork, fork
 from hvdtrain.errors import LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
@@ -47,6 +48,7 @@ class BuildOptions:
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
         saves_frozen: whether the model's file has parameters that are not trained.
+        writer: the process that `Framework.fork_writer` returned.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class BuildOptions:
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
     saves_frozen: bool = True
+    writer: Fork | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Framework:
         model_parts: patterns of the suffixes of more files that belong to a model.
         model_marker: the suffix of one of them, which accompanies every model written here. A model without it is another
              program's; training continues from such a model with a new optimizer. None: not without an optimizer's file.
+        has_writer: whether another process writes checkpoints in the background, with the `serve` in `writer_process.py`.
         imports: the modules with which a process can be forked that has imported them; empty: it cannot be forked.
     """
 
@@ -91,12 +95,17 @@ class Framework:
     model_suffix: str | None = None
     model_parts: tuple[str, ...] = ()
     model_marker: str | None = None
+    has_writer: bool = False
     imports: tuple[str, ...] = ()
 
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
         """Choose the device and the number of threads, before the framework computes anything. Raises: ConfigError."""
         if self.has_prepare:
             self._module("learner").prepare(device, local_rank, threads)
+
+    def fork_writer(self) -> Fork | None:
+        """Fork the process that writes checkpoints in the background, if there is one and forking is safe now."""
+        return fork(self._module("writer_process").serve) if self.has_writer else None
 
     def preserve_state(self) -> AbstractContextManager[None]:
         """Restore the framework's global state after the `with` block, in which a program runs jobs in its process."""
@@ -134,6 +143,7 @@ FRAMEWORKS: dict[str, Framework] = {
         ("torch",),
         frozenset({"torch.distributed", "constant parameters", "computed compression", "elastic Horovod"}),
         header="pt",
+        has_writer=True,
         imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist", "torch._dynamo"),  # which its optimizers import
     ),
     "tensorflow": Framework(

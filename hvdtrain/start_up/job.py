@@ -24,6 +24,7 @@ from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resu
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, together
+from hvdtrain.comm.fork_server import Fork
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed
@@ -80,9 +81,10 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     """
     with ExitStack() as watched:  # closed after the connection, as a rank may hang while disconnecting, too
         session: Session | None = None
+        writer = _fork_writer(settings) if purpose == "train" and comm is None else None  # before there are threads
         try:
             with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
-                session = _open(settings, purpose, connection, watched, stack)
+                session = _open(settings, purpose, connection, writer, watched, stack)
                 with ExitStack() as open_feeds:
                     if not settings.process.is_own:  # else an error ends the process, and its workers with it
                         open_feeds.callback(close, session.feeds)
@@ -111,10 +113,20 @@ def close(feeds: Iterable[Feed]) -> None:
         feed.dataset.close()
 
 
-def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:
+def _fork_writer(settings: Settings) -> Fork | None:
+    """On rank 0, the process that writes checkpoints in the background, if the config asks for it and a fork is possible."""
+    if not settings.saving.save_in_background or not settings.process.is_own or launch.launch().rank:
+        return None
+    return FRAMEWORKS[settings.run.backend].fork_writer()
+
+
+def _open(
+    settings: Settings, purpose: Purpose, comm: Communicator, writer: Fork | None, watched: ExitStack, stack: ExitStack
+) -> Session:
     """Collective. Open everything but the connection.
 
     Args:
+        writer: the process that writes checkpoints in the background; None: it is not forked.
         watched: closes the watchdog once the ranks are disconnected.
         stack: closes everything else before that.
     """
@@ -148,7 +160,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
-    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
+    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm, writer), name="build_learner")
     if purpose in ("train", "dry_run") and comm.size > 1:
         check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
@@ -272,7 +284,9 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
 
-def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm: Communicator) -> Learner:
+def build_learner(
+    settings: Settings, gradient_exchange: GradientExchange, comm: Communicator, writer: Fork | None = None
+) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
     constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
@@ -289,6 +303,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saves_frozen=settings.saving.save_parameters == "all",
+        writer=writer,
     )
     return framework.build(settings.learner, gradient_exchange, options)
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,33 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     assert "rank 1 of 2: stopped, because another rank failed (an error of another rank)" in printed
     assert num_runs(tmp_path / "trace") == 2
     assert_goes_on_alone(config, keys)
+
+
+CHILDREN = """
+_any_step = train_step
+
+
+def train_step(**arguments):
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    names = sorted(Path(f"/proc/{pid}/comm").read_text().strip() for pid in children)
+    with Path(config.value("model")).with_name(f"children-of-{hvdtrain.rank()}").open("a") as file:
+        print(hvdtrain.get_run_ctx().step, *names, file=file)
+    _any_step(**arguments)
+"""
+
+
+def test_the_process_that_saves_for_a_forked_rank_is_forked(corpus: Path, tmp_path: Path, config: Path) -> None:
+    config.write_text(config.read_text() + CHILDREN)
+    keys = {**keys_of(corpus, tmp_path), "planted": "0,9,SIGKILL", "ngpu": 2, "max_restarts": 1, "save_in_background": True}
+    finished = launch(command(config, keys), timeout=300)
+    assert finished.status == 0, finished.err
+    children_of = [(tmp_path / f"children-of-{rank}").read_text().splitlines() for rank in range(2)]
+    steps = [int(line.split()[0]) for line in children_of[0]]
+    assert steps[0] == 0
+    assert any(after <= before for before, after in pairwise(steps)), "it was restarted"
+    assert {line.partition(" ")[2] for line in children_of[0]} == {"hvdtrain-saver"}  # before the first checkpoint, too
+    assert {line.partition(" ")[2] for line in children_of[1]} == {""}
+    assert trained_on(tmp_path / "trace") == {1: EPOCH}
 
 
 @pytest.mark.again

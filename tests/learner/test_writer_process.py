@@ -1,5 +1,8 @@
 """Checkpoints that another process writes are those that this one would have written."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +99,39 @@ def test_an_error_is_raised_here_and_a_lost_process_is_replaced(tmp_path: Path, 
     writer.copy(given).write(tmp_path / "model.pt", tmp_path / "opt.pt")
     assert writer._process is not process
     assert_same(read(tmp_path), expected)
+
+
+PROGRAM = """
+import os, sys, threading
+from pathlib import Path
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.torch.writer_process import BackgroundWriter
+from tests.learner.test_writer_process import assert_same, contents, read
+
+folder = Path(sys.argv[1])
+fork = FRAMEWORKS["torch"].fork_writer()
+assert fork is not None
+writer = BackgroundWriter(fork)
+for size in (3, 50_000, 3):  # the second needs more memory
+    given = contents(size)
+    given.write(folder / "model.pt", folder / "opt.pt")
+    expected = read(folder)
+    writer.copy(given).write(folder / "model.pt", folder / "opt.pt")
+    assert_same(read(folder), expected)
+    assert writer._process is fork.process and fork.process.poll() is None
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+assert FRAMEWORKS["torch"].fork_writer() is None  # a thread may hold a lock
+print(Path(f"/proc/{fork.process.pid}/comm").read_text().strip(), fork.process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_fork_writes_and_ends_with_its_parent(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert ended.returncode == -9, ended.stderr
+    name, pid = ended.stdout.split()
+    assert name == "hvdtrain-saver"
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,7 +1,8 @@
 """Writes checkpoints in another process, while this one goes on.
 
 torch.save holds Python's lock while it writes a tensor, so that steps would wait for a thread that writes. The tensors are copied
-into memory that both processes share. The process ends with this one; without it, the calling thread writes.
+into memory that both processes share. The process is a fork of this one where that is safe, as a new one takes a second to import
+torch, for which the second checkpoint may have to wait. It ends with this one; without it, the calling thread writes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
 
 from hvdtrain.comm import launch
+from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
 from hvdtrain.learner.torch.model_file import place_of
 
 ALIGNMENT = 64
 """The addresses of tensors are multiples of this number."""
+
+NAME = "hvdtrain-saver"
+"""The name of the process in /proc, ps and top."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -57,13 +63,18 @@ class Stored:
 
 
 class BackgroundWriter:
-    """Copies what a checkpoint holds, and writes the copy in another process. One copy exists at a time."""
+    """Copies what a checkpoint holds, and writes the copy in another process. One copy exists at a time.
 
-    def __init__(self) -> None:
+    Args:
+        fork: the process, which has called `serve`; None: it is started when there is something to write.
+    """
+
+    def __init__(self, fork: Fork | None = None) -> None:
         self._file = -1
         self._memory: mmap.mmap | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None if fork is None else fork.process
+        self._connection: Connection | None = None if fork is None else fork.connection
+        self._is_shared = False  # whether the process has the memory
 
     def copy(self, contents: CheckpointContents) -> CheckpointContents:
         """A copy whose files are written by the other process, from any thread. It is valid until the next call."""
@@ -78,6 +89,7 @@ class BackgroundWriter:
         for place, tensor in tensors.items():
             stored[place].in_memory(memory).copy_(tensor.detach())
         self._start()
+        self._share()
         model, optimizer = _replace((contents.model, contents.optimizer), stored)
         written = contents.format
         remote = FileFormat(
@@ -94,17 +106,18 @@ class BackgroundWriter:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            with suppress(ChildProcessError):  # code of the config has waited for any child
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait()
         self._process = self._connection = None
+        self._is_shared = False
 
     def _with_space(self, size: int) -> mmap.mmap:
         """The shared memory, with at least this many bytes."""
         if self._memory is None or len(self._memory) < size:
-            self.close()
             if self._file >= 0:
                 os.close(self._file)
-            self._memory = None
+            self._memory, self._is_shared = None, False
             self._file = os.memfd_create("hvdtrain-checkpoint")
             os.ftruncate(self._file, max(size, 1))
             self._memory = mmap.mmap(self._file, max(size, 1))
@@ -112,20 +125,30 @@ class BackgroundWriter:
 
     def _start(self) -> None:
         """Start the process, if it does not run."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        with suppress(ChildProcessError):
+            if self._process is not None and self._process.poll() is None:
+                return
         self.close()
         from multiprocessing import Pipe
 
         self._connection, other = Pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
-        code += f"serve({other.fileno()}, {self._file}, {len(self._memory or b'')}, {os.getpid()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_parent; "
+        code += f"serve_parent({other.fileno()}, {os.getpid()})"
         with other, suppress(OSError):  # without memory for another process, the thread writes
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                env={**launch.environment(), "CUDA_VISIBLE_DEVICES": ""},
-                pass_fds=[other.fileno(), self._file],
+                env=launch.environment(),
+                pass_fds=[other.fileno()],
             )
+
+    def _share(self) -> None:
+        """Pass the memory to the process, if it does not have it."""
+        if self._is_shared or self._process is None or self._connection is None or self._memory is None:
+            return
+        with suppress(OSError):  # it was killed
+            self._connection.send_bytes(pickle.dumps(len(self._memory)))
+            send_handle(self._connection, self._file, self._process.pid)
+            self._is_shared = True
 
     def _call(self, write: Callable[..., None], *arguments: Any) -> None:
         """Call a function that writes, in the process if it runs. Raises: OSError, RuntimeError."""
@@ -140,19 +163,31 @@ class BackgroundWriter:
             write(*_in_memory(arguments, self._memory, {}))
 
 
-def serve(connection_number: int, file: int, size: int, parent: int) -> None:
+def serve_parent(connection_number: int, parent: int) -> None:
+    """`serve` in a new process."""
+    serve(Connection(connection_number), parent)
+
+
+def serve(connection: Connection, parent: int) -> None:
     """The other process: write what it is asked to, until its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a later start must not find it writing to the same files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the training decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    connection = Connection(connection_number)
-    memory = mmap.mmap(file, size)
+    launch.put({"CUDA_VISIBLE_DEVICES": ""})
+    rename(NAME)
+    memory: mmap.mmap | None = None
     while os.getppid() == parent:
         try:
-            write, arguments = pickle.loads(connection.recv_bytes())
+            request = pickle.loads(connection.recv_bytes())
+            if isinstance(request, int):  # the size of the memory, whose file follows
+                file = recv_handle(connection)
+                memory = mmap.mmap(file, request)
+                os.close(file)
+                continue
         except (EOFError, OSError):
             break
+        write, arguments = request
         error: Exception | None = None
         try:
             write(*_in_memory(arguments, memory, {}))
@@ -187,9 +222,11 @@ def _replace(state: Any, stored: Mapping[Any, Stored]) -> Any:
     return type(state)(_replace(value, stored) for value in state) if isinstance(state, (list, tuple)) else state
 
 
-def _in_memory(state: Any, memory: mmap.mmap, made: dict[int, torch.Tensor]) -> Any:
+def _in_memory(state: Any, memory: mmap.mmap | None, made: dict[int, torch.Tensor]) -> Any:
     """Nested containers with tensors in place of `Stored`; equal ones are the same tensor."""
     if isinstance(state, Stored):
+        if memory is None:
+            raise RuntimeError("expected the memory with the tensors before what is to be written")
         if state.offset not in made:
             made[state.offset] = state.in_memory(memory)
         return made[state.offset]

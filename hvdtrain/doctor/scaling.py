@@ -63,17 +63,20 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         costs = _costs(feed, plan)
         learners = [alone.learner] if comm.size == 1 else [alone.learner, session.learner]
         largest, _ = _read(feed, plan, [int(costs.argmax())])
-        step = max(_warm_up(learner, largest[0]) for learner in learners)
-        count = int(SECONDS / (TURNS * len(learners) * max(step, 1e-4)))
-        count = comm.gather(min(MOST, max(FEWEST, count), plan.num_batches), name="doctor.count")[0]
-        chosen = spread(costs, count)
+        counts = [_count(_warm_up(learner, largest[0]), len(learners), plan) for learner in learners]
+        counts = comm.gather(counts, name="doctor.count")[0]
+        chosen = spread(costs, max(counts))
         read, reading = _read(feed, plan, chosen)
         reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
-        seconds = _step_seconds(comm, learners, read)
-        measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
+        # With a slow network, a step without the other ranks takes a fraction of the time: more of them are measured.
+        of_each = [spread(costs[chosen], count) for count in counts]
+        seconds = _step_seconds(comm, learners, [[read[number] for number in numbers] for numbers in of_each])
+        measured = _computing(comm, settings, alone.learner, costs[chosen][of_each[0]], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            waited = _waiting_share(seconds[0], seconds[1], gradient_exchange_seconds(measured, exchange, comm.size))
+            both = min(of_each, key=len)  # the other one has all batches
+            alike = [of_one[..., list(map(numbers.index, both))] for of_one, numbers in zip(seconds, of_each, strict=True)]
+            waited = _waiting_share(alike[0], alike[1], gradient_exchange_seconds(measured, exchange, comm.size))
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
         def prediction_lines() -> list[str]:
@@ -160,6 +163,11 @@ def _read(feed: Feed, plan: Plan, numbers: Sequence[int]) -> tuple[list[Batch], 
         return list(batches), time.perf_counter() - began
 
 
+def _count(step: float, learners: int, plan: Plan) -> int:
+    """The number of batches to measure with each of some learners, if one step takes so many seconds."""
+    return min(MOST, max(FEWEST, int(SECONDS / (TURNS * learners * max(step, 1e-4)))), plan.num_batches)
+
+
 def _warm_up(learner: Learner, batch: Batch) -> float:
     """Train two steps, to allocate memory and choose kernels; return the seconds of the second."""
     learner.begin_epoch(1, 0)
@@ -175,17 +183,16 @@ def _step(learner: Learner, batch: Batch) -> float:
     return learner.meter.take_step_seconds()
 
 
-def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch]) -> list[Array]:
-    """Collective. For each learner, the seconds of steps; shape (ranks, turns, batches). The learners alternate, so
-    that other programs disturb all of them. All ranks compute at the same time, as they do in a training."""
+def _step_seconds(comm: Communicator, learners: Sequence[Learner], batches: Sequence[Sequence[Batch]]) -> list[Array]:
+    """Collective. For each learner, the seconds of steps on its batches; shape (ranks, turns, batches). The learners alternate,
+    so that other programs disturb all of them. All ranks compute at the same time, as they do in a training."""
     found: list[list[list[float]]] = [[] for _ in learners]
     for turn in range(TURNS):
-        order = numpy.random.RandomState(turn).permutation(len(read)).tolist()
-        for learner, turns in zip(learners, found, strict=True):
+        for learner, own, turns in zip(learners, batches, found, strict=True):
             comm.gather(None, name="doctor.begin")
-            seconds = [0.0] * len(read)
-            for number in order:
-                seconds[number] = _step(learner, read[number])
+            seconds = [0.0] * len(own)
+            for number in numpy.random.RandomState(turn).permutation(len(own)).tolist():
+                seconds[number] = _step(learner, own[number])
             turns.append(seconds)
     return [numpy.array(comm.gather(turns[1:], name="doctor.step_seconds")) for turns in found]
 

@@ -77,6 +77,7 @@ from hvdtrain.learner.torch.tensors import (
     with_parts,
 )
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Skips, Update
+from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
@@ -448,8 +449,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, scale, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
-    unsaved = Unsaved(constants, base, extra_models)
-    state = TorchState(model, optimizer, device, average, scale, unsaved, options.model_format, options.writer)
+    state = TorchState(model, optimizer, device, average, scale, Unsaved(constants, base, extra_models), options.model_format)
+    if options.writer is not None:
+        state.writer = BackgroundWriter(options.writer)
     state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None
     return TorchLearner(
         ConfigFunctions(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.fork_server import Fork
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
@@ -60,10 +59,10 @@ class TorchState(StateBase):
     Args:
         average: a moving average, or the optimizer's own weights for evaluations.
         model_format: of the model's file: "pt" or "safetensors".
-        writer: a process for what is written in the background; None: one is started when needed.
 
     Attributes:
         freezing: freezes parameters until a step; None: none are.
+        writer: writes copies in the background.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class TorchState(StateBase):
         scale: LossScale | None,
         unsaved: Unsaved,
         model_format: str = "pt",
-        writer: Fork | None = None,
     ) -> None:
         super().__init__(file_format(device, model_format), average, scale)
         self._model = model
@@ -92,7 +90,7 @@ class TorchState(StateBase):
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
-        self._writer = BackgroundWriter(writer)
+        self.writer = BackgroundWriter()
 
     @property
     def base_hash(self) -> str | None:
@@ -143,10 +141,10 @@ class TorchState(StateBase):
         return replace(contents, model=model, optimizer=optimizer)
 
     def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        return self._writer.copy(super().snapshot(progress))
+        return self.writer.copy(super().snapshot(progress))
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
         self.check_base()

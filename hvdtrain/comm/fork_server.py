@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -204,13 +205,13 @@ def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
         except OSError:
             return None
         if pid == 0:
-            status = 1
             try:
                 connection.close()
                 serve(other, parent)
-                status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
-                os._exit(status)
+                os._exit(0)
     return Fork(ForkedProcess(pid), connection)
 
 

@@ -68,15 +68,14 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         chosen = spread(costs, max(counts))
         read, reading = _read(feed, plan, chosen)
         reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
-        # With a slow network, a step without the other ranks takes a fraction of the time: more of them are measured.
-        of_each = [spread(costs[chosen], count) for count in counts]
-        seconds = _step_seconds(comm, learners, [[read[number] for number in numbers] for numbers in of_each])
-        measured = _computing(comm, settings, alone.learner, costs[chosen][of_each[0]], seconds[0], reading)
+        # With a slow network, a step with the other ranks takes much longer: fewer of them are measured.
+        few = spread(costs[chosen], counts[-1])
+        seconds = _step_seconds(comm, learners, [read, [read[number] for number in few]][: len(learners)])
+        measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            both = min(of_each, key=len)  # the other one has all batches
-            alike = [of_one[..., list(map(numbers.index, both))] for of_one, numbers in zip(seconds, of_each, strict=True)]
-            waited = _waiting_share(alike[0], alike[1], gradient_exchange_seconds(measured, exchange, comm.size))
+            travel = gradient_exchange_seconds(measured, exchange, comm.size)
+            waited = _waiting_share(seconds[0][..., few], seconds[1], travel)
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
         def prediction_lines() -> list[str]:

@@ -7,7 +7,6 @@ torch, for which the second checkpoint may have to wait. It ends with this one; 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import pickle
@@ -26,6 +25,7 @@ import torch
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
+from hvdtrain.data.combine.workers import end_with
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
 from hvdtrain.learner.torch.model_file import place_of
 
@@ -34,8 +34,6 @@ ALIGNMENT = 64
 
 NAME = "hvdtrain-saver"
 """The name of the process in /proc, ps and top."""
-
-PR_SET_PDEATHSIG = 1
 
 UNSHARED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that are copied by value."""
@@ -132,8 +130,8 @@ class BackgroundWriter:
         from multiprocessing import Pipe
 
         self._connection, other = Pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_parent; "
-        code += f"serve_parent({other.fileno()}, {os.getpid()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import Connection, serve; "
+        code += f"serve(Connection({other.fileno()}), {os.getpid()})"
         with other, suppress(OSError):  # without memory for another process, the thread writes
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -145,10 +143,12 @@ class BackgroundWriter:
         """Pass the memory to the process, if it does not have it."""
         if self._is_shared or self._process is None or self._connection is None or self._memory is None:
             return
-        with suppress(OSError):  # it was killed
+        try:
             self._connection.send_bytes(pickle.dumps(len(self._memory)))
             send_handle(self._connection, self._file, self._process.pid)
             self._is_shared = True
+        except OSError:  # it was killed; or else it would write what is in the memory before
+            self.close()
 
     def _call(self, write: Callable[..., None], *arguments: Any) -> None:
         """Call a function that writes, in the process if it runs. Raises: OSError, RuntimeError."""
@@ -163,21 +163,16 @@ class BackgroundWriter:
             write(*_in_memory(arguments, self._memory, {}))
 
 
-def serve_parent(connection_number: int, parent: int) -> None:
-    """`serve` in a new process."""
-    serve(Connection(connection_number), parent)
-
-
 def serve(connection: Connection, parent: int) -> None:
     """The other process: write what it is asked to, until its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a later start must not find it writing to the same files
+    end_with(parent)  # a later start must not find it writing to the same files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the training decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     launch.put({"CUDA_VISIBLE_DEVICES": ""})
     rename(NAME)
     memory: mmap.mmap | None = None
-    while os.getppid() == parent:
+    while True:
         try:
             request = pickle.loads(connection.recv_bytes())
             if isinstance(request, int):  # the size of the memory, whose file follows
@@ -196,7 +191,6 @@ def serve(connection: Connection, parent: int) -> None:
         except Exception as raised:  # the training reports it as a failure to write
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         connection.send(error)
-    os._exit(0)
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def obstacle(sleeping: int = 0) -> str:
     Args:
         sleeping: the number of threads that only sleep, and so hold no lock that a fork could inherit.
     """
-    pid = os.fork()  # makes OpenBLAS and others end threads that they start again when needed
+    pid = _fork()  # makes OpenBLAS and others end threads that they start again when needed
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
@@ -127,6 +128,13 @@ def obstacle(sleeping: int = 0) -> str:
             if os.readlink(file).startswith(DEVICES):
                 return f"{os.readlink(file)} is open after the imports"
     return ""
+
+
+def _fork() -> int:
+    """os.fork, without the warning of Python 3.12 that threads may hold locks: callers look at the threads themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def rename(name: str) -> str:
@@ -201,7 +209,7 @@ def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            pid = os.fork()
+            pid = _fork()
         except OSError:
             return None
         if pid == 0:

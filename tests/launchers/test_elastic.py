@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from elastic import (
+    CHILDREN,
     EPOCH,
     LATE_RANKS,
     answers,
@@ -98,19 +99,6 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     assert "rank 1 of 2: stopped, because another rank failed (an error of another rank)" in printed
     assert num_runs(tmp_path / "trace") == 2
     assert_goes_on_alone(config, keys)
-
-
-CHILDREN = """
-_any_step = train_step
-
-
-def train_step(**arguments):
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    names = sorted(Path(f"/proc/{pid}/comm").read_text().strip() for pid in children)
-    with Path(config.value("model")).with_name(f"children-of-{hvdtrain.rank()}").open("a") as file:
-        print(hvdtrain.get_run_ctx().step, *names, file=file)
-    _any_step(**arguments)
-"""
 
 
 def test_the_process_that_saves_for_a_forked_rank_is_forked(corpus: Path, tmp_path: Path, config: Path) -> None:

@@ -178,6 +178,15 @@ def test_a_missing_compiler_is_told_in_a_line(corpus: Path, tmp_path: Path) -> N
     assert "Traceback" not in finished.err
 
 
+def test_a_compiler_that_fails_without_a_word_is_named_with_the_place(corpus: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    broken = "\n\ndef broken(*_):\n    assert 0 > 1\n\n\ntorch_compile = {'backend': broken}\n"
+    config.write_text(TOY.read_text() + broken)
+    finished = hvdtrain(config, {"corpus": corpus, "model": tmp_path / "model"})
+    assert finished.status == 2
+    assert f"expected PyTorch to compile the model, got: AssertionError in broken, {config}:" in finished.err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -7,11 +7,13 @@ import gc
 import json
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from elastic import CHILDREN, EPOCH, command, keys_of, write_config
 from gpu_training import KEYS, MEAN, SUM, few_steps, same, trained
 from launching import ROOT, TOY, launch, torchrun
 from trainings import assert_alike, saved_model
@@ -23,6 +25,7 @@ from hvdtrain.data.feed import ReadAhead
 from hvdtrain.data.padding import pad
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
+from hvdtrain.training.trace import trained_on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,10 +194,12 @@ def words(keys: dict[str, object]) -> list[str]:
 
 def test_a_batch_that_does_not_fit_is_split(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real lack of the GPU's memory: PyTorch may use only a part of it, and a step asks for a lot by its frames."""
-    takes = """    model.norm.eval()  # its statistics would be those of a piece
+    takes = """    model.norm.reset_running_stats()  # the first call changed them, but for a batch that is split
+    model.norm.eval()  # its statistics would be those of a piece
     scores = model(data.raw_tensor)
     losses = functional.cross_entropy(scores.transpose(1, 2), classes.raw_tensor.long(), reduction="none") * data.mask
-    taken = torch.empty(data.raw_tensor.shape[0] * data.raw_tensor.shape[1], 1 << 20, dtype=torch.uint8, device="cuda")
+    frames = data.raw_tensor.shape[0] * data.raw_tensor.shape[1]
+    taken = torch.empty(frames if context.train_flag else 0, 1 << 20, dtype=torch.uint8, device="cuda")  # evaluation is not split
 """
     found = {}
     total = torch.cuda.get_device_properties(0).total_memory
@@ -225,3 +230,16 @@ def test_a_training_goes_on_with_the_same_bits(corpus: Path, tmp_path: Path) -> 
     torch.use_deterministic_algorithms(False)
     assert same(whole, parts)
     assert [line["scores"] for line in lines] == [line["scores"] for line in more]
+
+
+def test_a_rank_that_is_killed_is_forked_again_and_trains_on_its_gpu(corpus: Path, tmp_path: Path) -> None:
+    """Neither the process that is forked for it nor the one that saves for it has opened the device before it."""
+    config = write_config(tmp_path)
+    config.write_text(config.read_text() + CHILDREN)
+    more = {"planted": "0,9,SIGKILL", "ngpu": 2, "max_restarts": 1, "save_in_background": True, "device": "cuda"}
+    finished = launch(command(config, {**keys_of(corpus, tmp_path), **more, **TWO["Gloo"]}), timeout=300)
+    assert finished.status == 0, finished.err
+    children = [line.split() for line in (tmp_path / "children-of-0").read_text().splitlines()]
+    assert any(int(after[0]) <= int(before[0]) for before, after in pairwise(children)), "it was restarted"
+    assert {tuple(names) for _, *names in children} == {("hvdtrain-saver",)}
+    assert trained_on(tmp_path / "trace") == {1: EPOCH}

@@ -7,6 +7,7 @@ import gc
 import inspect
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -259,7 +260,7 @@ class _CompileLog:
         try:
             yield
         except (exc.BackendCompilerFailed, exc.TorchDynamoException) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = _compile_error(error)
             raise ConfigError.of(
                 "unavailable",
                 f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
@@ -281,6 +282,17 @@ class _CompileLog:
 
     def _end(self, _: Any) -> None:
         self._seconds.append(time.perf_counter() - self._began)
+
+
+def _compile_error(error: Exception) -> str:
+    """The first line of what PyTorch says; if that leaves out the reason, the cause and where it occurred."""
+    said = str(error).strip().splitlines()[0].strip()
+    cause = getattr(error, "inner_exception", error)
+    frames = traceback.extract_tb(cause.__traceback__)
+    if not said.endswith(":") or not frames:
+        return said
+    place = f"in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}"
+    return f"{type(cause).__name__} {place}: {cause}".partition("\n")[0].rstrip(": ")
 
 
 def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -144,6 +145,12 @@ def first_few(names: Sequence[str], most: int) -> str:
     ('a, b, c', 'a, b and 2 more')
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def raised_text(error: BaseException) -> str:
+    """An exception of another library as text, with the place that raised it: an assertion often has no message."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
 
 
 def problem(rule: ProblemRule, sentence: str) -> list[Problem]:

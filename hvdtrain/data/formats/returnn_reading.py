@@ -9,7 +9,6 @@ import logging
 import math
 import sys
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import numpy
 from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, raised_text
 
 INSTALL = "(pip install returnn dm-tree rapidfuzz soundfile)"
 
@@ -151,13 +150,7 @@ class OpenedDataset:
         try:
             return function()
         except Exception as error:
-            raise DataError(f"{self.name}: expected a dataset {what}, got {_error_text(error)}") from error
-
-
-def _error_text(error: BaseException) -> str:
-    """An exception of RETURNN as text, with the place that raised it."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
+            raise DataError(f"{self.name}: expected a dataset {what}, got {raised_text(error)}") from error
 
 
 def without_processes(value: Any) -> Any:
@@ -281,7 +274,7 @@ class Reading:
         except ThreadFailed as failed:
             error = failed.__cause__ or failed
             name = f"{self._options['class']} of RETURNN"
-            raise DataError(f"{name}: expected a dataset whose threads can read it, got {_error_text(error)}") from error
+            raise DataError(f"{name}: expected a dataset whose threads can read it, got {raised_text(error)}") from error
 
     def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
         """The dataset's name, the number of parts that it cuts a full epoch into, and its streams."""

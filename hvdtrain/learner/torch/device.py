@@ -7,7 +7,6 @@ import gc
 import inspect
 import random
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.errors import ConfigError, Problem, problem, raised_text
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
 from hvdtrain.learner.seeds import mix_seed
@@ -285,14 +284,9 @@ class _CompileLog:
 
 
 def _compile_error(error: Exception) -> str:
-    """The first line of what PyTorch says; if that leaves out the reason, the cause and where it occurred."""
+    """The first line of what PyTorch says, or of the exception of the compiler that it leaves out there."""
     said = str(error).strip().splitlines()[0].strip()
-    cause = getattr(error, "inner_exception", error)
-    frames = traceback.extract_tb(cause.__traceback__)
-    if not said.endswith(":") or not frames:
-        return said
-    place = f"in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}"
-    return f"{type(cause).__name__} {place}: {cause}".partition("\n")[0].rstrip(": ")
+    return raised_text(getattr(error, "inner_exception", error)).splitlines()[0] if said.endswith(":") else said
 
 
 def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def saves(kills: int, seed: int) -> None:
                 step += 1
                 set_all(step)
                 current = EpochProgress(step // 5 + 1, step // 5 * 5, position=step % 5) if step % 5 else None
-                saver.save(Progress(step=step, epoch=step // 5, current=current))
+                saver.save(Progress(step=step, epoch=step // 5, current=current), saver.prepare())
 
         step = unfinished = moved = 0
         for number in range(kills):

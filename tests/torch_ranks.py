@@ -44,7 +44,8 @@ class SavedRank:
         return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
 
     def save(self, folder: Path) -> None:
-        self.saver(folder).save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)))
+        saver = self.saver(folder)
+        saver.save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)), saver.prepare())
 
     def load(self, folder: Path) -> None:
         checkpoint = CheckpointFolder(folder / "model").newest()

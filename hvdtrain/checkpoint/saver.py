@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,12 +15,12 @@ from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
-from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_with_message
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import Kind, StatePart
-from hvdtrain.learner.reducer import EpochSync
+from hvdtrain.learner.reducer import EpochSync, Numbers
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
@@ -35,11 +35,37 @@ MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters
 """All tensors of a model."""
 
 
+@dataclass(frozen=True)
+class RankState:
+    """What a checkpoint says of a rank.
+
+    Attributes:
+        reducer: the state of its reducer.
+        save_id: a new mark for the files of a checkpoint, of which that of rank 0 is used.
+        alike: the lowest rank that has the same model and optimizer.
+    """
+
+    reducer: Numbers
+    save_id: str
+    alike: int
+
+
 class SaverProtocol(Protocol):
     """Writes the checkpoints of a training."""
 
-    def save(self, progress: Progress) -> Checkpoint | None:
-        """Collective. Write a checkpoint. Raises: CheckpointError."""
+    def prepare(self, check: Callable[[], object]) -> list[RankState]:
+        """Collective. Wait until everything is written; return what the next checkpoint says of the ranks.
+
+        Args:
+            check: called on every rank; raises an error if nothing may be written.
+
+        Raises:
+            CheckpointError: the checkpoint before could not be written.
+        """
+        ...
+
+    def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint | None:
+        """Collective. Write a checkpoint, with what `prepare` has returned. Raises: CheckpointError."""
         ...
 
     def save_evaluated(self, progress: Progress) -> Checkpoint | None:
@@ -54,7 +80,10 @@ class SaverProtocol(Protocol):
 class NullSaver:
     """Saves nothing, for a dry run."""
 
-    def save(self, progress: Progress) -> None:
+    def prepare(self, check: Callable[[], object]) -> list[RankState]:
+        return []
+
+    def save(self, progress: Progress, ranks: Sequence[RankState]) -> None:
         pass
 
     def save_evaluated(self, progress: Progress) -> None:
@@ -100,19 +129,39 @@ class Saver:
         self._is_writing = False  # on all ranks
         self._at: Checkpoint | None = None  # the last one that this start has written or continued from
 
-    def save(self, progress: Progress) -> Checkpoint:
+    def prepare(self, check: Callable[[], object] = lambda: None) -> list[RankState]:
+        """Collective. Wait for a checkpoint that is being written in the background; return what the next one says of the ranks.
+
+        Args:
+            check: called on every rank; raises an HvdtrainError if nothing may be written.
+
+        Raises:
+            CheckpointError: the checkpoint before could not be written.
+        """
+        self._sync.flush(self._state)
+        self._is_writing = False
+
+        def prepare_rank() -> tuple[None, RankState]:
+            check()
+            self._await_writing()
+            return None, RankState(self._sync.state(), new_save_id(), min(self._sync.alike))
+
+        # All in one message: where ranks share cores, each message waits for all of them to be scheduled.
+        return together_with_message(self._comm, prepare_rank, name="rank_states")[1]
+
+    def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
         """Collective. Write a checkpoint. If one rank fails, all fail; with a background writer, at the next save or at the end.
+
+        Args:
+            ranks: what `prepare` has just returned.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        self.finish()
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
-        self._sync.flush(self._state)
         parts = self._rank_local_parts()
-        gathered = self._comm.gather((self._sync.state(), new_save_id(), min(self._sync.alike)), name="reducer_state")
-        marks = {SAVE_ID: gathered[0][1]}
+        marks = {SAVE_ID: ranks[0].save_id}
         if parts:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
             file = target.rank_file(self._comm.rank, self._comm.size)
@@ -127,8 +176,8 @@ class Saver:
             "size": self._comm.size,
             "distribution": self._distribution,
             "own": list(parts),
-            "reducer": [state for state, _, _ in gathered],
-            ALIKE: [first for _, _, first in gathered],
+            "reducer": [rank.reducer for rank in ranks],
+            ALIKE: [rank.alike for rank in ranks],
         }
         self._state.gather_state()
         with self._sync.averaged_model(self._state):
@@ -207,11 +256,15 @@ class Saver:
 
     def finish(self) -> None:
         """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
-        if not self._is_writing:
-            return
-        self._is_writing = False
+        if self._is_writing:
+            self._is_writing = False
+            on_rank_zero(self._comm, self._await_writing, name="finish_saving")
+
+    def _await_writing(self) -> None:
+        """Wait for a checkpoint that this rank is writing in the background. Raises: CheckpointError."""
         writing, self._writing = self._writing, None
-        on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
+        if writing is not None:
+            writing.result()
 
     def load(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> Progress:
         """Collective. Continue from a checkpoint, on all ranks.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import NullSaver, SaverProtocol
+from hvdtrain.checkpoint.saver import NullSaver, RankState, SaverProtocol
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
@@ -156,9 +156,12 @@ class StoppingSaver:
     def __init__(self, inner: SaverProtocol) -> None:
         self._inner = inner
 
-    def save(self, progress: Progress) -> None:
+    def prepare(self, check: Callable[[], object]) -> list[RankState]:
+        return self._inner.prepare(check)
+
+    def save(self, progress: Progress, ranks: Sequence[RankState]) -> None:
         if progress.current is not None:
-            self._inner.save(progress)
+            self._inner.save(progress, ranks)
             self._inner.finish()
             raise StopTraining
 

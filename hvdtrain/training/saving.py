@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from hvdtrain.comm.base import together
 from hvdtrain.data.feed import Feed, check_files
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.epoch import EpochClock
@@ -48,15 +48,15 @@ class Saving:
         """
         session, progress = self._session, self._session.progress
         with session.timer.span("saving"):
-            together(session.comm, lambda: check_files(feeds), name="files")
             current = progress.current
             if current is not None and not current.trained:
                 self._clock.count(current)  # first, as it waits for the steps that a GPU still computes
                 self._scores.gather(current)
             progress.spent = session.goodput.spent(is_end).state()
-            await_checkpoint(session)
+            expect_wait(session)
+            ranks = session.saver.prepare(partial(check_files, feeds))
             session.watchdog.beat(f"step {progress.step}, saving", "saving")
-            checkpoint = session.saver.save(progress)
+            checkpoint = session.saver.save(progress, ranks)
         session.goodput.count_save()
         session.watchdog.beat(f"step {progress.step}, after saving", "between")
         self._policy.reset()
@@ -71,5 +71,10 @@ class Saving:
 
 def await_checkpoint(session: Session) -> None:
     """Collective. Wait for a checkpoint that is written in the background."""
-    session.watchdog.beat(f"step {session.progress.step}, waiting for the checkpoint before", "finishing")
+    expect_wait(session)
     session.saver.finish()
+
+
+def expect_wait(session: Session) -> None:
+    """Tell the watchdog that a checkpoint may still be written in the background."""
+    session.watchdog.beat(f"step {session.progress.step}, waiting for the checkpoint before", "finishing")

@@ -161,7 +161,8 @@ def test_a_stop_changes_nothing_and_other_ranks_begin_without_errors(tmp_path: P
     def work(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         for step in range(3):
             job.reduce(gradient(job.comm.rank, step))
-        job.saver(tmp_path).save(Progress(step=3, current=EpochProgress(1, 0, position=3)))
+        saver = job.saver(tmp_path)
+        saver.save(Progress(step=3, current=EpochProgress(1, 0, position=3)), saver.prepare())
         gone_on = Job(job.comm)
         newest = CheckpointFolder(tmp_path / "model").newest()
         assert newest is not None

@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_with_message
-from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import Kind, StatePart
@@ -180,8 +180,16 @@ class Saver:
             ALIKE: [rank.alike for rank in ranks],
         }
         self._state.gather_state()
+        start_writing = partial(self._start_writing, target, entries, progress)
         with self._sync.averaged_model(self._state):
-            on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
+            if self._background is None or self._is_local_awaited:
+                on_rank_zero(self._comm, start_writing, name="save")
+            elif self._comm.rank == 0:  # without a message: the next checkpoint is early enough to hear of a failure
+                try:
+                    start_writing()
+                except HvdtrainError as error:
+                    self._writing = Future()
+                    self._writing.set_exception(error)
         self._is_writing = self._background is not None
         self._at = target
         log.detail(f"Save model under {target.model_file}")
@@ -193,11 +201,15 @@ class Saver:
             self._write(target, self._state.contents(entries), progress)
             return
         contents: CheckpointContents | FilesOnDisk
-        if self._local is not None and self._local.is_awaited:
+        if self._local is not None and self._is_local_awaited:
             contents = self._local.write(target, self._state.contents(entries))
         else:
             contents = self._state.copy_for_background(entries)
         self._writing = self._background.submit(self._write, target, contents, progress)
+
+    @property
+    def _is_local_awaited(self) -> bool:
+        return self._local is not None and self._local.is_awaited
 
     def _write(self, target: Checkpoint, contents: CheckpointContents | FilesOnDisk, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""

@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.comm.base import SMALL_BUCKET  # noqa: E402
+from hvdtrain.comm.torch_pickled import LENGTH, first_space  # noqa: E402
 from hvdtrain.data.plan.shared import Offer  # noqa: E402
 from hvdtrain.runtime.heartbeats import Contact, Diagnosis, Heartbeat, Heartbeats  # noqa: E402
 from hvdtrain.runtime.peers import Process  # noqa: E402
@@ -63,12 +64,15 @@ class Traffic:
     latency: float = 20e-6
     bandwidth: float = 1.25e9
 
-    def gather(self, size: int, num_bytes: int) -> None:
-        """Count an all-gather of this many bytes in all, by doubling, as the transports do it: the sizes first."""
-        rounds = math.ceil(math.log2(size))
-        self.messages += 2 * rounds
-        self.received += num_bytes + 8 * size
-        self.seconds += 2 * rounds * self.latency + (num_bytes + 8 * size) / self.bandwidth
+    def gather(self, lengths: Sequence[int]) -> None:
+        """Count an all-gather of values of so many bytes, by doubling, as the transports do it: what is long comes second."""
+        space = first_space(len(lengths))
+        rest = [max(0, length - space) for length in lengths]
+        rounds = math.ceil(math.log2(len(lengths))) * (2 if any(rest) else 1)
+        num_bytes = len(lengths) * (LENGTH + space) + sum(rest)
+        self.messages += rounds
+        self.received += num_bytes
+        self.seconds += rounds * self.latency + num_bytes / self.bandwidth
 
     def reduce(self, size: int, num_bytes: int) -> None:
         """Count an all-reduce: a reduce-scatter and an all-gather, both by doubling."""
@@ -139,7 +143,7 @@ class SimulatedCommunicator:
         self._made_up += time.process_time() - wall
         values = [pickle.loads(message) for message in messages]
         num_bytes = sum(map(len, messages))
-        self._traffic.gather(self.size, num_bytes)
+        self._traffic.gather([len(message) for message in messages])
         self.gathers[name] += 1
         self.largest[name] = max(self.largest[name], num_bytes)
         self.marks[name].append((began, self.now()))

@@ -175,13 +175,13 @@ class HorovodCommunicator:
         return [self._of_type(new, old.dtype) for new, old in zip(gathered, tensors, strict=True)]
 
     def gather(self, value: T, *, name: str) -> list[T]:
-        if self._is_whole or not self._asynchronous:
+        if not self._asynchronous:
             more = {} if self._is_whole else {"process_set": self._set}
             with peer_failures():
                 return list(self._hvd.allgather_object(value, name=name, **more))
-        from hvdtrain.comm.torch_pickled import gather_pickled  # allgather_object of Horovod for PyTorch has no process sets
+        from hvdtrain.comm.torch_pickled import gather_pickled
 
-        return gather_pickled(value, lambda tensor, of: self.gather_rows([tensor], name=f"{name}.{of}")[0])
+        return gather_pickled(value, self.size, lambda tensor, _, of: self.gather_rows([tensor], name=f"{name}.{of}")[0])
 
     def all_to_all(self, rows: Tensor, *, name: str) -> Any:
         self.sent += num_bytes([rows])

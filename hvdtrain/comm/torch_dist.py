@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.torch_pickled import gather_pickled
 from hvdtrain.comm.torch_rendezvous import meet, place
 from hvdtrain.errors import LaunchError, PeerFailure, TrainingError
 
@@ -204,9 +205,7 @@ class TorchCommunicator:
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(tensor.dtype)
 
     def gather(self, value: T, *, name: str) -> list[T]:
-        gathered: list[Any] = [None] * self.size
-        with _peer_failures():
-            torch.distributed.all_gather_object(gathered, (name, value), group=self._group)
+        gathered = gather_pickled((name, value), self.size, lambda tensor, lengths, _: self._gather_rows(tensor, lengths, None))
         names = [other for other, _ in gathered]
         if others := [rank for rank, other in enumerate(names) if other != names[0]]:
             raise _mismatched_calls(names[0], names[others[0]], others[0])

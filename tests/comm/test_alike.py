@@ -1,6 +1,7 @@
 """What differs between ranks although it must not is an error, before anything is trained."""
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import hvdtrain
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.torch_dist import TorchCommunicator
+from hvdtrain.comm.torch_pickled import gather_pickled
 from hvdtrain.errors import ConfigError, TrainingError
 
 
@@ -60,10 +62,18 @@ def test_what_is_the_same_is_not_sent_to_all_ranks() -> None:
 
 
 def test_a_call_on_one_rank_only_does_not_get_the_answers_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(into: list[Any], value: Any, group: Any) -> None:
-        into[:] = [value, ("all_reduce", 1)]
+    other: list[torch.Tensor] = []
 
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    def sent(tensor: torch.Tensor, _: Sequence[int], name: str) -> torch.Tensor:
+        other.append(tensor)
+        return tensor.repeat(2, 1)
+
+    gather_pickled(("all_reduce", 1), 2, sent)
+
+    def gathered(into: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+        into[:] = [own, *other]
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gathered)
     comm = TorchCommunicator.__new__(TorchCommunicator)
     comm.size, comm._group = 2, None
     with pytest.raises(TrainingError, match="got 'plan' on rank 0 and 'all_reduce' on rank 1"):

@@ -197,6 +197,8 @@ def _as_of_rank(name: str, value: Any, rank: int, size: int) -> Any:
         if not offers or rank % PER_HOST:
             return error, "waits" if offers else message
         return error, Offer(host, 1, 1, b"", 0, (0,), "int32", 0)
+    if name == "rank_states":
+        return value
     if isinstance(value, tuple) and len(value) == 2 and value[0] is None:  # of `on_rank_zero`: only rank 0 has a value
         return None, None
     return value
@@ -225,7 +227,7 @@ def _used_by_others(name: str, own: Any, of_rank_zero: Any, rank: int, size: int
     return of
 
 
-SAVING = ("files", "reducer_state", "prepare_save", "save_own", "save", "finish_saving")
+SAVING = ("rank_states", "prepare_save", "save_own", "save", "finish_saving")
 
 
 def train(size: int, rank: int, folder: Path, steps: int, traffic: Traffic) -> dict[str, Any]:
@@ -274,7 +276,7 @@ def train(size: int, rank: int, folder: Path, steps: int, traffic: Traffic) -> d
     marks = comm.marks
     first_plan, second_plan = marks["plan_train"][:2]
     in_steps = [scores[0] - plan[1] for plan, scores in zip(marks["plan"], marks["train_scores"], strict=True)]
-    saves = [(files[0], saved[1]) for files, saved in zip(marks["files"], marks["save"], strict=True)]
+    saves = [(states[0], saved[1]) for states, saved in zip(marks["rank_states"], marks["save"], strict=True)]
     lines = (folder / "rank0" / "scores.jsonl").read_text().splitlines()
     return {
         "start": first_plan[0] - before[0],

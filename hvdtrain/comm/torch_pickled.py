@@ -19,7 +19,7 @@ LENGTH = 8
 LEAST_SPACE, MOST_SPACE = 64, 1024
 """Bytes of each rank in the first message. It has less space on many ranks, as every rank receives it from all."""
 
-SPACE_OF_ALL = 2**16
+SPACE_OF_ALL = 2**14
 """Bytes of all ranks in the first message, within these limits."""
 
 
@@ -50,7 +50,7 @@ def gather_pickled(value: T, size: int, gather_rows: Callable[[Any, Sequence[int
 def first_space(size: int) -> int:
     """The bytes of each of `size` ranks in the first message.
 
-    >>> first_space(2), first_space(256), first_space(16384)
+    >>> first_space(2), first_space(64), first_space(16384)
     (1024, 256, 64)
     """
     return min(max(SPACE_OF_ALL // size, LEAST_SPACE), MOST_SPACE)

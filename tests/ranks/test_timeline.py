@@ -20,7 +20,7 @@ def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) 
     assert gradient.count("MPI_ALLREDUCE") == 20
     assert "broadcast.initial_parameters.0" in rows
     for name in ("plan_train", "train_scores", "save"):
-        assert "MPI_ALLGATHER" in rows[f"allgather.{name}.first"]
+        assert "MPI_ALLGATHER" in rows[f"allgather.{name}.first.0"]
     assert not [name for name in rows if "noname" in name]  # what Horovod calls those without a name
 
 

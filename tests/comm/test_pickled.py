@@ -12,7 +12,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.torch_pickled import LEAST_SPACE, MOST_SPACE, gather_pickled
 
 
-def gathered(comm: Communicator, value: Any, size: int | None = None) -> tuple[list[Any], list[str]]:
+def gathered(comm: Communicator, value: Any) -> tuple[list[Any], list[str]]:
     """What a rank gets, and the names of the messages."""
     names = []
 
@@ -23,7 +23,7 @@ def gathered(comm: Communicator, value: Any, size: int | None = None) -> tuple[l
         assert len(rows) == sum(lengths)
         return torch.as_tensor(rows)
 
-    return gather_pickled(value, comm.size if size is None else size, gather_rows), names
+    return gather_pickled(value, comm.size, gather_rows), names
 
 
 def test_small_values_need_one_message() -> None:

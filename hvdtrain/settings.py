@@ -106,7 +106,9 @@ class RunKeys(Section):
         42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
     )
     num_threads: int | None = key(
-        None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+        None,
+        "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks",
+        Rule("a positive number up to 65536", lambda value: 0 < value <= 65536),
     )
     overfit_batches: int | None = key(
         None,

@@ -25,7 +25,7 @@ class LaunchKeys(Section):
     ngpu: int | None = key(
         None,
         "start N processes on this host and connect them with torch.distributed; 0: one process on the CPU",
-        not_negative,
+        Rule("zero or a positive number up to 1024", lambda value: 0 <= value <= 1024),
     )
     max_restarts: int = key(
         0,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import numbers
 import types
 import typing
@@ -324,6 +325,12 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 
 FUNCTION = get_origin(Callable[..., Any])
 
+INTEGERS_END = 2**63
+"""All integers are below this, and above its negative: numpy, PyTorch and files have int64."""
+
+FLOATS_END = 3.4e38
+"""All finite numbers are up to this: models are float32."""
+
 
 def _convert_to(value: Any, expected: Any) -> Any:
     """A value of the type. Raises: Mismatch."""
@@ -360,14 +367,14 @@ def _choice(value: Any, expected: Any) -> Any:
 def _union_member(value: Any, expected: Any) -> Any:
     """A value of one of a union's types: unchanged if its type is among them ("3" stays a string), else the first that fits."""
     members = get_args(expected)
-    if any(type(value) is member for member in members):
-        return value
-    for member in members:
+    same = [member for member in members if type(value) is member]
+    too_large = None
+    for member in same or members:
         try:
             return _convert_to(value, member)
-        except Mismatch:
-            continue
-    raise Mismatch(words_of(expected))
+        except Mismatch as mismatch:
+            too_large = mismatch if mismatch.rule == "out-of-range" else too_large
+    raise too_large or Mismatch(words_of(expected))
 
 
 def _number(value: Any, kind: type) -> bool | int | float:
@@ -376,9 +383,13 @@ def _number(value: Any, kind: type) -> bool | int | float:
         return bool(value)
     if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
         return BOOLEANS[value.lower()]
-    if kind is int and is_number and float(value).is_integer():
+    if kind is int and is_number and (isinstance(value, numbers.Integral) or float(value).is_integer()):
+        if abs(value) >= INTEGERS_END:
+            raise Mismatch("an integer below 2**63", "out-of-range")
         return int(value)
     if kind is float and is_number:
+        if FLOATS_END < abs(value) < math.inf:
+            raise Mismatch(f"a number up to {FLOATS_END:.2g}", "out-of-range")
         return float(value)
     raise Mismatch(words_of(kind))
 

@@ -5,13 +5,18 @@ import math
 import random
 from pathlib import Path
 
+import numpy
 import pytest
 from forked import run_forked
 from fuzzing import cases, generator
-from launching import hvdtrain
+from launching import hvdtrain, refused
 
 from hvdtrain.config.keys import Key
-from hvdtrain.settings import all_keys
+from hvdtrain.data.plan.bounds import group_by_cost
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import cut
+from hvdtrain.errors import DataError
+from hvdtrain.settings import all_keys, read_settings
 
 CONFIG = """
 import hvdtrain, numpy, torch
@@ -130,3 +135,36 @@ def test_random_values_are_refused_by_the_name_of_their_key_or_trained(tmp_path:
             assert "Traceback" not in finished.err or "lambda" in value or "in this batch: " in finished.err, (
                 f"{label}: {finished.err[-1500:]}"
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("context_window", "1e300", "out-of-range"),
+        ("context_window", "2**40", "out-of-range"),
+        ("context_window", "{'data': 10**30}", "out-of-range"),
+        ("context_window", "({'data': 2**40}, {'data': 1})", "out-of-range"),
+        ("chunking", "({'data': 2**40}, {'data': 2**40})", "out-of-range"),
+        ("max_seqs", "1e300", "out-of-range"),
+        ("num_epochs", "10**400", "out-of-range"),
+        ("num_threads", "2**40", "out-of-range"),
+        ("ngpu", "2**31", "out-of-range"),
+        ("learning_rate", "1e300", "out-of-range"),
+        ("gradient_clip", "10**400", "out-of-range"),
+    ],
+)
+def test_numbers_beyond_those_of_arrays_are_out_of_range(tmp_path: Path, name: str, value: str, rule: str) -> None:
+    """Found by random values as tracebacks of numpy and PyTorch."""
+    (tmp_path / "config.py").write_text(f"{CONFIG}{name} = {value}\n")
+    with refused(f"{name}: {rule}"):
+        read_settings([tmp_path / "config.py"], {"model": str(tmp_path / "model")})
+
+
+def test_context_that_makes_sequences_too_long_is_named() -> None:
+    with pytest.raises(DataError, match=r"context_window: .* 2147483646 of the data key data with sequences of up to 5"):
+        cut({"data": numpy.array([3, 5])}, ChunkKeys(context_window=2**31 - 1))
+
+
+def test_groups_of_more_batches_than_there_are_are_none() -> None:
+    found = group_by_cost(numpy.arange(5), 2**62, numpy.random.RandomState(1))
+    assert sorted(found) == list(range(5))

@@ -171,6 +171,7 @@ def group_by_cost(costs: Array, group: int, generator: numpy.random.RandomState)
     """
     columns = costs if costs.ndim == 2 else costs[:, None]
     by_cost = numpy.lexsort(columns.T[::-1])
+    group = min(group, len(by_cost) + 1)  # then there is no group, whose size would be too much for an array
     num_groups, rest = divmod(len(by_cost), group)
     cut = int(generator.randint(num_groups + 1)) * group
     grouped = numpy.concatenate([by_cost[:cut], by_cost[cut + rest :]]).reshape(num_groups, group)

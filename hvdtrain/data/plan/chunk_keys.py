@@ -12,6 +12,9 @@ from hvdtrain.errors import Problem, problem
 
 Tail = Literal["keep", "drop_short"]
 
+FRAMES_END = 2**31
+"""Numbers of frames are below this: the lengths of sequences are int32."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -82,13 +85,17 @@ def parse_context(value: Any) -> Context | None:
         left = {name: (frames - 1) // 2 for name, frames in by_key.items()}
         right = {name: frames // 2 for name, frames in by_key.items()}
     numbers = [*left.values(), *right.values()]
-    if not all(isinstance(frames, int) and not isinstance(frames, bool) and frames >= 0 for frames in numbers):
+    if not all(_is_count(frames) for frames in numbers):
         raise ValueError(value)
     return Context(left, right) if any(numbers) else None
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return _is_count(value) and value != 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FRAMES_END
 
 
 def _parses(value: Any) -> bool:
@@ -117,7 +124,7 @@ class ChunkKeys(Section):
         None,
         "cut training sequences into chunks of SIZE frames, one every STEP frames: 'SIZE:STEP', SIZE (the step is the size), or "
         "(SIZE, STEP), where both may be dicts by data key (data keys that are not named stay whole); 0 or None: off",
-        Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers", _parses),
+        Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers below 2**31", _parses),
     )
     min_chunk_size: int | dict[str, int] = key(
         0,
@@ -134,7 +141,10 @@ class ChunkKeys(Section):
         "add context to every sequence and every chunk, also in evaluation: with N, N - 1 frames of the data key 'data', half of "
         "them on each side, taken from the sequence, and zeros beyond its ends; or a dict of N by data key; or two dicts of the "
         "numbers of frames before and after; 1 or None: off",
-        Rule("a positive integer, a dict of them by data key, or two dicts of the frames before and after", _parses_context),
+        Rule(
+            "a positive integer below 2**31, a dict of them by data key, or two dicts of the frames before and after",
+            _parses_context,
+        ),
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:

@@ -17,7 +17,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.batch_keys import Limit
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, Context, Tail, limit_of, parse, parse_context
+from hvdtrain.data.plan.chunk_keys import FRAMES_END, ChunkKeys, Context, Tail, limit_of, parse, parse_context
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
@@ -121,7 +121,7 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         lengths: by data key, number of frames of every sequence.
 
     Raises:
-        DataError: the data keys of a sequence have different numbers of chunks.
+        DataError: the data keys of a sequence have different numbers of chunks, or one has too many frames with its context.
     """
     how = parse(keys.chunking)
     context = parse_context(keys.context_window)
@@ -146,6 +146,11 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
             inside = numpy.minimum(sizes[name], here - numbers * steps[name])
             here = numpy.where(whole[name][sequences], here, inside)
         added = 0 if context is None else sum(context.of(name))
+        if added and len(here) and here.max() + added >= FRAMES_END:
+            raise DataError(
+                f"context_window: expected less than 2**31 frames with those before and after, got {added} of the data key {name} "
+                f"with sequences of up to {here.max()}"
+            )
         chunk_lengths[name] = (here + added).astype(numpy.int32)
     return Chunks(first, sequences, numbers, chunk_lengths, steps, context)
 

@@ -13,6 +13,7 @@ from cluster.jobs import SLOWER, wait_for_job
 from cluster.slurm import wait_until_idle
 from cluster.test_failures import wait_for, wait_until
 
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.training.trace import has_begun, trained_on
 
 EPOCHS = 40
@@ -44,7 +45,8 @@ def start(hosts: Hosts, work: Path) -> str:
     done = hosts.run([*SUBMIT, *SIZE, *keys], folder=work)
     assert done.status == 0, done.err
     wait_until(lambda: has_begun(work / "trace", 0, 3), "a step of three ranks", 240)
-    wait_until(lambda: bool(list((work / "exp").glob("model.*.step-*"))), "a checkpoint")
+    folder = CheckpointFolder(work / "exp" / "model")
+    wait_until(lambda: folder.newest() is not None, "a checkpoint that is complete")  # its files are written one by one
     return done.out.split()[-1]
 
 

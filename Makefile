@@ -1,8 +1,10 @@
 # make train   train a model on two Horovod ranks (about five minutes on two cores)
 # make demo-speech   speech recognition on two ranks, with sentences that espeak-ng speaks
 # make check   formatting, lint, types, and the tests that start no other program: about a minute
-# make test    the tests: what is learned, read, written and printed, on one rank and on several
-# make test-launchers   the tests of launchers, stops, faults and restarts, on this host and, as root, on several with Slurm
+# make test    the tests that prove each claim once, on one rank and on two
+# make test-all   all tests, before a release: make test, then make test-rest, then new random cases
+# make test-rest   what make test leaves out: launchers, stops, restarts, other numbers of ranks, and, as root, several hosts with Slurm
+# make test-times  make test and make test-rest, with what they take in the table of CONTRIBUTING.md
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make fuzz    random files, configs, logs, datagrams: many times what make test draws (TIMES=20), with a new seed, which it prints
 # make soak-faults  the table of faults and launchers in docs/resuming.md: each fault has to be named, or training continues
@@ -30,7 +32,11 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 tools/run_tests.sh $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train demo-speech test test-launchers test-gpu test-soak soak-faults fuzz check format docs help-time benchmark benchmark-data clean
+# What the tests took: exp/tests/*.json, which tests/times.py reads.
+TIMES_OF = mkdir -p exp/tests && $(PYTEST) --times exp/tests
+
+.PHONY: setup setup-tests data train demo-speech test test-all test-rest test-times test-gpu test-soak soak-faults fuzz check format \
+	docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -69,13 +75,19 @@ data/speech/test/text: demos/speech/speak.py | setup
 demo-speech: data/speech/test/text
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/speech.py ++use_horovod 1 ++max_seqs 16
 
-test: setup data $(RETURNN_DEMOS)
-	$(PYTEST) --ignore tests/launchers
+test: setup data
+	$(TIMES_OF)/fast.json -m "not slow and not cluster"
 
 # Also on three hosts with Slurm, all simulated on this machine; these are skipped with a reason if they cannot be set up. Most
-# tests wait for processes, hence twice as many workers; an empty -m includes the tests marked cluster.
-test-launchers: setup setup-tests
-	$(PYTEST) -n 6 tests/launchers tests/cluster -m "" -rs
+# tests wait for processes, hence more workers.
+test-rest: setup setup-tests data $(RETURNN_DEMOS)
+	$(TIMES_OF)/slow.json -n 5 -m slow -rs
+
+test-all: test test-rest
+	HVDTRAIN_FUZZ_SEED=new $(PYTEST) -m "fuzz and not slow"
+
+test-times: test test-rest
+	$(PYTHON_OF_VENV) tests/times.py exp/tests/fast.json exp/tests/slow.json
 
 test-gpu: setup
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py
@@ -88,13 +100,13 @@ soak-faults: setup
 
 TIMES = 20
 fuzz: setup data
-	HVDTRAIN_FUZZ_TIMES=$(TIMES) $(PYTEST) -m fuzz
+	HVDTRAIN_FUZZ_SEED=$(or $(HVDTRAIN_FUZZ_SEED),new) HVDTRAIN_FUZZ_TIMES=$(TIMES) $(PYTEST) -m fuzz
 
 check: setup data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m ruff format --check .
 	$(PYTHON_OF_VENV) -m ruff check .
 	$(PYTHON_OF_VENV) -m mypy
-	$(PYTEST) -m "not cluster and not launches"
+	$(PYTEST) -m "not slow and not cluster and not launches"
 
 format: setup
 	$(PYTHON_OF_VENV) -m ruff format .

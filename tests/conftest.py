@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import finish, hvdtrain, in_turn, launch, locked, torchrun
+from launching import ROOT, finish, hvdtrain, in_turn, launch, locked, torchrun
+from leftovers import TestProcess
 from object_store import ObjectStore, object_store
 from terminal import Terminal
+from times import Times
 from trainings import Trained
 
 from hvdtrain.config.source import SELDOM
@@ -63,7 +65,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(shared_folder: Path) -> Path:
     """A folder with train.hdf (231 sequences: no multiple of 12), even.hdf (240), two.hdf (2) and dev.hdf (101)."""
     folder = shared_folder / "corpus"
-    with locked("corpus", fcntl.LOCK_EX):
+    with locked(folder.with_suffix(".lock"), fcntl.LOCK_EX):
         if not folder.exists():
             folder.mkdir()
             for seed, (name, size) in enumerate({"train": 231, "even": 240, "two": 2, "dev": 101}.items()):
@@ -87,25 +89,33 @@ def store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Object
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", metavar="FILE", help="print what the tests of each folder took, and write what each test took")
     parser.addoption("--soak", action="store_true", help="the tests marked soak and again, whole")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Tell how to repeat what is random (a header would not be printed with -q)."""
+    if (file := config.getoption("--times")) is not None:
+        times = config.pluginmanager.getplugin("times")
+        times.write(Path(file))
+        for line in times.lines():
+            terminalreporter.write_line(line)
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     if any("fuzz" in report.keywords for report in reports):
         seed = os.environ["HVDTRAIN_FUZZ_SEED"]
         terminalreporter.write_line(f"tests marked fuzz: HVDTRAIN_FUZZ_SEED={seed} makes the same cases again")
 
 
-def pytest_configure() -> None:
-    """Every run draws other random cases (tests marked fuzz, fuzzing.py); its workers draw the same.
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests marked fuzz draw the same cases every time, unless HVDTRAIN_FUZZ_SEED has another seed, or "new" (fuzzing.py).
 
     A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`.
     """
-    os.environ.setdefault("HVDTRAIN_FUZZ_SEED", str(random.SystemRandom().randrange(10**9)))
+    if os.environ.setdefault("HVDTRAIN_FUZZ_SEED", "1") == "new":
+        os.environ["HVDTRAIN_FUZZ_SEED"] = str(random.SystemRandom().randrange(10**9))  # which the workers inherit
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.pluginmanager.register(Times(), "times")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -120,8 +130,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    with in_turn(alone=request.node.get_closest_marker("quiet") is not None):
+def _in_turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
+    with in_turn(shared_folder, alone=request.node.get_closest_marker("quiet") is not None):
+        yield
+
+
+@pytest.fixture(scope="session")
+def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestProcess]:
+    tmp_path_factory.getbasetemp()  # which is not among the temporary files of this process
+    with TestProcess.of_this_session((ROOT,)) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(_process: TestProcess, _in_turn: None) -> Iterator[None]:
+    """The first fixture of a test, so that all others have tidied up when it looks."""
+    with _process.checked():
         yield
 
 
@@ -129,13 +153,16 @@ def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
 def trained(request: pytest.FixtureRequest, corpus: Path, shared_folder: Path) -> Trained:
     """What the trainings of the collected modules left (trainings.py)."""
     modules = {item.path for item in request.session.items}
-    return Trained(corpus, shared_folder / "trained", modules, request.config.getoption("--soak"))
+    slow = {item.path for item in request.session.items if item.get_closest_marker("slow") is not None}
+    return Trained(corpus, shared_folder / "trained", modules, slow, request.config.getoption("--soak"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests that start programs: `-m "not launches"`."""
+    """Mark tests that start programs: `-m "not launches"`; and those of launchers and of a cluster, all of which are slow."""
     if starts_programs(item):
         item.add_marker("launches")
+    if item.path.parent.name in ("launchers", "cluster"):
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(optionalhook=True)

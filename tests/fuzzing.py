@@ -1,10 +1,13 @@
-"""Random cases: another seed in every run, which pytest names at the end, and many more of them in `make fuzz`."""
+"""Random cases: the same in every `make test`; new ones, and many more, in `make fuzz`, whose seed pytest names at the end.
+
+What new cases find becomes a case of its own, with its values written out: tests/config/test_random_values.py has examples.
+"""
 
 import os
 import random
 
 SEED = int(os.environ["HVDTRAIN_FUZZ_SEED"])
-"""Set in conftest.py unless the environment has it: `HVDTRAIN_FUZZ_SEED=N` repeats a run."""
+"""1, or what the environment has: `HVDTRAIN_FUZZ_SEED=N` repeats a run."""
 
 
 def cases(few: int) -> int:

@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,22 +85,18 @@ def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str
 
 
 @contextmanager
-def in_turn(alone: bool) -> Iterator[None]:
-    """Around every test: one that measures time runs alone, while the other workers wait."""
+def in_turn(folder: Path, alone: bool) -> Iterator[None]:
+    """Around every test: one that measures time runs alone, while the other workers wait. The locks are in a folder."""
     with ExitStack() as inside:
-        with locked("turn", fcntl.LOCK_EX):  # who wants to be alone is not overtaken for ever
-            inside.enter_context(locked("quiet", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        with locked(folder / "turn.lock", fcntl.LOCK_EX):  # who wants to be alone is not overtaken for ever
+            inside.enter_context(locked(folder / "quiet.lock", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         yield
 
 
 @contextmanager
-def locked(name: str, how: int) -> Iterator[None]:
-    """Hold a lock that the workers of this run of the tests share, if there are several."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        yield
-        return
-    with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.{name}.lock"), "w") as lock:
+def locked(path: Path, how: int) -> Iterator[None]:
+    """Hold the lock of a file, as `fcntl.flock` takes it."""
+    with path.open("w") as lock:
         fcntl.flock(lock, how)
         try:
             yield

@@ -84,6 +84,7 @@ class Request:
     runs: tuple[Run, ...]
     after: Run | None
     apart: bool
+    slow: Sequence[Run]
     again: Sequence[Run]
 
 
@@ -91,28 +92,29 @@ REQUESTS: list[Request] = []
 
 
 def trains(
-    *runs: Run, after: Run | None = None, apart: bool = False, again: Sequence[Run] = ()
+    *runs: Run, after: Run | None = None, apart: bool = False, slow: Sequence[Run] = (), again: Sequence[Run] = ()
 ) -> Callable[[Trainings], Trainings]:
     """Have the trainings that the decorated function returns run in each of these ways.
 
     Args:
         after: where the trainings continue with what the same module's trainings left in another run: that one comes first.
         apart: are launched separately.
-        again: more runs, with --soak. Give the tests of them the mark with `marked`.
+        slow: more runs, where tests of the module marked slow were collected.
+        again: more runs, with --soak. Give the tests of both the mark with `marked`.
     """
 
     def register(function: Trainings) -> Trainings:
         module = Path(function.__globals__["__file__"])
         name = f"{module.stem.removeprefix('test_')}.{function.__name__}"
-        REQUESTS.append(Request(name, module, function, runs, after, apart, again))
+        REQUESTS.append(Request(name, module, function, runs, after, apart, slow, again))
         return function
 
     return register
 
 
-def marked(runs: Sequence[Run]) -> list[Any]:
-    """Parameters of tests that prove again what other runs prove: with --soak."""
-    return [pytest.param(run, marks=pytest.mark.again) for run in runs]
+def marked(runs: Sequence[Run], mark: pytest.MarkDecorator = pytest.mark.again) -> list[Any]:
+    """Parameters of tests with a mark: `again` for runs that prove again what others prove, or `slow`."""
+    return [pytest.param(run, marks=mark) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,14 @@ class Trained:
     Args:
         folder: which all workers share.
         modules: whose tests were collected.
+        slow: those of them with tests marked slow.
     """
 
-    def __init__(self, corpus: Path, folder: Path, modules: set[Path], soak: bool) -> None:
+    def __init__(self, corpus: Path, folder: Path, modules: set[Path], slow: set[Path], soak: bool) -> None:
         self._corpus = corpus
         self._folder = folder
         wanted = [request for request in REQUESTS if request.module in modules]
+        wanted = [replace(one, runs=(*one.runs, *one.slow)) if one.module in slow else one for one in wanted]
         self._requests = [replace(one, runs=(*one.runs, *one.again)) if soak else one for one in wanted]
         self._errors: dict[str, str | None] = {}
         self._begun: set[str] = set()
@@ -216,7 +220,8 @@ class Trained:
         self._begun.add(name)
         folder = self._folder / name
         outcome = folder / "outcome"
-        with locked(f"launch-{name}", fcntl.LOCK_EX):
+        self._folder.mkdir(exist_ok=True)
+        with locked(folder.with_name(f"{name}.lock"), fcntl.LOCK_EX):
             if not outcome.exists():
                 finished = self._train(run, wanted, folder)
                 (folder / "out").write_text(finished.out)

@@ -125,7 +125,7 @@ from hvdtrain.comm.launchers import Launch
 wanted = [Launch("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
 local.run(wanted, [{str(tmp_path)!r}, "wait"], os.environ, program=("-c", {RANK!r}), imports=["planted"])
 """
-    environ = finding_modules_in(tmp_path)
+    environ = {**finding_modules_in(tmp_path), "TMPDIR": str(tmp_path)}  # a launcher that is killed leaves a folder
     launcher = subprocess.Popen([sys.executable, "-c", program], env=environ)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("rank-*.json"))) < 2 and time.monotonic() < deadline:

@@ -1,13 +1,15 @@
 """Trainings and other tasks in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
 
 Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, its output to FOLDER/NAME.out-RANK, the scores of a task other
-than train to FOLDER/NAME.scores, and the names of the frameworks that it imported to FOLDER/frameworks. A training that is
+than train to FOLDER/NAME.scores, and the names of the frameworks that it imported to FOLDER/frameworks. Rank 0 writes each
+training's processor seconds to costs.json, next to jobs.json. A training that is
 stopped resumes at once, unless it has "once". With "timeline", Horovod writes a timeline of this training. The ranks connect
 anew if the transport differs from the previous one. On several ranks TensorFlow does not optimize its graphs.
 """
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -82,6 +84,7 @@ def timeline_of(job) -> Iterator[None]:
 
 
 jobs = [job | {"configs": [Path(config) for config in job["configs"]]} for job in json.loads(Path(sys.argv[1]).read_text())]
+costs = {}
 for _, alike in groupby(jobs, transport_of):
     group = list(alike)
     with open_communicator(read_settings(group[0]["configs"], group[0]["overrides"])) as comm:
@@ -90,6 +93,7 @@ for _, alike in groupby(jobs, transport_of):
             tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
         for job in group:
             out = Path(job["folder"], f"{job['name']}.out-{comm.rank}")
+            started = time.process_time()
             with out.open("a") as file, redirect_stdout(file), timeline_of(job), separate_imports(job["configs"]):
                 try:
                     run(comm, job)
@@ -98,6 +102,9 @@ for _, alike in groupby(jobs, transport_of):
                         f"rank {comm.rank}: {job['folder']}: {job['name']}\n{traceback.format_exc()}", file=sys.stderr, flush=True
                     )
                     raise
+            costs[f"{Path(job['folder']).name}/{job['name']}"] = time.process_time() - started
+        if comm.rank == 0:
+            Path(sys.argv[1]).with_name("costs.json").write_text(json.dumps(costs))
 imported = sorted({"torch", "tensorflow", "keras"} & sys.modules.keys())
 for folder in {job["folder"] for job in jobs}:
     Path(folder, "frameworks").write_text(" ".join(imported))

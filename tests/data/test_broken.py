@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+from opened_data import opened
 
 import hvdtrain
 from hvdtrain.data.broken import BrokenSequences
@@ -14,7 +15,6 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import check_dataset, open_dataset
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BrokenSequence
 from hvdtrain.training.account import Account
@@ -86,9 +86,7 @@ def batches_of(dataset: Dataset, limit: int, size: int = 1, rank: int = 0, chunk
 def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
     inside = {"class": lambda: Items((2, 3, 5))}
     options = {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays, "num_workers": workers}
-    spec, problems = check_dataset("train", options, {})
-    assert spec is not None, problems
-    dataset = open_dataset(spec)
+    dataset = opened(options)
     found = batches_of(dataset, 3)
     assert [batch.indices.tolist() for batch in found] == [[0, 1], [], [4]]
     assert [sorted(batch.planned.tolist()) for batch in found] == [[0, 1], [2, 3], [4, 5]]
@@ -103,9 +101,7 @@ def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
 
 
 def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
-    spec, _ = check_dataset("train", {"class": lambda: Items((1,))}, {})
-    assert spec is not None
-    found = batches_of(open_dataset(spec), 1, chunking=3)
+    found = batches_of(opened({"class": lambda: Items((1,))}), 1, chunking=3)
     planned = [index for batch in found for index in batch.planned.tolist()]
     assert sorted(planned) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
     assert [index for batch in found for index in batch.indices.tolist()] == [index for index in sorted(planned) if index != 1]
@@ -115,9 +111,8 @@ def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:
 
 @pytest.mark.parametrize("keys", [{"max_seqs": 2, "packed": True}, {"batch_size": 5, "frame_batches": True}], ids=str)
 def test_batches_without_padding_are_read_without_it_too(keys: dict[str, Any]) -> None:
-    spec, _ = check_dataset("train", {"class": lambda: Items((2, 3))}, {})
-    assert spec is not None
-    feed = Feed("train", open_dataset(spec), OrderKeys(seq_ordering="default"), BatchKeys(**keys), 0, 1)
+    dataset = opened({"class": lambda: Items((2, 3))})
+    feed = Feed("train", dataset, OrderKeys(seq_ordering="default"), BatchKeys(**keys), 0, 1)
     feed = replace(feed, broken=BrokenSequences("train", 2))
     plan = feed.plan(1)
     account = Account(feed, plan)
@@ -137,10 +132,9 @@ def test_batches_without_padding_are_read_without_it_too(keys: dict[str, Any]) -
 @pytest.mark.parametrize("keys", [{"max_seqs": 3}, {"batch_size": 7, "frame_batches": True}], ids=str)
 def test_a_broken_sequence_that_a_mix_draws_several_times_counts_once(keys: dict[str, Any]) -> None:
     datasets = {"good": {"class": lambda: Items(())}, "bad": {"class": lambda: Items((1,))}}
-    spec, _ = check_dataset("train", {"class": "MixingDataset", "datasets": datasets, "weights": {"good": 1, "bad": 3}}, {})
-    assert spec is not None
+    dataset = opened({"class": "MixingDataset", "datasets": datasets, "weights": {"good": 1, "bad": 3}})
     limited = BrokenSequences("train", 1)
-    feed = Feed("train", open_dataset(spec), OrderKeys(seq_ordering="random"), BatchKeys(**keys), 0, 1, broken=limited)
+    feed = Feed("train", dataset, OrderKeys(seq_ordering="random"), BatchKeys(**keys), 0, 1, broken=limited)
     plan = feed.plan(1)
     assert feed.num_sequences(plan) == 4 * 6  # three times all of the second dataset
     account = Account(feed, plan)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import TOY, hvdtrain
+from trainings import Run, Trained, trains
 
 from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
@@ -264,35 +264,27 @@ def test_a_folder_that_was_closed_while_a_thread_copies(originals: list[Path], n
 
 # ------------------------------------------------------------------------------------------------ under mpirun
 
+RUN = Run("torch", "horovod", 2)
 
-def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Path) -> None:
-    overrides = {
-        "use_horovod": 1,
-        "corpus": corpus,
-        "evaluated": "true",
-        "model": tmp_path / "model",
-        "log_verbosity": 5,
-        "cache_dir": tmp_path / "near",
-    }
-    first = hvdtrain(TOY, overrides, ranks=2)
-    assert first.status == 0, first.err
-    assert re.search(r": 2 files \(\d+.\d KB\) are read from copies in .*/near, 2 copied now \(\d+.\d KB in ", first.out), (
-        first.out
-    )
-    assert {path.read_bytes() for path in (tmp_path / "near").glob("*.hdf")} == {
-        (corpus / "train.hdf").read_bytes(),
-        (corpus / "dev.hdf").read_bytes(),
-    }
-    assert list((tmp_path / "near").glob("process-*")) == []  # they took leave
-    (tmp_path / "far").mkdir()
+
+@trains(RUN)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """The second one on files of the same contents elsewhere, with room for one of them once the first one's copies have gone."""
+    corpus, far = folder.parents[2] / "corpus", folder / "far"
+    far.mkdir(exist_ok=True)
     for name in ("train.hdf", "dev.hdf"):
-        shutil.copy2(corpus / name, tmp_path / "far")
-    size = (corpus / "train.hdf").stat().st_size
-    second = hvdtrain(
-        TOY, {**overrides, "corpus": tmp_path / "far", "model": tmp_path / "other", "cache_dir_size": size + 10}, ranks=2
-    )
-    assert second.status == 0, second.err
-    # There is room for one file, once the copies of the first training have gone: its losses are the same in any case.
-    assert second.out.count("not copied, read from its original path: ") == 1
-    lines = [[line.split(", elapsed")[0] for line in text.split("\n") if " score: " in line] for text in (first.out, second.out)]
-    assert lines[0] == lines[1] != []
+        shutil.copy2(corpus / name, far)
+    common = {"evaluated": True, "cache_dir": folder / "near"}
+    return {"first": common, "second": {**common, "corpus": far, "cache_dir_size": (corpus / "train.hdf").stat().st_size + 10}}
+
+
+def test_ranks_train_on_copies_that_one_of_them_made(trained: Trained, corpus: Path) -> None:
+    results = trained(trainings, RUN)
+    first, second = results.out("first"), results.out("second")
+    assert re.search(r": 2 files \(\d+.\d KB\) are read from copies in .*/near, 2 copied now \(\d+.\d KB in ", first), first
+    assert second.count("not copied, read from its original path: ") == 1
+    assert results.scores("first") == results.scores("second") != []
+    near = results.folder / "near"
+    [left] = near.glob("*.hdf")
+    assert left.read_bytes() in [(corpus / name).read_bytes() for name in ("train.hdf", "dev.hdf")]
+    assert list(near.glob("process-*")) == []  # they took leave

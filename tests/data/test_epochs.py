@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 from launching import TOY
+from opened_data import opened
 from trainings import Run, Trained, trains
 
 from hvdtrain.data.dataset import Dataset
@@ -16,17 +17,10 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 
 SIZE = 23
-
-
-def opened(value: Any) -> Dataset:
-    spec, problems = parse("train", value, {})
-    assert spec is not None, problems
-    return open_dataset(spec)
 
 
 @pytest.fixture

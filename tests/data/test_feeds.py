@@ -11,7 +11,6 @@ from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.start_up.data import open_feeds
 
@@ -137,10 +136,6 @@ def test_keys_on_the_command_line(tmp_path: Path, corpus: Path) -> None:
     made = settings(tmp_path, corpus, "", chunking="50:25", batch_size="{'data': 4}", max_seqs="-1", shuffle_batches="true")
     assert (made.chunks.chunking, made.batch.batch_size, made.batch.max_seqs) == ("50:25", {"data": 4}, -1)
     assert made.batch.shuffle_batches is True
-
-
-def test_keys_that_there_are_now_are_not_refused() -> None:
-    assert not {"chunking", "max_seq_length", "min_seq_length", "min_chunk_size"} & set(UNSUPPORTED)
 
 
 def test_the_line_about_padding_stands_beside_the_epochs_own() -> None:

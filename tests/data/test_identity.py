@@ -9,10 +9,10 @@ import h5py
 import numpy
 import pytest
 from hdf_files import Change, laid_out, put
+from opened_data import opened
 
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten_files
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 
 NUMBER = 3000
 
@@ -26,13 +26,15 @@ def write(path: Path, tags: range = range(NUMBER)) -> Path:
     return path
 
 
-def parts(*paths: Path | str, **more: object) -> list[DatasetPart]:
+def parts_of(value: dict[str, object]) -> list[DatasetPart]:
     """What a dataset consists of."""
-    context = OpeningContext()
-    spec, problems = parse("train", {"class": "HDFDataset", "files": [str(path) for path in paths], **more}, {})
-    assert spec is not None, problems
-    open_dataset(spec, context)
-    return context.parts
+    found: list[DatasetPart] = []
+    opened(value, parts=found)
+    return found
+
+
+def parts(*paths: Path | str, **more: object) -> list[DatasetPart]:
+    return parts_of({"class": "HDFDataset", "files": [str(path) for path in paths], **more})
 
 
 def found(before: list[DatasetPart], now: list[DatasetPart]) -> list[str]:
@@ -150,38 +152,28 @@ class Own:
 
 
 def test_python_of_ones_own_is_known_by_lengths_and_tags() -> None:
-    def opened(**arguments: object) -> list[DatasetPart]:
-        context = OpeningContext()
-        spec, _ = parse("train", {"class": Own, **arguments}, {})
-        assert spec is not None
-        open_dataset(spec, context)
-        return context.parts
-
-    assert found(opened(), opened()) == []
-    assert found(opened(), opened(length=6)) == ["other lengths of 'data' in train"]
-    assert found(opened(), opened(tag="b")) == ["other tags in train"]
+    before = parts_of({"class": Own})
+    assert found(before, parts_of({"class": Own})) == []
+    assert found(before, parts_of({"class": Own, "length": 6})) == ["other lengths of 'data' in train"]
+    assert found(before, parts_of({"class": Own, "tag": "b"})) == ["other tags in train"]
 
 
 def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:
     """Neither a function over sequences nor the order of the dict counts."""
     paths = {name: str(write(tmp_path / f"{name}.hdf", range(start, 20))) for start, name in enumerate("ab")}
 
-    def opened(names: str) -> list[DatasetPart]:
+    def joined(names: str) -> list[DatasetPart]:
         value = {
             "class": "MetaDataset",
             "datasets": {name: {"class": "HDFDataset", "files": paths[name]} for name in names},
             "data_map": {"data": ("a", "data"), "classes": ("b", "classes")},
             "seq_order_control_dataset": "b",
         }
-        context = OpeningContext()
-        spec, problems = parse("train", {"class": "MapDataset", "dataset": value, "map_seq": lambda arrays: arrays}, {})
-        assert spec is not None, problems
-        open_dataset(spec, context)
-        return context.parts
+        return parts_of({"class": "MapDataset", "dataset": value, "map_seq": lambda arrays: arrays})
 
-    before = opened("ab")
+    before = joined("ab")
     assert [part.name for part in before] == ["train.dataset.datasets.a", "train.dataset.datasets.b"]
-    assert found(before, opened("ba")) == []
+    assert found(before, joined("ba")) == []
     paths["b"] = str(write(tmp_path / "c.hdf", range(2, 20)))
-    [difference] = found(before, opened("ba"))
+    [difference] = found(before, joined("ba"))
     assert difference == f"18 sequences instead of 19 in {paths['b']}"

@@ -8,11 +8,11 @@ import numpy
 import pytest
 from launching import faults
 from object_store import BUCKET, ObjectStore, Request
+from opened_data import opened
 
 from hvdtrain.data import remote
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.hdf_tools.dump import main as dump
 from hvdtrain.settings import read_settings
@@ -139,17 +139,14 @@ def test_files_of_web_servers_and_of_fsspecs_own_systems(store: ObjectStore, tmp
 
 def test_an_hdf_file_is_trained_on_and_converted_from_its_copy(store: ObjectStore, corpus: Path, tmp_path: Path) -> None:
     url = store.put("corpus/train.hdf", (corpus / "train.hdf").read_bytes())
-    spec, _ = parse("train", {"class": "MetaDataset", "datasets": {"a": url}, "data_map": {"data": ("a", "data")}}, {})
-    assert spec is not None
+    value = {"class": "MetaDataset", "datasets": {"a": url}, "data_map": {"data": ("a", "data")}}
     with pytest.raises(
         DataError, match=rf"train.datasets.a: expected a copy of {url} on a local disk, got none \(set cache_dir\)"
     ):
-        open_dataset(spec)
+        opened(value)
     copies = copy_files(CopyFolder(tmp_path / "near", None), [url], nothing)
-    dataset = open_dataset(spec, OpeningContext(copies=copies.places))
-    local, _ = parse("train", str(corpus / "train.hdf"), {})
-    assert local is not None
-    expected = open_dataset(local)
+    dataset = opened(value, copies=copies.places)
+    expected = opened(str(corpus / "train.hdf"))
     assert numpy.array_equal(dataset.sequence(17)["data"], expected.sequence(17)["data"])
     assert dump([url, str(tmp_path / "out.hdf"), "--cache-dir", str(tmp_path / "near")]) == 0
     assert dump([url, str(tmp_path / "other.hdf")]) == 2
@@ -158,11 +155,9 @@ def test_an_hdf_file_is_trained_on_and_converted_from_its_copy(store: ObjectStor
 
 def test_bad_content_is_reported_with_the_url(store: ObjectStore, tmp_path: Path) -> None:
     url = store.put("bad.hdf", b"not HDF")
-    spec, _ = parse("train", url, {})
-    assert spec is not None
     copies = copy_files(CopyFolder(tmp_path, None), [url], nothing)
     with pytest.raises(DataError, match=rf"-bad.hdf: expected an HDF5 file, got .* \(a copy of {url}\)$"):
-        open_dataset(spec, OpeningContext(copies=copies.places))
+        opened(url, copies=copies.places)
 
 
 def test_what_remote_files_need_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

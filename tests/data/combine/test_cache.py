@@ -99,8 +99,12 @@ def test_mapped_files_and_empty_budgets_need_no_cache(compressed: HDFDataset, tm
     assert isinstance(with_cache(compressed, Budget(100)), CachedDataset)
     with HDFWriter(tmp_path / "mapped.hdf") as writer:
         writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
-    mapped = open_hdf([tmp_path / "mapped.hdf"])
-    assert with_cache(mapped, Budget(None)) is mapped
+    (feed,) = feeds(tmp_path, f"train = '{tmp_path}/mapped.hdf'\ncache_size = '2G'")
+    assert isinstance(feed.dataset, HDFDataset)
+    assert [line for _, line in feed_lines(feed)] == [
+        "train: 1 sequences, default; data memory-mapped; 16 bytes",
+        "train: no cache: all data is memory-mapped; the system caches it for all ranks of the host",
+    ]
 
 
 # ------------------------------------------------------------------------------------------- from a config's keys
@@ -226,14 +230,3 @@ def test_the_memory_of_a_host_and_of_a_control_group(tmp_path: Path) -> None:
     assert _memory_left(tmp_path) == 400  # the page cache gives way
     (tmp_path / "memory.max").write_text("max\n")
     assert _memory_left(tmp_path) is None
-
-
-def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:
-    with HDFWriter(tmp_path / "mapped.hdf") as writer:
-        writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
-    (feed,) = feeds(tmp_path, f"train = '{tmp_path}/mapped.hdf'\ncache_size = '2G'")
-    assert isinstance(feed.dataset, HDFDataset)
-    assert [line for _, line in feed_lines(feed)] == [
-        "train: 1 sequences, default; data memory-mapped; 16 bytes",
-        "train: no cache: all data is memory-mapped; the system caches it for all ranks of the host",
-    ]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 import pytest
 from documented import blocks_of
-from launching import ROOT, faults
+from launching import ROOT
+from opened_data import opened, problems_of
 
-from hvdtrain.data.combine.map import MapDataset
 from hvdtrain.data.combine.meta import tag_blocks
 from hvdtrain.data.combine.union import FilesDataset
 from hvdtrain.data.combine.workers import ThreadErrors, Workers
@@ -27,7 +27,7 @@ from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.sources import parse
 from hvdtrain.errors import DataError
 
 
@@ -40,19 +40,6 @@ def write(path: Path, count: int, first: int = 0, keys: tuple[str, ...] = ("data
                 arrays["data"] = numpy.full((number % 7, dim), number, numpy.float32)
             writer.add(f"seq-{number}", arrays)
     return str(path)
-
-
-def opened(value: Mapping[str, Any]) -> Dataset:
-    spec, problems = parse("train", value, {})
-    assert problems == []
-    assert spec is not None
-    return open_dataset(spec)
-
-
-def problems(value: Mapping[str, Any]) -> list[str]:
-    spec, found = parse("train", value, {})
-    assert (spec is None) == bool(found)
-    return faults(found)
 
 
 def check_contract(dataset: Dataset) -> None:
@@ -107,16 +94,7 @@ def whole(folder: Path) -> dict[str, Mapping[str, Any]]:
     }
 
 
-CLASSES = [
-    "FilesDataset",
-    "MetaDataset",
-    "CombinedDataset",
-    "ConcatDataset",
-    "MapDataset",
-    "workers",
-    "Task12AXDataset",
-    "DummyDataset",
-]
+CLASSES = "FilesDataset MetaDataset CombinedDataset ConcatDataset MapDataset workers Task12AXDataset DummyDataset".split()
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -210,11 +188,11 @@ def test_types_that_differ_are_read_as_the_larger_one(tmp_path: Path) -> None:
 
 
 def test_malformed_unions() -> None:
-    assert problems({"class": "ConcatDataset", "datasets": []}) == ["train.datasets: missing"]
-    assert problems({"class": "ConcatDataset", "datasets": ["a.hdf", {"files": "b.hdf", "fil": 1}]}) == [
+    assert problems_of({"class": "ConcatDataset", "datasets": []}) == ["train.datasets: missing"]
+    assert problems_of({"class": "ConcatDataset", "datasets": ["a.hdf", {"files": "b.hdf", "fil": 1}]}) == [
         "train.datasets.1.fil: unknown-key"
     ]
-    assert problems(
+    assert problems_of(
         {
             "class": "CombinedDataset",
             "datasets": {"a": "a.hdf", "b": "b.hdf"},
@@ -258,8 +236,8 @@ def test_files_that_change_or_do_not_go_together(tmp_path: Path) -> None:
         opened({"class": "FilesDataset", "files": [*paths, str(tmp_path / "none.hdf")]})
     with pytest.raises(DataError, match=r"^train, data key 'data': .* in .*wide.hdf \(file 2\)$"):
         opened({"class": "FilesDataset", "files": [*paths, write(tmp_path / "wide.hdf", 1, dim=9)]})
-    assert problems({"class": "FilesDataset", "files": [], "max_open_files": 0}) == ["train.max_open_files: out-of-range"]
-    assert problems({"class": "FilesDataset", "files": []}) == ["train.files: missing"]
+    assert problems_of({"class": "FilesDataset", "files": [], "max_open_files": 0}) == ["train.max_open_files: out-of-range"]
+    assert problems_of({"class": "FilesDataset", "files": []}) == ["train.files: missing"]
     [misspelt] = parse("train", {"class": "FileDataset", "files": paths}, {})[1]
     assert "FilesDataset?" in misspelt.hint
 
@@ -293,7 +271,10 @@ def test_outputs_and_lengths_are_those_declared(tmp_path: Path, num_workers: int
     dataset.close()
 
 
-def test_the_order_keys_of_the_dataset_inside_hold() -> None:
+def test_the_order_keys_of_the_dataset_inside_hold_but_not_its_own_seed() -> None:
+    spec, _ = parse("dev", {"class": "Task12AXDataset", "num_seqs": 5, "fixed_random_seed": 3, "seq_ordering": "random"}, {})
+    assert spec is not None
+    assert (spec.order.fixed_random_seed, spec.order.seq_ordering) == (None, "random")
     inside = {"class": "HDFDataset", "files": "a.hdf", "seq_ordering": "laplace:.10"}
     spec, found = parse("train", {"class": "MapDataset", "dataset": inside, "map_seq": halved, "partition_epoch": 3}, {})
     assert spec is not None, found
@@ -417,52 +398,6 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
     dataset.close()
 
 
-def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
-    inside = write(tmp_path / "inside.hdf", 30)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        value = {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays, "num_workers": 2}
-        both = [opened(value), opened(value)]
-        pids = [process.pid for one in both for process in one._workers._processes]
-        os.write(writing, repr(pids).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    workers = [int(number) for number in os.read(reading, 1000).decode().strip("[]").split(",")]
-    os.close(reading)
-    os.close(writing)
-    assert len(workers) == 4
-    deadline = time.monotonic() + 60
-    while any(_alive(worker) for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _alive(process: int) -> bool:
-    """Whether it runs; a process that has ended but was not waited for yet does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_a_mapped_dataset_can_be_joined(tmp_path: Path) -> None:
-    inside, text = write(tmp_path / "a.hdf", 9), write(tmp_path / "text.hdf", 12, keys=("text",))
-    dataset = opened(
-        {
-            "class": "MetaDataset",
-            "datasets": {
-                "mapped": {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays, "num_workers": 1},
-                "text": text,
-            },
-            "data_map": {"data": ("mapped", "data"), "text": ("text", "text")},
-        }
-    )
-    check_contract(dataset)
-    assert isinstance(dataset._datasets["mapped"], MapDataset)
-    dataset.close()
-
-
 @pytest.mark.parametrize(
     ("map_lengths", "message"),
     [
@@ -494,7 +429,7 @@ def test_malformed_maps() -> None:
         },
         "num_workers": 0,
     }
-    assert problems(value) == [
+    assert problems_of(value) == [
         "train.map_seq: wrong-type",
         "train.map_outputs.a: wrong-type",
         "train.map_outputs.b.dim: out-of-range",
@@ -529,21 +464,15 @@ def test_12ax_answers_are_right_and_depend_on_the_seed_alone() -> None:
     assert not numpy.array_equal(dataset.lengths["data"], other.lengths["data"])
 
 
-def test_12ax_seed_is_not_the_seed_of_the_order() -> None:
-    spec, _ = parse("dev", {"class": "Task12AXDataset", "num_seqs": 5, "fixed_random_seed": 3, "seq_ordering": "random"}, {})
-    assert spec is not None
-    assert (spec.order.fixed_random_seed, spec.order.seq_ordering) == (None, "random")
-
-
 def test_dummy_has_the_sizes_asked_for() -> None:
     value = {"class": "DummyDataset", "input_dim": 2, "output_dim": 3, "num_seqs": 4}
     assert opened(value).sequence(3)["data"].tolist() == pytest.approx(numpy.array([[-0.2, -0.1], [0.0, 0.1]]))
     assert opened(value).sequence(3)["classes"].tolist() == [0, 1]
     dataset = opened({**value, "seq_len": {"data": 5, "classes": 0}})
     assert (dataset.sequence(0)["data"].shape, dataset.sequence(0)["classes"].shape) == ((5, 2), (0,))
-    assert problems({**value, "seq_len": {"data": 5}}) == ["train.seq_len: out-of-range"]
-    assert problems({**value, "num_seqs": 0, "input_dimm": 2}) == [
+    assert problems_of({**value, "seq_len": {"data": 5}}) == ["train.seq_len: out-of-range"]
+    assert problems_of({**value, "num_seqs": 0, "input_dimm": 2}) == [
         "train.num_seqs: out-of-range",
         "train.input_dimm: unknown-key",
     ]
-    assert len(problems({"class": "Task12AXDataset"})) == 1
+    assert len(problems_of({"class": "Task12AXDataset"})) == 1

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy
 import pytest
+from opened_data import opened
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import ChunkedDataset, cut
-from hvdtrain.data.sources import open_dataset, parse
 
 
 def with_pid(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -44,11 +44,9 @@ AROUND: dict[str, Any] = {
 
 @pytest.fixture(params=AROUND)
 def dataset(request: pytest.FixtureRequest, mapped: dict[str, Any]) -> Iterator[Dataset]:
-    spec, problems = parse("train", AROUND[request.param](mapped), {})
-    assert spec is not None, problems
-    opened = open_dataset(spec)
-    yield opened
-    opened.close()
+    found = opened(AROUND[request.param](mapped))
+    yield found
+    found.close()
 
 
 def test_sequences_come_in_the_order_asked_for_from_the_workers(dataset: Dataset) -> None:

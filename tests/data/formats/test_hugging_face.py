@@ -1,7 +1,6 @@
 """A folder of the Hugging Face package `datasets` becomes an HDF file."""
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,16 +182,10 @@ def test_mistakes_are_reported(folder: Path, tmp_path: Path, options: dict[str, 
         list(HuggingFaceDataset(**options))
 
 
-def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.modules["datasets"] = None
-from hvdtrain.hdf_tools.dump import main
-sys.exit(main(['{{"class": "HuggingFaceDataset", "folder": "x"}}', {str(tmp_path / "out.hdf")!r}]))
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
-    assert ended.returncode == 2
-    assert ended.stderr == "HuggingFaceDataset: expected the package datasets, got none (pip install datasets)\n"
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main(['{"class": "HuggingFaceDataset", "folder": "x"}', "out.hdf"]) == 2
+    assert capsys.readouterr().err == "HuggingFaceDataset: expected the package datasets, got none (pip install datasets)\n"
 
 
 def test_misspelt_and_missing_options_are_reported_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:

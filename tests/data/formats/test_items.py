@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import opened_data
 import pytest
 import torch
 from documented import blocks_of, section
@@ -17,14 +18,12 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.identity import DatasetPart, changes, identify
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError, DataError
 
 
 def opened(value: Any, processes: int = 1) -> Dataset:
-    spec, problems = parse("train", value, {"seq_ordering": "random"})
-    assert spec is not None, problems
-    return open_dataset(spec, OpeningContext(scanning=Scanning(processes=processes)))
+    return opened_data.opened(value, scanning=Scanning(processes=processes))
 
 
 FRAMES = numpy.arange(6, dtype=numpy.float32).reshape(3, 2)
@@ -344,23 +343,8 @@ def test_files_may_be_paths(form: Any) -> None:
 
 
 def test_a_misspelt_order_key_beside_a_class_of_ones_own_has_its_hint() -> None:
-    spec, problems = parse("train", {"class": Words, "seq_orderin": "random"}, {})
-    assert spec is not None, problems
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'seq_orderin' \(did you mean seq_ordering\?\)"):
-        open_dataset(spec)
-
-
-def test_a_hugging_face_dataset_is_trained_on_without_conversion(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = {"frames": [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]], "speaker": [1, 0]}
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
-    columns = {"data": "frames", "classes": "speaker"}
-    dataset = opened({"class": "HuggingFaceDataset", "folder": str(tmp_path / "saved"), "columns": columns})
-    assert dataset.lengths["data"].tolist() == [1, 2]
-    assert dataset.streams["data"].shape == (2,)
-    assert dataset.batch(numpy.array([1])).data["data"].values.tolist() == [[[3.0, 4.0], [5.0, 6.0]]]
-    assert dataset.batch(numpy.array([0])).data["classes"].values.tolist() == [[1]]
-    assert dataset.tags([1]) == ["row-1"]
+        opened({"class": Words, "seq_orderin": "random"})
 
 
 def batches_of_a_loader(collated: str) -> list[object]:

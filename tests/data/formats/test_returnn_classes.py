@@ -7,6 +7,7 @@ import pickle
 import signal
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -217,8 +218,9 @@ MAKERS = [
 
 
 @pytest.fixture(autouse=True)
-def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def _packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In place of packages that are not installed: librosa, of which the features here need nothing, and a function of scipy."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # RawWavDataset leaves files
     wavfile = SimpleNamespace(read=lambda path: soundfile.read(path, dtype="int16")[::-1])
     io = SimpleNamespace(wavfile=wavfile)
     packages = {

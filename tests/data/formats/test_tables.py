@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import opened_data
 import pyarrow
 import pyarrow.parquet
 import pytest
 import soundfile
-from launching import faults
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats import tables
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 
 LENGTHS = (3, 5, 0, 7, 1, 4, 6)
@@ -71,9 +70,7 @@ def write(path: Path, rows: pyarrow.Table, size: int = 2) -> str:
 def opened(files: Any, **options: Any) -> Dataset:
     name = files if isinstance(files, str) else files[0]
     kind = "ParquetDataset" if name.endswith(".parquet") else "ArrowDataset"
-    spec, problems = parse("train", {"class": kind, "files": files, **options}, {})
-    assert spec is not None, problems
-    return open_dataset(spec)
+    return opened_data.opened({"class": kind, "files": files, **options})
 
 
 SUFFIXES = ["parquet", "arrow", "stream"]
@@ -213,8 +210,6 @@ def test_other_mistakes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train.tag: expected a column of texts, got int16 in column 'single' of "):
         opened(first, columns={"data": "lists"}, tag="single")
     wrong = {"class": "ParquetDataset", "files": [], "columns": {"data": "a"}, "vocabulary": {"date": "a"}}
-    assert faults(parse("train", wrong, {})[1]) == ["train.files: missing", "train.vocabulary: unknown-value"]
-    spec, _ = parse("train", {"class": "ArrowDataset", "files": first}, {})
-    assert spec is not None
+    assert opened_data.problems_of(wrong) == ["train.files: missing", "train.vocabulary: unknown-value"]
     with pytest.raises(DataError, match=re.escape("a.parquet: expected an Arrow file, got: ")):
-        open_dataset(spec)
+        opened_data.opened({"class": "ArrowDataset", "files": first})

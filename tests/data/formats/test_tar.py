@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import opened_data
 import pytest
 import soundfile
 import webdataset
-from launching import faults
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import tar as tar_files
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main as dump
 
@@ -27,9 +26,7 @@ LENGTHS = (3, 5, 2, 7, 1, 4, 6)
 
 
 def opened(files: Any, **options: Any) -> Dataset:
-    spec, problems = parse("train", {"class": "TarDataset", "files": files, **options}, {})
-    assert spec is not None, problems
-    return open_dataset(spec)
+    return opened_data.opened({"class": "TarDataset", "files": files, **options})
 
 
 def npy(array: numpy.ndarray) -> bytes:
@@ -97,12 +94,11 @@ def test_the_index_is_kept(shards: list[str], tmp_path: Path, monkeypatch: pytes
         return original(path, entries)
 
     monkeypatch.setattr(tar_files, "read_index", note)
-    spec, _ = parse("train", {"class": "TarDataset", "files": shards, "entries": {"data": "npy", "classes": "cls"}}, {})
-    assert spec is not None
+    value = {"class": "TarDataset", "files": shards, "entries": {"data": "npy", "classes": "cls"}}
 
     def open_on(rank: int) -> Dataset:
         read.clear()
-        return open_dataset(spec, OpeningContext(scanning=Scanning(tmp_path / "lengths", rank, 3)))
+        return opened_data.opened(value, scanning=Scanning(tmp_path / "lengths", rank, 3))
 
     first = open_on(1)
     assert read == [*shards[1:], shards[0]]
@@ -148,14 +144,12 @@ def test_texts_sounds_and_formats_of_the_config(shards: list[str], tmp_path: Pat
 def test_it_is_converted_in_the_order_of_its_keys(shards: list[str], tmp_path: Path) -> None:
     corpus = {"class": "TarDataset", "files": shards, "entries": {"data": "npy"}, "seq_ordering": "sorted"}
     assert dump([repr(corpus), str(tmp_path / "out.hdf")]) == 0
-    spec, _ = parse("train", str(tmp_path / "out.hdf"), {})
-    assert spec is not None
-    assert open_dataset(spec).lengths["data"].tolist() == sorted(LENGTHS)
+    assert opened_data.opened(str(tmp_path / "out.hdf")).lengths["data"].tolist() == sorted(LENGTHS)
 
 
 def test_problems_of_the_dict_are_found_without_files() -> None:
     def problems(**options: Any) -> list[str]:
-        return faults(parse("train", {"class": "TarDataset", "files": "none-{0..3}.tar", **options}, {})[1])
+        return opened_data.problems_of({"class": "TarDataset", "files": "none-{0..3}.tar", **options})
 
     assert problems() == []
     assert problems(files="none-{3..0}.tar") == ["train.files: out-of-range"]

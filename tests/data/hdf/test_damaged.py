@@ -8,20 +8,19 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy
 import pytest
 from fuzzing import SEED, cases
-from hdf_files import CLASSES, EXPECTED, FRAMES, contents, put, write
+from hdf_files import EXPECTED, Change, contents, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
 
-NUMBER = cases(135)
-"""Files that are cut off, and as many with flipped bits; with the claims, 300."""
+NUMBER = cases(25)
+"""Files that are cut off, and as many with flipped bits."""
 
 SECONDS = 5
 MEMORY = 8 << 30
@@ -111,13 +110,11 @@ def test_flipped_bits(tmp_path: Path) -> None:
 
 HUGE = 2**40
 
-Lie = Callable[[h5py.File, random.Random], None]
 
-
-def claims(name: str, shape: tuple[int, ...], **layout: object) -> Lie:
+def claims(name: str, shape: tuple[int, ...], **layout: object) -> Change:
     """A dataset that says it has this shape, of which nothing is stored."""
 
-    def lie(file: h5py.File, _: random.Random) -> None:
+    def lie(file: h5py.File) -> None:
         kind = file[name].dtype
         del file[name]
         file.create_dataset(name, shape, kind, **layout)
@@ -125,10 +122,10 @@ def claims(name: str, shape: tuple[int, ...], **layout: object) -> Lie:
     return lie
 
 
-def filled_until(rows: int, of: int, **layout: object) -> Lie:
+def filled_until(rows: int, of: int, **layout: object) -> Change:
     """A dataset with a chunk for every row, of which its writer has come to write only the first ones."""
 
-    def lie(file: h5py.File, _: random.Random) -> None:
+    def lie(file: h5py.File) -> None:
         del file["inputs"]
         file.create_dataset("inputs", (of, 1), "u1", chunks=(1, 1), **layout)[:rows] = 1
         del file["seqLengths"]
@@ -137,29 +134,18 @@ def filled_until(rows: int, of: int, **layout: object) -> Lie:
     return lie
 
 
-def of_time(file: h5py.File, _: random.Random) -> None:
+def of_time(file: h5py.File) -> None:
     del file["inputs"]
     kind, space = h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((5,))
     h5py.h5d.create(file.id, b"inputs", kind, space)
 
 
-def attribute(place: str, name: str, value: object) -> Lie:
-    return lambda file, _: file[place].attrs.__setitem__(name, value)
+def attribute(place: str, name: str, value: object) -> Change:
+    return lambda file: file[place].attrs.__setitem__(name, value)
 
 
-def changed(name: str, value: object) -> Lie:
-    return lambda file, _: put(name, value)(file)
-
-
-def other_lengths(file: h5py.File, generator: random.Random) -> None:
-    """One of them is another number."""
-    stored = file["seqLengths"]
-    row, column = generator.randrange(2), generator.randrange(2)
-    others = [number for number in (-1, 0, 7, 2**31 - 1) if number != stored[row, column]]
-    stored[row, column] = generator.choice(others)
-
-
-LIES: dict[str, Lie] = {
+# More of them, without a limit on memory and time, are in test_hdf.py (MALFORMED).
+LIES: dict[str, Change] = {
     "rows of lengths": claims("seqLengths", (HUGE, 2), chunks=(1024, 2)),
     "rows of lengths, contiguous": claims("seqLengths", (HUGE, 2)),
     "columns": claims("inputs", (5, HUGE), chunks=(1, 4096)),
@@ -172,39 +158,23 @@ LIES: dict[str, Lie] = {
     "the last of many chunks": filled_until(2999, 3000),
     "the last of many chunks, compressed": filled_until(2999, 3000, compression="gzip"),
     "half of many chunks": filled_until(1500, 3000),
-    "no column": changed("inputs", numpy.zeros((5, 0), numpy.float32)),
+    "no column": put("inputs", numpy.zeros((5, 0), numpy.float32)),
     "a time": of_time,
     "classes": attribute("targets/size", "classes", [HUGE, 1]),
     "fewer classes than none": attribute("targets/size", "classes", [-4, 1]),
-    "classes in words": attribute("targets/size", "classes", "four"),
-    "dimension": attribute("/", "inputPattSize", "two"),
-    "tags": changed("seqTags", numpy.array([b"one", b"two", b"three"])),
-    "tags in Latin-1": changed("seqTags", numpy.array(["Stra\xdfe".encode("latin-1"), b"two"])),
-    "labels in Latin-1": changed("targets/labels/classes", numpy.array(["Stra\xdfe".encode("latin-1")] * 4)),
-    "tags that are numbers": changed("seqTags", numpy.array([1, 2])),
-    "lengths": other_lengths,
-    "lengths that are fractions": changed("seqLengths", numpy.array([[3.0, 1.0], [2.0, 3.0]])),
-    "lengths of one axis too many": changed("seqLengths", numpy.zeros((2, 2, 2), numpy.int32)),
-    "frames": changed("inputs", FRAMES[:4]),
-    "target frames": changed("targets/data/classes", CLASSES[:3]),
-    "a scalar": changed("inputs", 3.0),
-    "no target": changed("targets/data/classes", None),
-    "a link to nowhere": changed("inputs", h5py.SoftLink("/nowhere")),
-    "a link to itself": changed("inputs", h5py.SoftLink("/inputs")),
-    "another file": changed("inputs", h5py.ExternalLink("/etc/passwd", "/")),
+    "tags in Latin-1": put("seqTags", numpy.array(["Stra\xdfe".encode("latin-1"), b"two"])),
+    "labels in Latin-1": put("targets/labels/classes", numpy.array(["Stra\xdfe".encode("latin-1")] * 4)),
+    "no target": put("targets/data/classes", None),
+    "a link to itself": put("inputs", h5py.SoftLink("/inputs")),
+    "another file": put("inputs", h5py.ExternalLink("/etc/passwd", "/")),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_claims_that_are_not_true(tmp_path: Path, name: str) -> None:
-    generator = random.Random(SEED + 2)
-    path = tmp_path / "lies.hdf"
-    if name == "dimension":  # it counts if the inputs have no separate column
-        write(path, lambda file: (put("inputs", numpy.arange(5))(file), LIES[name](file, generator))[1])
-    else:
-        write(path, lambda file: LIES[name](file, generator))
+    path = write(tmp_path / "lies.hdf", LIES[name])
     text = outcome(path)
-    assert is_message(path, text), (SEED, name, text)
+    assert is_message(path, text), text
     assert "expected" in text
 
 

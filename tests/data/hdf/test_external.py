@@ -5,7 +5,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, put, write
+from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import open_dataset, parse
@@ -38,14 +38,30 @@ def refused(path: Path) -> str:
     return str(caught.value).removeprefix(f"{path}: ")
 
 
-@pytest.mark.parametrize("name", ["inputs", "targets/data/classes", "targets/data", "targets", "seqLengths", "seqTags"])
+ALLOWED = "(allow_external in the dataset dict allows it)"
+LINK = f"to be in this file, got a link to another file {ALLOWED}"
+ELSEWHERE = f"to be stored in this file, got a dataset whose values are stored in other files {ALLOWED}"
+NAMES = ["inputs", "targets/data/classes", "targets/data", "targets", "seqLengths", "seqTags", "targets/labels/classes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_links_are_followed_where_allowed(tmp_path: Path, name: str) -> None:
     write(tmp_path / "other.hdf")
     own = put(name, h5py.ExternalLink("other.hdf", f"/{name}"))
     path = write(tmp_path / "file.hdf", own)
+    assert data_error(path) == f"expected /{name} {LINK}"
     dataset = open_hdf([path], "follow")
     assert contents(dataset) == EXPECTED
     assert dataset.how_read() == "classes, data memory-mapped"  # each key in the file where it is
+
+
+def test_links_by_a_detour_are_not_followed(tmp_path: Path) -> None:
+    def detour(file: h5py.File) -> None:
+        file["other"] = h5py.ExternalLink("other.hdf", "/")
+        put("inputs", h5py.SoftLink("/other/inputs"))(file)
+
+    write(tmp_path / "other.hdf")
+    assert data_error(write(tmp_path / "file.hdf", detour)) == f"expected /inputs {LINK}"
 
 
 def test_a_link_may_lead_to_another_name(tmp_path: Path) -> None:
@@ -73,13 +89,16 @@ def test_a_link_to_what_is_not_there(tmp_path: Path, other: str, name: str) -> N
     assert refused(path).startswith(f"expected {name} in {other}, the target of the link /inputs, got: ")
 
 
-def test_virtual_datasets_are_read_where_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["inputs", "targets/data/classes", "seqLengths"])
+def test_virtual_datasets_are_read_where_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "other.hdf")
-    path = write(tmp_path / "folder" / "file.hdf", virtual("inputs", "other.hdf", "inputs"))
+    path = write(tmp_path / "folder" / "file.hdf", virtual(name, "other.hdf", name))
+    assert data_error(path) == f"expected /{name} {ELSEWHERE}"
     dataset = open_hdf([path], "follow")
     assert contents(dataset) == EXPECTED
-    assert dataset.how_read() == "classes memory-mapped; data read through h5py"
+    mapped = {"inputs": "classes memory-mapped; data read", "targets/data/classes": "data memory-mapped; classes read"}
+    assert dataset.how_read() == (f"{mapped[name]} through h5py" if name in mapped else "classes, data memory-mapped")
     monkeypatch.chdir(tmp_path)  # names in it go by the file's folder
     assert contents(open_hdf([Path("folder/file.hdf")], "follow")) == EXPECTED
 
@@ -95,7 +114,9 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
 
 def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:
     (tmp_path / "raw").write_bytes(FRAMES.tobytes())
-    assert contents(open_hdf([write(tmp_path / "file.hdf", stored_in(tmp_path / "raw"))], "follow")) == EXPECTED
+    path = write(tmp_path / "file.hdf", stored_in(tmp_path / "raw"))
+    assert data_error(path) == f"expected /inputs {ELSEWHERE}"
+    assert contents(open_hdf([path], "follow")) == EXPECTED
 
 
 def test_external_storage_that_is_not_there_or_too_short(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from launching import faults
+from opened_data import opened, problems_of
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 
 NAMES = ["corpus/é/1", "corpus/2"]
@@ -35,15 +34,12 @@ def write(path: Path, change: Callable[[h5py.File], None] | None = None) -> Path
     return path
 
 
-def opened(*paths: Path, name: str = "features") -> Dataset:
-    value = {"class": "NextGenHDFDataset", "files": [str(path) for path in paths], "input_stream_name": name}
-    spec, problems = parse("train", value, {})
-    assert spec is not None, problems
-    return open_dataset(spec)
+def opened_files(*paths: Path, name: str = "features") -> Dataset:
+    return opened({"class": "NextGenHDFDataset", "files": [str(path) for path in paths], "input_stream_name": name})
 
 
 def test_every_kind_of_stream(tmp_path: Path) -> None:
-    dataset = opened(write(tmp_path / "a.hdf"))
+    dataset = opened_files(write(tmp_path / "a.hdf"))
     assert dataset.tags([1, 0]) == NAMES[::-1]
     assert {key: column.tolist() for key, column in dataset.lengths.items()} == {
         "data": [3, 4],
@@ -65,7 +61,7 @@ def test_every_kind_of_stream(tmp_path: Path) -> None:
 
 def test_another_input_and_several_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.hdf")
-    dataset = opened(path, path, name="words")
+    dataset = opened_files(path, path, name="words")
     assert (dataset.num_sequences, sorted(dataset.streams)) == (4, ["data", "features", "states"])
     assert dataset.sequence(2)["data"].tolist() == [2]
     assert dataset.tags([3]) == ["corpus/2"]
@@ -106,11 +102,10 @@ SECOND = "data/corpus\\2"
 def test_files_that_are_not_what_they_should_be(tmp_path: Path, change: Callable[[h5py.File], None], message: str) -> None:
     path = write(tmp_path / "a.hdf", change)
     with pytest.raises(DataError, match=message) as caught:
-        opened(path)
+        opened_files(path)
     assert str(caught.value).startswith(f"{path}: expected ")
 
 
 def test_malformed_dicts() -> None:
-    spec, problems = parse("train", {"class": "NextGenHDFDataset", "files": [], "input_stream_nam": "x"}, {})
-    assert spec is None
-    assert faults(problems) == ["train.input_stream_name: missing", "train.input_stream_nam: unknown-key"]
+    found = problems_of({"class": "NextGenHDFDataset", "files": [], "input_stream_nam": "x"})
+    assert found == ["train.input_stream_name: missing", "train.input_stream_nam: unknown-key"]

@@ -7,7 +7,7 @@ import pytest
 from launching import ROOT, faults, launch
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import group_by_cost, random_order, rearrange
+from hvdtrain.data.plan.bounds import group_by_cost, random_order
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 
@@ -38,13 +38,6 @@ def test_orders_of_batches_are_held_to_these() -> None:
     assert made.order.tolist() == [7, 0, 10, 8, 3, 5, 1, 11, 4, 6, 2, 9]
     made = plan(lengths, OrderKeys(), BatchKeys(max_seqs=1, online_shuffle_batches=5), 2)
     assert made.order.tolist() == [1, 0, 2, 4, 3, 8, 9, 5, 6, 7, 11, 10]
-
-
-def test_rearranging_moves_whole_batches() -> None:
-    order, bounds = rearrange(numpy.array([7, 5, 6, 9, 8, 4]), numpy.array([0, 1, 3, 6]), numpy.array([2, 0, 1]))
-    assert order.tolist() == [9, 8, 4, 7, 5, 6]
-    assert bounds.tolist() == [0, 3, 4, 6]
-    assert (order.dtype, bounds.dtype) == (numpy.int64, numpy.int64)
 
 
 def test_groups_are_neighbours_in_size_and_the_rest_comes_last() -> None:
@@ -93,15 +86,6 @@ def test_the_order_of_batches_follows_the_seed_and_the_part() -> None:
         parts = orders(partition_epoch=2)
         assert [sorted(part) for part in parts] == 2 * [list(range(30)), list(range(30, 60))]
         assert [number - 30 for number in parts[1]] != parts[0]  # no two parts in the same order
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("start", [0, 3, 8, 60])
-def test_balanced_batches_are_shared_once_by_any_number_of_ranks_from_any_start(size: int, start: int) -> None:
-    made = plan(corpus(500), RANDOM, BatchKeys(max_seqs=8, balance_ranks=8), 1)
-    shares = [made.share(rank, size, start) for rank in range(size)]
-    dealt_out = sorted(tuple(batch.tolist()) for share in shares for batch in share)
-    assert dealt_out == sorted(tuple(made.batch(index).tolist()) for index in range(start, made.num_batches))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

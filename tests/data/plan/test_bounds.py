@@ -12,8 +12,9 @@ LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 
 
 def batches(lengths: dict[str, numpy.ndarray], indices: list[int], limits: Limits) -> list[list[int]]:
-    edges = bounds(lengths, numpy.array(indices, dtype=numpy.int64), limits).tolist()
-    return [indices[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    edges = bounds(lengths, numpy.array(indices, dtype=numpy.int64), limits)
+    assert (edges.dtype, edges[0], edges[-1]) == (numpy.int64, 0, len(indices))
+    return [indices[start:end] for start, end in zip(edges.tolist(), edges.tolist()[1:], strict=False)]
 
 
 def by_key(limit: object, key: str) -> float:
@@ -66,17 +67,17 @@ def random_limit(generator: numpy.random.Generator, keys: list[str], most: int) 
 @pytest.mark.parametrize("seed", range(40))
 def test_batches_of_random_lengths_are_those_of_the_plain_rules(seed: int) -> None:
     generator = numpy.random.default_rng(seed)
-    size = int(generator.integers(0, 150))
+    size = int(generator.integers(1, 150)) if seed else 0
     keys = ["data", "classes", "aux"][: int(generator.integers(1, 4))]
     lengths = {key: generator.integers(0, 40, size).astype(numpy.int32) for key in keys}
     indices = generator.integers(0, size, size).tolist() if size else []
-    for _ in range(8):
-        limits = Limits(
-            batch_size=random_limit(generator, keys, 300),
-            max_seqs=None if generator.integers(2) else int(generator.integers(1, 12)),
-            packed_batch_size=random_limit(generator, keys, 300),
-            max_pad_size=random_limit(generator, keys, 60),
-        )
+    for number in range(8):
+        others = {
+            "batch_size": random_limit(generator, keys, 300),
+            "packed_batch_size": random_limit(generator, keys, 300),
+            "max_pad_size": random_limit(generator, keys, 60),
+        }
+        limits = Limits(max_seqs=None if number % 2 else int(generator.integers(1, 12)), **(others if number else {}))
         assert batches(lengths, indices, limits) == greedy(lengths, indices, limits), limits
 
 
@@ -88,11 +89,11 @@ def test_sequences_that_are_too_long_by_themselves_are_counted() -> None:
     assert count_too_long(lengths, Limits(max_seqs=1)) == 0
 
 
-def test_a_million_sequences_take_seconds() -> None:
+def test_many_sequences_take_seconds() -> None:
     """In processor time, several times what it takes, for machines that do other things."""
     generator = numpy.random.default_rng(0)
-    lengths = {key: generator.integers(10, 2000, 1_000_000).astype(numpy.int32) for key in ("data", "classes")}
-    indices = generator.permutation(1_000_000)
+    lengths = {key: generator.integers(10, 2000, 250_000).astype(numpy.int32) for key in ("data", "classes")}
+    indices = generator.permutation(250_000)
     began = time.process_time()
     bounds(lengths, indices, Limits(batch_size={"data": 20000, "classes": 10000}, packed_batch_size=15000, max_pad_size=5000))
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 2.5

@@ -1,44 +1,23 @@
 """Sequences cut into chunks, held to the two rules of RETURNN written down as loops."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 from launching import faults
+from opened_data import Numbers
 
 from hvdtrain.config.check import build
-from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys, Context, Cut, keys_of, parse, parse_context
 from hvdtrain.data.plan.chunks import Chunks, cut
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
-
-
-class Numbers(Dataset):
-    """Frame t of sequence i is 100 * i + t, in every data key."""
-
-    def __init__(self, lengths: dict[str, numpy.ndarray]) -> None:
-        self.lengths = lengths
-        self.streams = {name: Stream(numpy.dtype("int32"), (), 10000, True) for name in lengths}
-        self.reads: list[int] = []
-
-    @property
-    def num_sequences(self) -> int:
-        return len(next(iter(self.lengths.values())))
-
-    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
-        self.reads.append(index)
-        return {name: 100 * index + numpy.arange(column[index], dtype=numpy.int32) for name, column in self.lengths.items()}
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [f"seq-{index}" for index in indices]
 
 
 def spans(made: Chunks, name: str) -> list[list[tuple[int, int]]]:
@@ -89,19 +68,6 @@ def test_the_two_rules_differ_in_short_tails_only() -> None:
     assert spans(keep, "data") == [[(0, 5), (5, 10)], [(0, 3)], [(0, 5), (5, 10)], [(0, 5), (5, 10)]]
     drop = cut(lengths, ChunkKeys(chunking="5:5", min_chunk_size=3, chunking_tail="drop_short"))
     assert spans(drop, "data") == [[(0, 5), (5, 10)], [(0, 3)], [(0, 5), (5, 10), (10, 13)], [(0, 5), (5, 10)]]
-    keep, drop = (
-        cut({"data": numpy.array([2, 7])}, ChunkKeys(chunking="5:5", min_chunk_size=3, chunking_tail=tail)) for tail in RULES
-    )
-    assert spans(keep, "data") == [[(0, 2)], [(0, 5)]]
-    assert spans(drop, "data") == [[], [(0, 5)]]
-
-
-def test_without_a_smallest_size_the_rules_agree_and_every_frame_is_in_a_chunk() -> None:
-    for step in (1, 3, 4):
-        keep, drop = (cut({"data": LENGTHS}, ChunkKeys(chunking=(4, step), chunking_tail=tail)) for tail in RULES)
-        assert spans(keep, "data") == spans(drop, "data")
-        for length, chunks in zip(LENGTHS.tolist(), spans(keep, "data"), strict=True):
-            assert set().union(*(range(*chunk) for chunk in chunks)) == set(range(length))
 
 
 def test_data_keys_that_are_not_named_stay_whole() -> None:
@@ -208,30 +174,6 @@ def test_context_is_of_the_sequence_with_zeros_beyond_its_ends(chunking: str | N
     assert seen == expected
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        (1, None),
-        ({"data": 1}, None),
-        (4, Context({"data": 1}, {"data": 2})),
-        ({"data": 3, "x": 1}, Context({"data": 1, "x": 0}, {"data": 1, "x": 0})),
-        (({"data": 5}, {}), Context({"data": 5}, {})),
-    ],
-)
-def test_ways_to_write_a_context(value: object, expected: Context | None) -> None:
-    section, problems = build(ChunkKeys, {"context_window": value}, "", {})
-    assert problems == []
-    assert parse_context(section.context_window) == expected
-
-
-@pytest.mark.parametrize("value", [0, -3, True, "a", {"data": 0}, ({"data": -1}, {}), (2, 2), ({},), {"data": 2.5}])
-def test_values_of_a_context_that_mean_nothing(value: object) -> None:
-    section, problems = build(ChunkKeys, {"context_window": value}, "", {"context_window": "x.py"})
-    assert section is None
-    assert [problem.key for problem in problems] == ["context_window"]
-
-
 def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> None:
     dataset = Numbers({"data": LENGTHS})
     keys = ChunkKeys(chunking=4, min_chunk_size=4, chunking_tail="drop_short")
@@ -243,9 +185,8 @@ def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> N
         one.plan(1)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
+WAYS: dict[str, list[tuple[object, Cut | Context | None]]] = {
+    "chunking": [
         (None, None),
         (0, None),
         ("0", None),
@@ -260,22 +201,38 @@ def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> N
         ({"data": 4}, Cut({"data": 4}, {"data": 4})),
         (({"data": 4}, {"data": 2}), Cut({"data": 4}, {"data": 2})),
     ],
-)
-def test_ways_to_write_chunking(value: object, expected: Cut | None) -> None:
-    section, problems = build(ChunkKeys, {"chunking": value}, "", {})
-    assert problems == []
-    assert parse(section.chunking) == expected
-    assert (cut({"data": LENGTHS}, section) is None) == (expected is None)
+    "context_window": [
+        (None, None),
+        (1, None),
+        ({"data": 1}, None),
+        (4, Context({"data": 1}, {"data": 2})),
+        ({"data": 3, "x": 1}, Context({"data": 1, "x": 0}, {"data": 1, "x": 0})),
+        (({"data": 5}, {}), Context({"data": 5}, {})),
+    ],
+}
+MEANINGLESS: dict[str, list[object]] = {
+    "chunking": [
+        *("50,25", "a", "50:25:5", -1, (50, -1), (1, 2, 3), ({"data": 4}, 2), ({"data": 4}, {"classes": 2}), {"data": 0}, ())
+    ],
+    "context_window": [0, -3, True, "a", {"data": 0}, ({"data": -1}, {}), (2, 2), ({},), {"data": 2.5}],
+}
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["50,25", "a", "50:25:5", -1, (50, -1), (1, 2, 3), ({"data": 4}, 2), ({"data": 4}, {"classes": 2}), {"data": 0}, ()],
-)
-def test_values_of_chunking_that_mean_nothing(value: object) -> None:
-    section, problems = build(ChunkKeys, {"chunking": value}, "", {"chunking": "x.py"})
-    assert section is None
-    assert [problem.key for problem in problems] == ["chunking"]
+@pytest.mark.parametrize("key", WAYS)
+def test_ways_to_write_a_key(key: str) -> None:
+    for value, expected in WAYS[key]:
+        section, problems = build(ChunkKeys, {key: value}, "", {})
+        assert problems == []
+        assert (parse(section.chunking) if key == "chunking" else parse_context(section.context_window)) == expected, value
+        assert (cut({"data": LENGTHS}, section) is None) == (expected is None)
+
+
+@pytest.mark.parametrize("key", MEANINGLESS)
+def test_values_that_mean_nothing(key: str) -> None:
+    for value in MEANINGLESS[key]:
+        section, problems = build(ChunkKeys, {key: value}, "", {key: "x.py"})
+        assert section is None
+        assert [problem.key for problem in problems] == [key], value
 
 
 def test_what_stands_in_each_others_way() -> None:

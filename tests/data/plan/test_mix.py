@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy
 import pytest
+from opened_data import opened, problems_of
 
-from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -17,8 +17,7 @@ from hvdtrain.data.plan.mix import Mix, mixed_parts
 from hvdtrain.data.plan.order import order_mixed
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.errors import DataError, Problem
+from hvdtrain.errors import DataError
 
 SIZES = {"a": 1000, "b": 150, "c": 37}
 LENGTHS = numpy.random.default_rng(3).integers(1, 400, sum(SIZES.values())).astype(numpy.int32)
@@ -160,17 +159,6 @@ def write(path: Path, count: int, name: str) -> str:
     return str(path)
 
 
-def spec_of(options: dict[str, Any]) -> list[Problem]:
-    return parse("train", {"class": "MixingDataset", **options}, {})[1]
-
-
-def opened(value: dict[str, Any]) -> Dataset:
-    spec, problems = parse("train", value, {})
-    assert problems == []
-    assert spec is not None
-    return open_dataset(spec)
-
-
 def test_a_mix_is_opened_described_and_read(tmp_path: Path) -> None:
     files = {name: write(tmp_path / f"{name}.hdf", size, name) for name, size in {"a": 20, "b": 5}.items()}
     mixing = {"class": "MixingDataset", "datasets": files, "weights": {"a": 0.5, "b": 0.5}}
@@ -205,12 +193,12 @@ def test_a_mix_is_opened_described_and_read(tmp_path: Path) -> None:
 
 
 def test_wrong_keys_of_a_mix() -> None:
-    found = {
-        "missing": {"datasets": {}},
-        "wrong-format": {"datasets": {"a.b": "x.hdf"}},
-        "wrong-type": {"datasets": {"a": "x.hdf"}, "weights": {"b": 1}},
-        "out-of-range": {"datasets": {"a": "x.hdf"}, "weights": {"a": 0}},
-    }
-    assert {problem.rule for options in found.values() for problem in spec_of(options)} == found.keys()
-    assert [problem.rule for problem in spec_of({"datasets": {"a": "x.hdf"}, "stop": "never"})] == ["wrong-type"]
-    assert [problem.rule for problem in spec_of({"datasets": {"a": "x.hdf"}, "stop": 0})] == ["out-of-range"]
+    for rule, options in (
+        ("datasets: missing", {"datasets": {}}),
+        ("datasets: wrong-format", {"datasets": {"a.b": "x.hdf"}}),
+        ("weights: wrong-type", {"datasets": {"a": "x.hdf"}, "weights": {"b": 1}}),
+        ("weights: out-of-range", {"datasets": {"a": "x.hdf"}, "weights": {"a": 0}}),
+        ("stop: wrong-type", {"datasets": {"a": "x.hdf"}, "stop": "never"}),
+        ("stop: out-of-range", {"datasets": {"a": "x.hdf"}, "stop": 0}),
+    ):
+        assert problems_of({"class": "MixingDataset", **options}) == [f"train.{rule}"]

@@ -8,7 +8,6 @@ import pytest
 from launching import faults
 
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limits
-from hvdtrain.data.plan.bounds import bounds
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
@@ -25,78 +24,10 @@ def batches(lengths: dict[str, numpy.ndarray], **keys: object) -> list[list[int]
     return batches_of(plan(lengths, IN_ORDER, BatchKeys(**keys), 1))
 
 
-def greedy(
-    lengths: dict[str, numpy.ndarray], indices: list[int], batch_size: int | dict[str, int] | None, max_seqs: int | None
-) -> list[list[int]]:
-    """RETURNN's rule, word for word: close the batch before the sequence with which it would be too large."""
-    result: list[list[int]] = []
-    for index in indices:
-        with_it = [*result[-1], index] if result else [index]
-        too_large = max_seqs is not None and len(with_it) > max_seqs
-        for key, column in lengths.items():
-            limit = batch_size.get(key) if isinstance(batch_size, dict) else batch_size
-            if limit is not None and max(column[i] for i in with_it) * len(with_it) > limit:
-                too_large = True
-        if too_large or not result:
-            result.append([index])
-        else:
-            result[-1] = with_it
-    return result
-
-
 def test_batches_are_those_of_returnn() -> None:
     expected = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert batches({"data": LENGTHS}, batch_size=20) == expected
     assert batches({"data": LENGTHS}, batch_size={"data": 20}) == expected
-
-
-def test_max_seqs_alone_cuts_evenly() -> None:
-    assert batches({"data": LENGTHS}, max_seqs=5) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
-    assert batches({"data": LENGTHS}, max_seqs=6) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    assert batches({"data": LENGTHS}, max_seqs=1) == [[i] for i in range(12)]
-    assert batches({"data": LENGTHS}, max_seqs=99) == [list(range(12))]
-
-
-def test_max_seqs_beside_batch_size() -> None:
-    assert batches({"data": LENGTHS}, batch_size=30, max_seqs=2) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert batches({"data": LENGTHS}, batch_size=30, max_seqs=3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-
-
-def test_padded_frames_are_counted_not_real_ones() -> None:
-    assert batches({"data": numpy.array([10, 1, 1])}, batch_size=29) == [[0, 1], [2]]
-    assert batches({"data": numpy.array([10, 1, 1])}, batch_size=30) == [[0, 1, 2]]
-    assert batches({"data": numpy.array([1, 1, 10])}, batch_size=29) == [[0, 1], [2]]
-
-
-def test_a_sequence_that_is_too_long_is_a_batch_of_its_own() -> None:
-    assert batches({"data": numpy.array([1, 50, 1, 1])}, batch_size=5) == [[0], [1], [2, 3]]
-
-
-def test_an_int_limits_every_key_and_a_dict_only_its_own() -> None:
-    lengths = {"data": numpy.array([1, 1, 1, 1]), "classes": numpy.array([5, 5, 1, 1])}
-    assert batches(lengths, batch_size=5) == [[0], [1], [2, 3]]
-    assert batches(lengths, batch_size={"data": 5}) == [[0, 1, 2, 3]]
-    assert batches(lengths, batch_size={"classes": 5}) == [[0], [1], [2, 3]]
-    assert batches(lengths, batch_size={"data": 3, "classes": 15}) == [[0, 1, 2], [3]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_batches_of_random_lengths_are_those_of_the_plain_rule(seed: int) -> None:
-    generator = numpy.random.default_rng(seed)
-    size = int(generator.integers(1, 200))
-    lengths = {key: generator.integers(0, 40, size).astype(numpy.int32) for key in ("data", "classes", "aux")}
-    indices = generator.permutation(size)
-    limits: list[int | dict[str, int] | None] = [
-        None,
-        int(generator.integers(1, 300)),
-        {"data": int(generator.integers(1, 300))},
-        {"classes": int(generator.integers(1, 300)), "aux": int(generator.integers(1, 300))},
-        {key: int(generator.integers(1, 300)) for key in lengths},
-    ]
-    for batch_size in limits:
-        for max_seqs in (None, 1, int(generator.integers(2, 12))):
-            made = Plan(indices, bounds(lengths, indices, Limits(batch_size, max_seqs)))
-            assert batches_of(made) == greedy(lengths, indices.tolist(), batch_size, max_seqs), (batch_size, max_seqs)
 
 
 def test_a_plan_follows_the_order_and_the_epoch() -> None:
@@ -113,20 +44,6 @@ def test_sorting_goes_by_data_and_without_it_by_the_first_key() -> None:
     assert plan(columns, by_length, BatchKeys(max_seqs=9), 1).order.tolist() == [2, 1, 0]
     del columns["data"]
     assert plan(columns, by_length, BatchKeys(max_seqs=9), 1).order.tolist() == [0, 1, 2]
-
-
-def test_bounds_are_int64_whatever_the_limits() -> None:
-    for batch_size, max_seqs in ((20, None), (None, 5), ({"data": 20, "classes": 20}, None)):
-        edges = bounds({"data": LENGTHS, "classes": LENGTHS}, numpy.arange(12), Limits(batch_size, max_seqs))
-        assert edges.dtype == numpy.int64
-        assert (edges[0], edges[-1]) == (0, 12)
-
-
-def test_no_sequences_make_no_batches() -> None:
-    for batch_size, max_seqs in ((20, None), (None, 5), ({"data": 20, "classes": 20}, 3)):
-        nothing = numpy.zeros(0, dtype=numpy.int64)
-        edges = bounds({"data": LENGTHS[:0], "classes": LENGTHS[:0]}, nothing, Limits(batch_size, max_seqs))
-        assert Plan(nothing, edges).num_batches == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -159,16 +76,17 @@ def test_fingerprints_tell_plans_apart() -> None:
     assert len({first.fingerprint(), *(other.fingerprint() for other in others)}) == 4
 
 
-def test_a_limit_is_needed_and_has_to_be_positive() -> None:
-    assert faults(BatchKeys().problems()) == ["batch_size: missing"]
-    assert faults(BatchKeys(batch_size={"data": 0}).problems()) == ["batch_size: out-of-range"]
-    assert faults(BatchKeys(batch_size=1).problems()) == faults(BatchKeys(max_seqs=1).problems()) == []
-
-
 def test_no_limit_is_written_as_minus_one() -> None:
     assert batches({"data": LENGTHS}, batch_size=20, max_seqs=-1) == batches({"data": LENGTHS}, batch_size=20)
-    assert faults(BatchKeys(max_seqs=-1).problems()) == faults(BatchKeys().problems())
-    assert faults(BatchKeys(max_seqs=-1, packed_batch_size=3).problems()) == []
+
+
+def test_a_limit_is_needed_and_each_is_checked() -> None:
+    assert faults(BatchKeys().problems()) == faults(BatchKeys(max_seqs=-1).problems()) == ["batch_size: missing"]
+    for enough in (BatchKeys(batch_size=1), BatchKeys(max_seqs=1), BatchKeys(max_seqs=-1, packed_batch_size=3)):
+        assert faults(enough.problems()) == []
+    least = {"batch_size": 1, "packed_batch_size": 1, "max_pad_size": 0, "max_seq_length": 0, "min_seq_length": 0}
+    for name, value in least.items():
+        assert faults(BatchKeys(**{"batch_size": 1, name: {"data": value - 1}}).problems()) == [f"{name}: out-of-range"]
 
 
 def test_sizes_may_be_functions_of_the_epoch() -> None:
@@ -207,14 +125,6 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
     assert (train.shuffle_batches, train.balance_ranks, dev.shuffle_batches, dev.balance_ranks) == (True, 4, False, 0)
     assert faults(BatchKeys(batch_size_train=3).problems()) == ["batch_size_dev: missing"]
     assert faults(BatchKeys(batch_size_train=3, max_seqs_dev=1).problems()) == []
-
-
-def test_every_limit_by_key_is_checked() -> None:
-    for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
-        (problem,) = faults(BatchKeys(batch_size=1, **{name: {"data": -1}}).problems())
-        assert problem == f"{name}: out-of-range"
-    (problem,) = faults(BatchKeys(batch_size=1, packed_batch_size={"data": 0}).problems())
-    assert problem == "packed_batch_size: out-of-range"
 
 
 @pytest.mark.parametrize("seed", range(5))

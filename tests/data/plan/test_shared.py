@@ -6,17 +6,17 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+from opened_data import Numbers
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.combine.cache import Budget
-from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import shared
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -33,26 +33,8 @@ LENGTHS = {"data": numpy.random.default_rng(0).integers(1, 90, 5000).astype(nump
 ORDER, BATCHES = OrderKeys(seq_ordering="laplace:.100"), BatchKeys(batch_size=500)
 
 
-class Lengths(Dataset):
-    """A dataset that is never read."""
-
-    def __init__(self, lengths: dict[str, numpy.ndarray]) -> None:
-        self.lengths = lengths
-        self.streams = {}
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths["data"])
-
-    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
-        raise NotImplementedError
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        raise NotImplementedError
-
-
 def feed(rank: int, size: int, lengths: dict[str, numpy.ndarray] = LENGTHS, **more: object) -> Feed:
-    return Feed("train", Lengths(lengths), ORDER, BATCHES, rank, size, budget=Budget(0), **more)  # type: ignore[arg-type]
+    return Feed("train", Numbers(lengths), ORDER, BATCHES, rank, size, budget=Budget(0), **more)  # type: ignore[arg-type]
 
 
 def inputs(**changed: object) -> PlanInputs:

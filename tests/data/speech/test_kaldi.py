@@ -6,13 +6,14 @@ from typing import Any
 
 import kaldiio
 import numpy
+import opened_data
 import pytest
 import soundfile
 from speech_files import RATE, WORDS, sound, write_folder, write_table
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
+from hvdtrain.data.sources import check_dataset
 from hvdtrain.data.speech import sound as reading
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.errors import BrokenSequence, DataError
@@ -25,11 +26,9 @@ def opened(
     processes: int = 1,
     broken: BrokenSequences | None = None,
 ) -> Dataset:
-    spec, problems = check_dataset("train", {"class": "KaldiFolder", **options}, {})
-    assert spec is not None, problems
     broken = broken or BrokenSequences("train", limit)
     scanning = Scanning(folder, broken=broken, processes=processes, processes_alone=processes)
-    return open_dataset(spec, OpeningContext(scanning=scanning))
+    return opened_data.opened({"class": "KaldiFolder", **options}, scanning=scanning)
 
 
 def problems_of(**options: Any) -> list[str]:

@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import opened_data
 import pytest
 from speech_files import RATE, write_folder
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import BrokenSequence, DataError
 
 lhotse = pytest.importorskip("lhotse")
 
 
 def opened(value: Any, limit: int = 0, folder: Path | None = None) -> Dataset:
-    spec, problems = parse("train", value, {})
-    assert spec is not None, problems
-    return open_dataset(spec, OpeningContext(scanning=Scanning(folder, broken=BrokenSequences("train", limit))))
+    return opened_data.opened(value, scanning=Scanning(folder, broken=BrokenSequences("train", limit)))
 
 
 @pytest.fixture(scope="module")

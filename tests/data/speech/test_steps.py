@@ -7,10 +7,11 @@ import numpy
 import pytest
 import sentencepiece
 import tokenizers
+from opened_data import opened
 from speech_files import RATE, WORDS, sound, write_folder, write_table
 
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
+from hvdtrain.data.sources import check_dataset
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.errors import DataError
 
@@ -27,9 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def mapped(folder: Path, steps: list[Any], kept: Path | None = None, **more: Any) -> Dataset:
     inside = {"class": "KaldiFolder", "folder": str(folder / "train"), "units": "text"}
-    spec, problems = check_dataset("train", {"class": "MapDataset", "dataset": inside, "map_seq": steps, **more}, {})
-    assert spec is not None, problems
-    return open_dataset(spec, OpeningContext(scanning=Scanning(kept)))
+    return opened({"class": "MapDataset", "dataset": inside, "map_seq": steps, **more}, scanning=Scanning(kept))
 
 
 def noise(folder: Path) -> dict[str, Any]:
@@ -87,9 +86,7 @@ def test_speed(folder: Path) -> None:
 
 def one_step(step: dict[str, Any], data: numpy.ndarray, index: int) -> numpy.ndarray:
     items = [{"data": data}] * (index + 1)
-    spec, problems = check_dataset("train", {"class": "MapDataset", "dataset": {"class": lambda: items}, "map_seq": [step]}, {})
-    assert spec is not None, problems
-    return open_dataset(spec).sequence(index)["data"]
+    return opened({"class": "MapDataset", "dataset": {"class": lambda: items}, "map_seq": [step]}).sequence(index)["data"]
 
 
 def test_noise_has_the_ratio(folder: Path) -> None:
@@ -130,9 +127,7 @@ def test_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for vocabulary, encode in (("bpe.model", model.encode), ("tokenizer.json", lambda text: tokenizer.encode(text).ids)):
         step = {"class": "Tokens", "vocabulary": str(folder / vocabulary)}
         inside = {"class": "KaldiFolder", "folder": str(folder / "train"), "vocabulary": str(folder / vocabulary)}
-        spec, problems = check_dataset("train", inside, {})
-        assert spec is not None, problems
-        for dataset in (mapped(folder, [step], folder / "kept"), open_dataset(spec)):
+        for dataset in (mapped(folder, [step], folder / "kept"), opened(inside)):
             for number in range(12):
                 classes = dataset.sequence(number)["classes"]
                 assert classes.tolist() == encode(WORDS[number % len(WORDS)])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,19 @@ def shown(page: Path) -> dict[str, Any]:
     return {figure["name"]: figure for figure in json.loads(found[1])["figures"]}
 
 
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Those of a JSON Lines file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def run_folder(folder: Path, steps: int = 0) -> Path:
     """A run of two epochs, as a training without starts.jsonl left it, and `steps` lines of steps.jsonl in each epoch."""
     folder.mkdir(parents=True)
-    lines = [as_line(replace(REPORT, epoch=epoch, global_step=10 * epoch)) for epoch in (1, 2)]
-    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "scores.jsonl", [as_line(replace(REPORT, epoch=epoch, global_step=10 * epoch)) for epoch in (1, 2)])
     within = [
         {
             "epoch": epoch,
@@ -48,5 +57,5 @@ def run_folder(folder: Path, steps: int = 0) -> Path:
         for step in range(1, steps + 1)
     ]
     if steps:
-        (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in within))
+        write_lines(folder / "steps.jsonl", within)
     return folder

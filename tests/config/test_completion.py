@@ -1,11 +1,11 @@
 """Completion in the shell: bash asks the program itself, through argcomplete's function."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from launching import ROOT
 
 ASK = """
@@ -16,30 +16,50 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 """What bash does when somebody presses the tab key."""
 
+ANSWER = """
+import json, os, sys
+from hvdtrain.cli import main
+answers = []
+for line in json.loads(sys.argv[1]):
+    os.environ.update(_ARGCOMPLETE="1", _ARGCOMPLETE_IFS="\\n", _ARGCOMPLETE_STDOUT_FILENAME="answer")
+    os.environ.update(COMP_LINE=line, COMP_POINT=str(len(line)))
+    try:
+        main([])
+    except SystemExit:
+        answers.append(open("answer").read().splitlines())
+print(json.dumps(answers))
+"""
+"""What the program answers to several lines, in a process without pytest's open files, some of which argcomplete would close."""
 
-def complete(line: str, folder: Path) -> list[str]:
-    """What is offered at the end of a line, without the spaces that end words."""
-    bin_folder = Path(sys.executable).parent
-    environment = {**os.environ, "LINE": line, "FOLDER": str(bin_folder), "PYTHONPATH": str(ROOT)}
-    asked = subprocess.run(["bash", "-c", ASK], env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert asked.returncode == 0, asked.stderr
-    return [word.strip() for word in asked.stdout.splitlines()]
+CASES = [
+    ("hvdtrain ", ["doctor", "submit", "my_config.py"], ["++max_seqs"]),
+    ("hvdtrain my_config.py ++max_se", ["++max_seqs", "++max_seq_length"], ["++min_seq_length", "++batch_size"]),
+    ("hvdtrain my_config.py ++backend ", ["torch", "tensorflow"], ["my_config.py"]),
+    ("hvdtrain my_config.py ++max_seqs 4 ++train.seq_or", ["++train.seq_ordering"], ["++dev.seq_ordering"]),
+    ("hvdtrain submit my_config.py --scheduler ", ["slurm", "kubernetes"], ["my_config.py"]),
+    ("hvdtrain doctor my_config.py ++num_ep", ["++num_epochs"], []),
+]
+"""Lines, what is offered at their ends, and what is not."""
 
 
-@pytest.mark.parametrize(
-    ("line", "there", "not_there"),
-    [
-        ("hvdtrain ", ["doctor", "submit", "my_config.py"], ["++max_seqs"]),
-        ("hvdtrain my_config.py ++max_se", ["++max_seqs", "++max_seq_length"], ["++min_seq_length", "++batch_size"]),
-        ("hvdtrain my_config.py ++backend ", ["torch", "tensorflow"], ["my_config.py"]),
-        ("hvdtrain my_config.py ++use_horovod=", ["true", "false"], []),
-        ("hvdtrain my_config.py ++max_seqs 4 ++train.seq_or", ["++train.seq_ordering"], ["++dev.seq_ordering"]),
-        ("hvdtrain submit my_config.py --scheduler ", ["slurm", "kubernetes"], ["my_config.py"]),
-        ("hvdtrain doctor my_config.py ++num_ep", ["++num_epochs"], []),
-    ],
-)
-def test_the_shell_gets_completions(line: str, there: list[str], not_there: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my_config.py").touch()
-    offered = complete(line, tmp_path)
-    assert set(there) <= set(offered), offered
-    assert not set(not_there) & set(offered), offered
+def printed(folder: Path, command: list[str], **environment: str) -> str:
+    """What a program prints in a folder with a config."""
+    (folder / "my_config.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_shell_gets_completions(tmp_path: Path) -> None:
+    line = "hvdtrain my_config.py ++use_horovod="  # bash divides its last word
+    offered = printed(tmp_path, ["bash", "-c", ASK], LINE=line, FOLDER=str(Path(sys.executable).parent))
+    assert sorted(offered.split()) == ["false", "true"]
+
+
+def test_what_is_offered(tmp_path: Path) -> None:
+    answers = json.loads(printed(tmp_path, [sys.executable, "-c", ANSWER, json.dumps([line for line, *_ in CASES])]))
+    for (line, there, not_there), answer in zip(CASES, answers, strict=True):
+        offered = {word.strip() for word in answer}
+        assert set(there) <= offered, (line, offered)
+        assert not set(not_there) & offered, (line, offered)

@@ -70,16 +70,19 @@ def source(folder: Path, text: str, overrides: dict[str, str] | None = None, typ
     return load([written(folder, text)], overrides or {}, types or {})
 
 
-def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=60,
-        stdin=subprocess.DEVNULL,
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, stdin=subprocess.DEVNULL
     )
+
+
+def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    """The exit status of the program in this process, what it printed, and its errors."""
+    try:
+        status: object = main(list(arguments))
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
 
 
 # Files
@@ -87,12 +90,12 @@ def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str
 
 LARGE_IMPORT = """
 import gc, sys
-from hvdtrain.config.source import LARGE, LargeImports
 from importlib.util import find_spec
-LargeImports.install()
-LargeImports.install()
+from hvdtrain.config.source import LargeImports
+LargeImports.install()  # once more
 usual, before = gc.get_threshold(), gc.get_freeze_count()
-import torch
+from recipe_one import note as noted
+import recipe_two, torch
 assert sum(isinstance(finder, LargeImports) for finder in sys.meta_path) == 1
 assert gc.get_freeze_count() > before + 100_000 and gc.get_threshold() == usual and gc.isenabled()
 assert "exec_module" not in vars(torch.__spec__.loader) and torch.__loader__ is torch.__spec__.loader
@@ -100,18 +103,13 @@ assert find_spec("tensorflow").loader.get_filename().endswith("__init__.py")
 """
 
 
-def test_the_garbage_collector_leaves_large_imports_alone() -> None:
-    done = run("-c", LARGE_IMPORT)
-    assert done.returncode == 0, done.stderr
-
-
-def test_files_that_a_config_leaves_open_are_written_at_the_end(tmp_path: Path) -> None:
-    """Also where its functions refer to them, so that only the end of the process closes them."""
+@pytest.mark.slow
+def test_the_garbage_collector_leaves_large_imports_alone_and_files_that_a_config_leaves_open_are_written(tmp_path: Path) -> None:
+    """Also where its functions refer to the files, so that only the end of the process closes them."""
     opened = "log_file = open({!r}, 'w')\nimport torch\nlog_file.write('all of it')\ndef note(): return log_file\n"
     for name in ("one", "two"):
         written(tmp_path, opened.format(str(tmp_path / f"{name}.log")), f"recipe_{name}.py")
-    both = "from recipe_one import note as noted\nimport recipe_two\n"
-    config = written(tmp_path, both + MINIMAL + opened.format(str(tmp_path / "own.log")))
+    config = written(tmp_path, LARGE_IMPORT + MINIMAL + opened.format(str(tmp_path / "own.log")))
     done = run("-m", "hvdtrain", str(config), "--print-config")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"{name}.log").read_text() for name in ("own", "one", "two")] == ["all of it"] * 3
@@ -150,9 +148,6 @@ def test_json_is_a_config_too(tmp_path: Path) -> None:
     assert (made.batch.batch_size, made.train.order.seq_ordering, made.run.num_epochs) == ({"data": 100}, "laplace:.100", 3)
     assert made.reduce.use_horovod is True
     assert made.evaluations == ()
-
-
-def test_json_under_another_name(tmp_path: Path) -> None:
     assert load([written(tmp_path, ' {"a": 1}', "my.config")], {}, {}).values == {"a": 1}
 
 
@@ -393,7 +388,7 @@ known = config.has("b"), config.has("c")
 # Mistakes
 
 
-def test_five_mistakes_are_five_lines(tmp_path: Path) -> None:
+def test_five_mistakes_are_five_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """
 model = "exp/model"
 train = {"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "randomly"}
@@ -402,9 +397,9 @@ learning_rat = 0.1
 learning_rate = "fast"
 def get_model(**_): ...
 """
-    finished = run("-m", "hvdtrain", str(written(tmp_path, text)))
-    assert (finished.returncode, finished.stdout) == (2, "")
-    first, *lines, last = finished.stderr.splitlines()
+    status, out, err = ended(capsys, str(written(tmp_path, text)))
+    assert (status, out) == (2, "")
+    first, *lines, last = err.splitlines()
     assert first == "5 problems in the config:"
     assert last.startswith("python -m hvdtrain help max_seqs train_step learning_rate explains the keys")
     assert [line.split(":")[0].strip() for line in lines] == [
@@ -419,19 +414,12 @@ def get_model(**_): ...
     assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
 
 
-def test_a_missing_file_ends_with_status_2(tmp_path: Path) -> None:
-    finished = run("-m", "hvdtrain", str(tmp_path / "none.py"), "++num_epochs", "1")
-    assert finished.returncode == 2
-    assert (
-        finished.stderr
-        == f"1 problem in the config:\n  {tmp_path / 'none.py'}: expected a config file, got: No such file or directory\n"
-    )
-
-
 def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data.py").write_bytes(b"\xff\xfe\x00")
     for path, message in (
         (tmp_path, "expected a config file, got: Is a directory"),
+        (tmp_path / "none.py", "expected a config file, got: No such file or directory"),
+        (written(tmp_path, "1 / 0\n"), "1 problem in the config:\n  config.py, line 1: ZeroDivisionError: division by zero\n"),
         (tmp_path / "data.py", "expected a Python or JSON file, got bytes that are not UTF-8"),
         (
             written(tmp_path, '{"a": 1,\n "b" 2}', "broken.json"),
@@ -439,8 +427,8 @@ def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (written(tmp_path, "[1, 2]", "list.json"), "list.json: expected a JSON object of keys, got a list"),
     ):
-        assert main([str(path)]) == 2
-        assert message in capsys.readouterr().err
+        status, _, err = ended(capsys, str(path))
+        assert (status, err.count("\n"), message in err) == (2, 2, True), err
 
 
 @pytest.mark.parametrize(
@@ -467,11 +455,6 @@ def test_an_exception_in_a_module_that_the_config_imports_names_the_configs_line
     assert "(broken_module.py, line 4)" in str(problem)
 
 
-def test_nothing_but_a_message_is_shown_for_a_broken_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(written(tmp_path, "1 / 0\n"))]) == 2
-    assert capsys.readouterr().err == "1 problem in the config:\n  config.py, line 1: ZeroDivisionError: division by zero\n"
-
-
 def test_misspelt_keys_are_mistakes_and_other_names_are_the_authors_own(tmp_path: Path) -> None:
     text = "num_epoch = 3\nlearnin_rate = 1\ntrian = 3\nhidden = 3\n_max_seq = 1\nimport numpy as modell\nclass modle: ...\n"
     assert problems(tmp_path, text, use_horovd="1") == [
@@ -496,9 +479,10 @@ def test_closest_key() -> None:
     assert closest("x", []) is None
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - {"dry_run"}))
-def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: Path, name: str) -> None:
-    assert problems(tmp_path, f"{name} = 2\n") == [f"{name}: unsupported"]
+def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: Path) -> None:
+    names = sorted(UNSUPPORTED.keys() - {"dry_run"})
+    found = problems(tmp_path, "".join(f"{name} = 2\n" for name in names))
+    assert sorted(found) == [f"{name}: unsupported" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -675,21 +659,31 @@ def test_naming_python_in_a_string(tmp_path: Path) -> None:
 # Help
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["help"], ["help", "all"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py", "tqdm", "numpy", "http.client", "ssl", "pydoc"]
-    program = (
-        "import runpy, sys\n"
-        f"sys.argv = {['hvdtrain', *arguments]}\n"
-        "try:\n"
-        "    runpy.run_module('hvdtrain', run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        f"    print('STATUS', end.code, 'HEAVY', sorted(set({heavy}) & set(sys.modules)))\n"
-    )
-    finished = run("-c", program)
-    assert finished.stdout.splitlines()[-1] == "STATUS 0 HEAVY []", finished.stderr
-    assert finished.stderr == ""
-    assert "usage: python -m hvdtrain CONFIG" in finished.stdout or arguments == ["help", "all"]
+LIGHT = """
+import sys
+before = set(sys.modules)
+import hvdtrain
+print("IMPORTED", *sorted(set(sys.modules) - before))
+from hvdtrain.cli import main
+for arguments in ["--help"], ["help"], ["help", "all"], sys.argv[1:]:
+    print("ENDED", main(arguments), *sorted(sys.modules))
+"""
+
+
+def test_neither_help_nor_a_mistake_nor_what_a_config_imports_takes_a_heavy_import(tmp_path: Path) -> None:
+    finished = run("-c", LIGHT, str(written(tmp_path, MINIMAL + "num_epoch = 3\n")))
+    imported, *ends = (line.split()[1:] for line in finished.stdout.splitlines() if line.startswith(("IMPORTED ", "ENDED ")))
+    own = [name for name in imported if name.startswith("hvdtrain.")]
+    assert len(own) < 12
+    assert {name.split(".")[1] for name in own} <= {"comm", "context", "errors", "version"}
+    assert not [name for name in imported if name.startswith(("numpy", "h5py"))]
+    assert [status for status, *_ in ends] == ["0", "0", "0", "2"], finished.stderr
+    frameworks = {"torch", "tensorflow", "horovod", "h5py"}
+    for modules in ends[:3]:
+        assert not (frameworks | {"mpi4py", "tqdm", "numpy", "http.client", "ssl", "pydoc"}) & set(modules)
+    assert not frameworks & set(ends[3]), "for a mistake in a config"
+    assert finished.stdout.count("usage: python -m hvdtrain CONFIG") == 2
+    assert finished.stderr == "1 problem in the config:\n  num_epoch: unknown key in config.py (did you mean num_epochs?)\n"
 
 
 def unwrapped(text: str) -> str:
@@ -765,47 +759,28 @@ def test_words_that_look_like_commands(word: str, said: str, capsys: pytest.Capt
     assert said in capsys.readouterr().err
 
 
-def test_changed_keys_are_printed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(written(tmp_path, MINIMAL)), "++max_seqs", "7", "--print-config", "--changed"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith("#")]
-    assert any(line.startswith("max_seqs = 7 ") for line in lines)
-    assert not [line for line in lines if line.endswith("# default")]
+def test_every_key_in_effect_is_printed_and_the_changed_ones_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*more: str) -> dict[str, str]:
+        """The keys with their values and origins."""
+        status, out, err = ended(capsys, str(written(tmp_path, MINIMAL)), "++max_seqs", "7", "--print-config", *more)
+        assert (status, err) == (0, "")
+        return dict(re.findall(r"^(\S.*?) = (.*? +# .*)$", out, re.MULTILINE))
 
-
-def test_what_a_config_imports_is_light() -> None:
-    program = (
-        "import sys\n"
-        "before = set(sys.modules)\n"
-        "import hvdtrain\n"
-        "new = sorted(name for name in set(sys.modules) - before if name.startswith(('hvdtrain.', 'numpy', 'h5py')))\n"
-        "light = ('comm', 'context', 'errors', 'version')\n"
-        "print(len(new), [name for name in new if name.split('.')[1:2] and name.split('.')[1] not in light])\n"
-    )
-    number, others = run("-c", program).stdout.split(" ", 1)
-    assert int(number) < 12
-    assert others == "[]\n"
-
-
-def test_a_wrong_config_is_reported_without_importing_a_framework(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL + "num_epoch = 3\n")
-    program = (
-        "import sys\n"
-        "from hvdtrain.cli import main\n"
-        f"status = main([{str(path)!r}])\n"
-        "print(status, sorted({'torch', 'tensorflow', 'horovod', 'h5py'} & set(sys.modules)))\n"
-    )
-    assert run("-c", program).stdout == "2 []\n"
+    every = printed()
+    assert re.fullmatch("7 +# the command line", every["max_seqs"])
+    assert re.fullmatch("0.1 +# config.py", every["learning_rate"])
+    assert every["gradient_clip"].endswith("# default")
+    assert printed("--changed") == {name: text for name, text in every.items() if not text.endswith("# default")}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_its_own_help(name: str) -> None:
+def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert name in USAGE
-    finished = run("-m", "hvdtrain", name, "--help")
-    assert finished.returncode == 0, finished.stderr
-    assert f"hvdtrain {name} [" in finished.stdout or f"hvdtrain {name} CONFIG" in finished.stdout, finished.stdout
-    wrong = run("-m", "hvdtrain", name, "--such-an-option", "++no")
-    assert wrong.returncode == 2
-    assert f"hvdtrain {name}: error: " in wrong.stderr
+    status, out, err = ended(capsys, name, "--help")
+    assert (status, err) == (0, "")
+    assert f"hvdtrain {name} [" in out or f"hvdtrain {name} CONFIG" in out, out
+    status, _, err = ended(capsys, name, "--such-an-option", "++no")
+    assert (status, f"hvdtrain {name}: error: " in err) == (2, True), err
 
 
 def test_building_horovod_needs_none_of_the_packages() -> None:
@@ -849,23 +824,22 @@ def test_a_report_knows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(did you mean --out?)" in capsys.readouterr().err
 
 
-def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) -> None:
+def test_a_config_with_a_commands_name_and_a_misspelt_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "dump").write_text(MINIMAL + "num_epochs = 'many'\n")
-    as_config = run("-m", "hvdtrain", "./dump", folder=tmp_path)
-    assert as_config.returncode == 2
-    assert "num_epochs: expected an integer" in as_config.stderr
-    assert "hvdtrain dump: error" in run("-m", "hvdtrain", "dump", folder=tmp_path).stderr
-    assert run("-m", "hvdtrain", "help", folder=tmp_path).stdout.startswith("usage: python -m hvdtrain CONFIG")
-    task = run("-m", "hvdtrain", "train", "config.py", folder=tmp_path)
-    assert "train: expected a command or a config file, got neither (write python -m hvdtrain CONFIG)" in task.stderr
-    near = run("-m", "hvdtrain", "./dmp", folder=tmp_path)
-    assert near.stderr.endswith("dmp: expected a config file, got: No such file or directory (did you mean dump?)\n")
-    misspelt = run("-m", "hvdtrain", "dmup", "a.hdf", "b.hdf", folder=tmp_path)
-    assert misspelt.returncode == 2
-    assert misspelt.stderr == "dmup: expected a command or a config file, got neither (did you mean dump?)\n"
-    launched = run("-m", "hvdtrain", "--local-rank=0", "report", "nowhere", folder=tmp_path)  # as torch.distributed.launch does
-    assert launched.returncode == 2
-    assert "nowhere" in launched.stderr
+    monkeypatch.chdir(tmp_path)
+    for arguments, said in (
+        (["./dump"], "num_epochs: expected an integer"),
+        (["dump"], "hvdtrain dump: error"),
+        (["train", "config.py"], "train: expected a command or a config file, got neither (write python -m hvdtrain CONFIG)\n"),
+        (["./dmp"], "dmp: expected a config file, got: No such file or directory (did you mean dump?)\n"),
+        (["dmup", "a.hdf", "b.hdf"], "dmup: expected a command or a config file, got neither (did you mean dump?)\n"),
+        (["--local-rank=0", "report", "nowhere"], "nowhere"),  # as torch.distributed.launch does
+    ):
+        status, _, err = ended(capsys, *arguments)
+        assert (status, said in err) == (2, True), err
+    assert ended(capsys, "help")[1].startswith("usage: python -m hvdtrain CONFIG")
 
 
 def test_no_key_is_declared_twice_and_every_one_is_documented() -> None:
@@ -889,19 +863,22 @@ train, dev = data, {"class": "CombinedDataset", "datasets": {"a": data}, "data_m
 """
 
 
-def test_functions_for_data_are_called_when_the_data_is_opened(tmp_path: Path) -> None:
-    config = written(tmp_path, MINIMAL + RAISING)
-    shown = run("-m", "hvdtrain", str(config), "--print-config")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert re.search(r"^train = <function data in config.py> +# config.py$", shown.stdout, re.MULTILINE)
-    submitted = run("-m", "hvdtrain", "submit", str(config), "--scheduler", "slurm", folder=tmp_path)
-    assert submitted.returncode == 0, submitted.stderr
-    trained = run("-m", "hvdtrain", str(config), folder=tmp_path)
-    assert trained.returncode == 2
+def test_functions_for_data_are_called_when_the_data_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(written(tmp_path, MINIMAL + RAISING))
+    monkeypatch.chdir(tmp_path)
+    status, out, err = ended(capsys, config, "--print-config")
+    assert (status, err) == (0, "")
+    assert re.search(r"^train = <function data in config.py> +# config.py$", out, re.MULTILINE)
+    status, _, err = ended(capsys, "submit", config, "--scheduler", "slurm")
+    assert status == 0, err
+    status, _, err = ended(capsys, config)
+    assert status == 2
     raised = "expected a function that returns a dataset, got RuntimeError: no such disk on the login node (config.py, line "
-    assert f"train: {raised}" in trained.stderr
-    assert f"dev.datasets.a: {raised}" in trained.stderr
-    assert "eval.files: expected" in trained.stderr
+    assert f"train: {raised}" in err
+    assert f"dev.datasets.a: {raised}" in err
+    assert "eval.files: expected" in err
     assert not (tmp_path / "model").exists()
 
 

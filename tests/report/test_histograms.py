@@ -7,7 +7,7 @@ import pytest
 from launching import faults
 from tensorboard.data_compat import migrate_value
 from tensorboard_events import events
-from trainings import Run, Trained, trains
+from trainings import Run, Trained, marked, trains
 
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.report.trackers import histogram
@@ -41,15 +41,15 @@ def test_they_belong_to_tensorboard() -> None:
     assert faults(TrackerKeys(tensorboard_histograms=True, use_tensorboard=True).problems()) == []
 
 
-RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
+TORCH, TENSORFLOW = (Run(framework, "horovod", 2) for framework in ("torch", "tensorflow"))
 
 
-@trains(*RUNS)
+@trains(TORCH, slow=[TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"histograms": {"num_epochs": 2, "use_tensorboard": True, "tensorboard_histograms": True}}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", [TORCH, *marked([TENSORFLOW], pytest.mark.slow)], ids=str)
 def test_on_two_ranks(trained: Trained, run: Run) -> None:
     made, framework = trained(trainings, run), run.framework
     tmp_path = made.models["histograms"].parent

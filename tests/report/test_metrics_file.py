@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from inside import run_inside
-from launching import TOY, Finished, refused
+from launching import TOY, Finished, hvdtrain, refused
 
 from hvdtrain.report.metrics_file import MetricsFile
 from hvdtrain.report.runs import Start
@@ -16,8 +15,8 @@ SAMPLE = re.compile(r'^(hvdtrain_\w+)(\{\w+="(?:[^"\\\n]|\\.)*"(?:,\w+="(?:[^"\\
 
 
 def train(corpus: Path, folder: Path, **overrides: object) -> Finished:
-    keys = {"corpus": corpus, "model": folder / "exp" / "model", "evaluated": True, "log_interval_steps": 5, **overrides}
-    return run_inside([TOY, *(word for name, value in keys.items() for word in (f"++{name}", value))])
+    keys = {"corpus": corpus, "model": folder / "exp" / "model", "num_epochs": 2, "evaluated": True, "log_interval_steps": 5}
+    return hvdtrain(TOY, {**keys, **overrides})
 
 
 def samples(text: str) -> dict[str, float]:
@@ -34,7 +33,7 @@ def samples(text: str) -> dict[str, float]:
 
 def test_a_training_leaves_its_numbers(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "numbers.prom"
-    finished = train(corpus, tmp_path, metrics_file=file, num_epochs=2)
+    finished = train(corpus, tmp_path, metrics_file=file)
     assert finished.status == 0, finished.err
     assert f"trackers: metrics_file: {file}" in finished.out
     found = samples(file.read_text())
@@ -51,7 +50,7 @@ def test_a_training_leaves_its_numbers(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_one_warning(corpus: Path, tmp_path: Path) -> None:
-    finished = train(corpus, tmp_path, metrics_file=tmp_path / "missing" / "numbers.prom", num_epochs=2)
+    finished = train(corpus, tmp_path, metrics_file=tmp_path / "missing" / "numbers.prom")
     assert finished.status == 0, finished.err
     assert finished.out.count("metrics_file failed in log_") == 1, finished.out
     assert "Finished training in epoch 2." in finished.out

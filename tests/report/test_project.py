@@ -1,6 +1,5 @@
 """A page about several trainings: which are found, the table of them, and what its script does in a browser."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_pages import REPORT, shown
+from report_pages import REPORT, lines_of, shown, write_lines
 
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.ends import append_end
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.overview import concern
+from hvdtrain.report.page import checksum_of
 from hvdtrain.report.plots import middles, score_figures
 from hvdtrain.report.project import find_trainings, read_project
 from hvdtrain.report.runs import Start, append_start, read_runs
@@ -32,7 +32,7 @@ def training(folder: Path, best: float, epochs: int = 4, **keys: object) -> Path
         replace(REPORT, epoch=number, global_step=10 * number, scores={"train_loss_ce": value - 0.5, "dev_loss_ce": value})
         for number, value in enumerate(values, start=1)
     ]
-    (folder / "scores.jsonl").write_text("".join(json.dumps(as_line(report)) + "\n" for report in reports))
+    write_lines(folder / "scores.jsonl", map(as_line, reports))
     return folder
 
 
@@ -83,9 +83,9 @@ def test_trainings_below_a_folder_and_their_table(project: Path, capsys: pytest.
 
 def test_the_mean_of_an_epoch_is_drawn_in_its_middle_and_a_score_that_is_no_number_is_marked(tmp_path: Path) -> None:
     folder = training(tmp_path / "run", 1.0)
-    lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "scores.jsonl")
     lines[2]["scores"]["dev_loss_ce"] = "nan"
-    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "scores.jsonl", lines)
     (run,) = read_runs([folder])
     train, dev = score_figures([run])[0].panels[0].curves
     assert train.x == middles(run, run.epochs)
@@ -108,20 +108,13 @@ def test_what_is_wrong_with_a_training(tmp_path: Path) -> None:
     assert concern(replace(run, epochs=stale)) == "no better dev ce for 11 epochs (best: epoch 1)"
 
 
-def in_browser(page: Path, folder: Path, address: str = "", script: str = "") -> str:
-    """The page as a browser has drawn it.
-
-    Args:
-        script: runs in the page afterwards, for which the page's policy is removed.
-    """
-    text = page.read_text()
-    if script:
-        text = re.sub(r"<meta http-equiv=Content-Security-Policy[^>]*>", "", text)
-        when = "document.querySelectorAll('.legend button').length"
-        waiting = f"const wait = () => {{ if ({when}) {{ {script} }} else setTimeout(wait, 100); }}; wait();"
-        text = text.replace("</body>", f"<script>{waiting}</script></body>")
+def in_browser(page: Path, folder: Path, script: str, address: str = "") -> str:
+    """The page as a browser has drawn it, after a script has run in it, which is added to those that the page's policy allows."""
+    when = "document.querySelectorAll('.legend button').length"
+    code = f"const wait = () => {{ if ({when}) {{ {script} }} else setTimeout(wait, 100); }}; wait();"
     copy = folder / "drawn.html"
-    copy.write_text(text)
+    text = page.read_text().replace("script-src ", f"script-src {checksum_of(code)} ", 1)
+    copy.write_text(text.replace("</body>", f"<script>{code}</script></body>"))
     command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += ["--window-size=1400,5000", "--virtual-time-budget=20000", "--dump-dom", f"file://{copy}{address}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
@@ -149,9 +142,8 @@ document.body.dataset.address = location.hash;
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_the_page_of_a_project_in_a_browser(project: Path, tmp_path: Path) -> None:
     assert main([str(project)]) == 0
-    drawn = in_browser(
-        project / "report.html", tmp_path, "#speed?base=first/run2&sort=2-&hide=first/run10&key=learning_rate", CLICKS
-    )
+    address = "#speed?base=first/run2&sort=2-&hide=first/run10&key=learning_rate"
+    drawn = in_browser(project / "report.html", tmp_path, CLICKS, address)
     table = {row[0].removesuffix(" baseline"): row for row in rows(drawn)}
     assert [row[2].split()[-1] for row in (table["first/run1"], table["first/run10"])] == ["−0.1", "+0.2"]
     assert list(table) == ["first/run1", "first/run2", "first/run10"], "sorted again, by the first column"
@@ -170,18 +162,22 @@ def test_the_page_of_a_project_in_a_browser(project: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_points_beyond_the_range_are_marked(tmp_path: Path) -> None:
-    folder = training(tmp_path / "run", 1.0)
+def test_the_page_of_a_training_in_a_browser(tmp_path: Path) -> None:
+    """Every figure is drawn, no two marks of an axis have the same text, and points beyond the range are marked."""
+    folder, page = training(tmp_path / "run", 1.0), tmp_path / "page.html"
+    write_lines(folder / "scores.jsonl", [{**line, "padding": {"data": 0.023}} for line in lines_of(folder / "scores.jsonl")])
     steps = [
         {"epoch": epoch, "step": step, "progress": step / 10, "elapsed": float(step), "scores": {"ce": 40.0 if step < 3 else 1.0}}
         for epoch in (1, 2)
         for step in range(1, 11)
         if epoch == 1 or step > 2
     ]
-    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    page = tmp_path / "page.html"
+    write_lines(folder / "steps.jsonl", steps)
     assert main([str(folder), "--out", str(page)]) == 0
     click = "const note = document.querySelector('.beyond'); document.body.dataset.before = note.textContent; note.click();"
-    drawn = in_browser(page, tmp_path, script=click)
+    drawn = in_browser(page, tmp_path, click)
+    assert drawn.count('class="main-svg"') >= len(shown(page)) > 3
+    labels = re.findall(r'<g class="ytick"><text[^>]*>([^<]+)<', drawn[drawn.index('data-figure="padding"') :])
+    assert len(labels) == len(set(labels)) > 2
     assert 'data-before="▲ 2 points beyond the range, up to 40: show all"' in drawn
     assert "all points are shown: cut the range" in drawn

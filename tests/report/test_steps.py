@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import ROOT, TOY
+from documented import blocks_of, section
+from launching import TOY
+from report_pages import lines_of
 from tensorboard_events import events
 
 from hvdtrain.data.plan.epoch import Plan
@@ -139,8 +141,7 @@ def test_every_n_steps_and_at_the_end() -> None:
 
 def test_the_lines_of_steps_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "exp" / "steps.jsonl"
-    lines = StepLines(path)
-    lines.step(RECORD)
+    StepLines(path).step(RECORD)
     [line] = path.read_text().splitlines()  # at once
     read = json.loads(line, parse_constant=pytest.fail)
     assert list(read) == KEYS
@@ -161,8 +162,7 @@ def test_lines_of_steps_that_are_trained_again_are_removed(tmp_path: Path) -> No
     left = StepLines(path)
     left.go_on(2, 15)
     left.step(replace(RECORD, epoch=2, step=16))
-    read = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["epoch"], line["step"]) for line in read] == [*places[:4], (2, 16)]
+    assert [(line["epoch"], line["step"]) for line in lines_of(path)] == [*places[:4], (2, 16)]
     assert not list(tmp_path.glob("*.unfinished"))
     StepLines(path).go_on(1, 0)
     assert path.read_text() == ""
@@ -194,8 +194,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_training_leaves(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    reports = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    lines, reports = lines_of(folder / "steps.jsonl"), lines_of(folder / "scores.jsonl")
     steps = reports[0]["steps"]
     places = [*range(6, steps, 6), steps]
     assert [(line["epoch"], line["step"]) for line in lines] == [(epoch, step) for epoch in (1, 2) for step in places]
@@ -220,7 +219,7 @@ def test_what_a_training_leaves(folder: Path) -> None:
 
 
 def test_the_learning_rate_is_the_one_that_was_used(folder: Path) -> None:
-    reports = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    reports = lines_of(folder / "scores.jsonl")
     steps = reports[0]["steps"]
     [chunks] = map(int, re.findall(r"^train: (\d+) chunks of", (folder / "log").read_text(), flags=re.M))
 
@@ -253,32 +252,23 @@ def test_without_a_rule_for_steps_there_is_one_rate(corpus: Path, tmp_path: Path
     keys = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "model": tmp_path / "model", "learning_rates": "[0.5, 0.25]"}
     keys |= {"num_epochs": 3, "log_interval": 3600, "log": tmp_path / "log"}
     train(read_settings([TOY], {name: str(value) for name, value in keys.items()}))
-    reports = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    reports = lines_of(tmp_path / "scores.jsonl")
     assert [report["learning_rate"] for report in reports] == [0.5, 0.25, 0.25]
     assert not {"learning_rates", "epoch_learning_rate"} & set(reports[0])
     assert not re.findall(r"^train epoch \d, learning rate", (tmp_path / "log").read_text(), flags=re.M)
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["learning_rate"], line["gradient_norm"]) for line in lines] == [
-        (2, 0.5, None),
-        (2, 0.25, None),
-        (2, 0.25, None),
-    ], "one at the end of an epoch, however short it is"
+    found = [(line["step"], line["learning_rate"], line["gradient_norm"]) for line in lines_of(tmp_path / "steps.jsonl")]
+    assert found == [(2, 0.5, None), (2, 0.25, None), (2, 0.25, None)], "one at the end of an epoch, however short it is"
 
 
 def test_the_example_in_the_documents(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = (ROOT / "docs" / "reports.md").read_text().split("\n## Numbers within an epoch\n")[1].split("\n## ")[0]
-    [example] = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     (tmp_path / "exp").mkdir()
     shutil.copytree(folder, tmp_path / "exp" / "g2p")
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "reports.md", "exec"), {})
-    printed = capsys.readouterr().out.splitlines()
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert len([line for line in printed if re.match(r"epoch \d\.\d\d: ce [\d.]+, fer [\d.]+, rate [\d.e-]+$", line)]) == len(
-        lines
-    )
-    shown = re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)
-    assert shown is not None
-    assert list(json.loads(shown[1])) == KEYS
+    shown, code = blocks_of(section("reports.md", "Numbers within an epoch"))[:2]
+    assert (shown.language, list(json.loads(shown.code))) == ("json", KEYS)
+    exec(code.code, {})
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert len(printed) == len(lines_of(folder / "steps.jsonl"))
+    assert all(re.fullmatch(r"epoch \d\.\d\d: ce [\d.]+, fer [\d.]+, rate [\d.e-]+", line) for line in printed), printed

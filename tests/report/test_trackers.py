@@ -1,6 +1,5 @@
 """Experiment trackers: what they are told, read back with the services' own readers, and what happens if they fail."""
 
-import json
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import wandb_files
 from documented import example
 from inside import run_inside
 from launching import TOY, Finished, faults
+from report_pages import lines_of
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
@@ -44,14 +44,9 @@ def _patient() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two epochs, and after a resume a third one, with all the examples of docs/reports.md."""
-    folder = tmp_path_factory.mktemp("tracked")
-    services = example("reports.md", "trackers = [").replace("trackers", "services")
-    own = example("reports.md", "class ToFile:")
-    function = example("reports.md", "def track_epoch(*, epoch, step, metrics, **_):")
-    config = config_with(folder, f"{services}\n{own}\ntrackers += services\n{function}")
+def trained_twice(corpus: Path, folder: Path, code: str) -> Path:
+    """Where a training of two epochs, and after a resume a third one, left its files."""
+    config = config_with(folder, code)
     git = ["git", "-C", folder, "-c", "user.name=n", "-c", "user.email=e@x"]
     for command in (["init", "-q", "-b", "trunk"], ["add", "config.py"], ["commit", "-q", "-m", "begin"]):
         subprocess.run([*git, *command], check=True)
@@ -59,16 +54,15 @@ def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         finished = run(corpus, config, num_epochs=num_epochs)
         assert finished.status == 0, finished.err
         assert "failed" not in finished.out
-    yield folder
-    import wandb
-
-    wandb.teardown()
+    return folder / "exp"
 
 
-def test_a_class_of_the_config_receives_everything(tracked: Path) -> None:
-    exp = tracked / "exp"
-    reports = [json.loads(line) for line in (exp / "scores.jsonl").read_text().splitlines()]
-    steps = [json.loads(line) for line in (exp / "steps.jsonl").read_text().splitlines()]
+OWN = example("reports.md", "class ToFile:")
+
+
+def test_a_class_of_the_config_receives_everything(corpus: Path, tmp_path: Path) -> None:
+    exp = trained_twice(corpus, tmp_path, OWN + example("reports.md", "def track_epoch(*, epoch, step, metrics, **_):"))
+    reports, steps = lines_of(exp / "scores.jsonl"), lines_of(exp / "steps.jsonl")
     expected = []
     for epoch, report in enumerate(reports, start=1):
         before = 20 * (epoch - 1)
@@ -85,11 +79,23 @@ def test_a_class_of_the_config_receives_everything(tracked: Path) -> None:
     assert [float(score) for _, _, score in dev] == [report["scores"]["dev_loss_ce"] for report in reports]
 
 
+@pytest.fixture(scope="module")
+def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a training left that both services and a class of the config track."""
+    services = example("reports.md", "trackers = [").replace("trackers", "services")
+    code = f"{services}\n{OWN}\ntrackers += services\n"
+    yield trained_twice(corpus, tmp_path_factory.mktemp("tracked"), code)
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.slow
 def test_mlflow_reads_what_was_written(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = mlflow.MlflowClient(tracking_uri=str(tracked / "exp" / "mlruns"))
+    client = mlflow.MlflowClient(tracking_uri=str(tracked / "mlruns"))
     experiment = client.get_experiment_by_name("g2p")
     [run] = client.search_runs([experiment.experiment_id])  # one run: it was continued
     assert run.info.status == "FINISHED"
@@ -100,24 +106,25 @@ def test_mlflow_reads_what_was_written(tracked: Path, monkeypatch: pytest.Monkey
     assert "rank 0: " in params["hosts"]
     assert re.fullmatch("[0-9a-f]{40}", tags["mlflow.source.git.commit"])
     assert (params["git.branch"], params["git.dirty"]) == ("trunk", "False")
-    reports = [json.loads(line) for line in (tracked / "exp" / "scores.jsonl").read_text().splitlines()]
+    reports = lines_of(tracked / "scores.jsonl")
     dev = client.get_metric_history(run.info.run_id, "dev/ce")
     assert [(one.step, one.value) for one in dev] == [(r["global_step"], r["scores"]["dev_loss_ce"]) for r in reports]
     assert [one.step for one in client.get_metric_history(run.info.run_id, "steps/learning_rate")] == list(range(5, 61, 5))
     [page] = client.list_artifacts(run.info.run_id, "report")
     assert page.path == "report/report.html"
-    assert page.file_size == (tracked / "exp" / "report.html").stat().st_size
+    assert page.file_size == (tracked / "report.html").stat().st_size
 
 
+@pytest.mark.slow
 def test_wandb_reads_what_was_written(tracked: Path) -> None:
     """As far as it can be read without sending it: with wandb's own messages."""
-    first, second = sorted((tracked / "exp" / "wandb").glob("offline-run-*/*.wandb"))
+    first, second = sorted((tracked / "wandb").glob("offline-run-*/*.wandb"))
     assert first.name == second.name  # the same id: `wandb sync` makes one run of them
     config = wandb_files.config(first)
     assert (config["num_epochs"], config["learning_rate"], config["num_ranks"]) == (2, 0.01, 1)
     assert config["git"]["branch"] == "trunk"
     rows = [*wandb_files.history(first), *wandb_files.history(second)]
-    reports = [json.loads(line) for line in (tracked / "exp" / "scores.jsonl").read_text().splitlines()]
+    reports = lines_of(tracked / "scores.jsonl")
     dev = [(row["step"], row["dev/ce"]) for row in rows if "dev/ce" in row]
     assert dev == [(report["global_step"], report["scores"]["dev_loss_ce"]) for report in reports]
     assert [row["step"] for row in rows if "steps/learning_rate" in row] == list(range(5, 61, 5))
@@ -163,13 +170,12 @@ def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(corpus: Path
 
 
 def test_what_a_training_is_that_was_stopped_or_failed(corpus: Path, tmp_path: Path) -> None:
-    own = example("reports.md", "class ToFile:")
     stops = "\nclass Stop:\n    def on_train_begin(self, training):\n        training.stop('enough')\n\ncallbacks = Stop()\n"
-    finished = run(corpus, config_with(tmp_path, own + stops), num_epochs=50)
+    finished = run(corpus, config_with(tmp_path, OWN + stops), num_epochs=50)
     assert finished.status == 75
     tracked = tmp_path / "exp" / "tracked.txt"
     assert tracked.read_text().splitlines()[-1] == "end stopped"
-    finished = run(corpus, config_with(tmp_path, own), num_epochs=50, fault="raise,0,60", record=tmp_path / "record")
+    finished = run(corpus, config_with(tmp_path, OWN), num_epochs=50, fault="raise,0,60", record=tmp_path / "record")
     assert finished.status == 1
     assert tracked.read_text().splitlines()[-1] == "end failed"
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -53,6 +53,20 @@ def until(ranks: list[Heartbeats], beats: list[Heartbeat | None], wanted: dict[i
             ranks[0].broadcast(found[0])
 
 
+def wait_until(is_so: Callable[[], object], do: Callable[[], object] = lambda: None) -> None:
+    """Do something again and again until something is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline
+        do()
+
+
+def for_two_seconds(ranks: list[Heartbeats], beats: list[Heartbeat | None], wanted: dict[int, Diagnosis | None]) -> None:
+    """As `until`, again and again."""
+    end = time.monotonic() + 2
+    wait_until(lambda: time.monotonic() > end, lambda: until(ranks, beats, wanted))
+
+
 def until_they_meet(ranks: list[Heartbeats]) -> None:
     """Until rank 0 has answered all others."""
     while any(rank.decides for rank in ranks[1:]):
@@ -92,10 +106,7 @@ def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatc
     time.sleep(0.6)
     until(ranks, [HANGS, FINE, None], {0: Diagnosis((0,))})
     ranks[0].send(ENDED)
-    deadline = time.monotonic() + PATIENCE
-    while not ranks[1].decides:
-        assert time.monotonic() < deadline
-        ranks[1].listen(0.1)
+    wait_until(lambda: ranks[1].decides, lambda: ranks[1].listen(0.1))
     assert ranks[1].conclude(HANGS) == Diagnosis((1,))
 
 
@@ -108,10 +119,7 @@ def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> No
     text = f"rank 1 on {socket.gethostname()} has ended: the remaining ranks are blocked on it and will exit"
     assert ranks[0].describe(gone, FINE) == text
     ranks[0].send(FAILED)
-    deadline = time.monotonic() + PATIENCE
-    while not ranks[2].decides:
-        assert time.monotonic() < deadline
-        ranks[2].listen(0.1)
+    wait_until(lambda: ranks[2].decides, lambda: ranks[2].listen(0.1))
     assert ranks[2].conclude(FINE) is None
     assert ranks[2].conclude(JUST_WAITS) == Diagnosis(gone=(0,), ends=True)
 
@@ -226,10 +234,10 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lost]:
     """Three ranks on three hosts, whose watchdogs have met."""
     made = Lost(monkeypatch)
     hosts = [(rank, host) for rank in made.ranks for host in made.addresses if (rank.rank == 0) != (host == made.addresses[0])]
-    deadline = time.monotonic() + PATIENCE
-    while not all(rank.datagrams and rank.datagrams.hosts[host].answers for rank, host in hosts):
-        until(made.ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-        assert time.monotonic() < deadline, hosts
+    wait_until(
+        lambda: all(rank.datagrams and rank.datagrams.hosts[host].answers for rank, host in hosts),
+        lambda: until(made.ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None}),
+    )
     yield made
     made.close()
 
@@ -276,12 +284,13 @@ def test_ranks_behind_a_relay_that_is_stopped_go_to_rank_0(many: list[Heartbeats
     assert (many[0].describe(Diagnosis(silent=(3,)), WAITS) or "").startswith("rank 3 on ")
     monkeypatch.setattr(heartbeats, "SILENT", 5.0)
     monkeypatch.setattr(heartbeats, "SECONDS_OF_DETAILS", 0.1)
-    deadline = time.monotonic() + PATIENCE
-    while [sorted(many[rank]._last) for rank in (0, 4, 5)] != [[1, 2, 3, 6], [3], [3]]:  # it goes on, and all is as before
-        assert time.monotonic() < deadline
+
+    def go_on() -> None:
         until(many, of_nine({}, FINE), dict.fromkeys(range(9)))
         monkeypatch.setattr(heartbeats, "SILENT", 1.0)
         many[0]._details_until = 0.0
+
+    wait_until(lambda: [sorted(many[rank]._last) for rank in (0, 4, 5)] == [[1, 2, 3, 6], [3], [3]], go_on)  # all is as before
 
 
 def test_a_relay_tells_who_has_failed_or_ended_without_a_word(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,22 +305,23 @@ def test_a_relay_tells_who_has_failed_or_ended_without_a_word(many: list[Heartbe
 def test_when_rank_0_fails_relays_tell_their_ranks(many: list[Heartbeats]) -> None:
     many[0].send(FAILED)
     gone = Diagnosis(gone=(0,), ends=True)
-    deadline = time.monotonic() + PATIENCE
-    while any(many[rank].conclude(JUST_WAITS) != gone for rank in range(1, 9)):
-        assert time.monotonic() < deadline
+
+    def go_on() -> None:
         for rank in many[1:]:
             rank.send(JUST_WAITS)
             rank.listen(0.02)
             if rank.decides:
                 rank.broadcast(rank.conclude(JUST_WAITS))
 
+    wait_until(lambda: all(rank.conclude(JUST_WAITS) == gone for rank in many[1:]), go_on)
+
 
 def test_a_relay_finds_a_host_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     four = Lost(monkeypatch, 4, Layout(4, 2))
-    deadline = time.monotonic() + PATIENCE
-    while not (four.ranks[2].datagrams and four.ranks[2].datagrams.hosts[four.addresses[3]].answers):
-        until(four.ranks, [FINE] * 4, dict.fromkeys(range(4)))
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: four.ranks[2].datagrams and four.ranks[2].datagrams.hosts[four.addresses[3]].answers,
+        lambda: until(four.ranks, [FINE] * 4, dict.fromkeys(range(4))),
+    )
     four.lose(3)
     gone = Diagnosis(gone=(3,), ends=True)
     until(four.ranks, [JUST_WAITS, JUST_WAITS, JUST_WAITS, None], dict.fromkeys(range(3), gone))
@@ -355,9 +365,7 @@ def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
     assert text.endswith(
         " s, so it has lost power or its network connection: the remaining ranks are blocked on it and will exit"
     )
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:  # rank 2 is silent, too, but its host answers
-        until(lost.ranks, [JUST_WAITS, None, None], {0: gone})
+    for_two_seconds(lost.ranks, [JUST_WAITS, None, None], {0: gone})  # rank 2 is silent, too, but its host answers
     lost.ranks[0].restarts = False
     assert lost.ranks[0].conclude(JUST_WAITS) is None
     lost.ranks[0].restarts = True
@@ -383,9 +391,7 @@ def test_a_host_is_asked_before_it_is_lost(lost: Lost, monkeypatch: pytest.Monke
     monkeypatch.setattr(heartbeats, "MANY", 1)
     asked = lost.lose(1)
     began = time.monotonic()
-    while lost.ranks[0].conclude(JUST_WAITS) is None:
-        lost.ranks[0].listen(0.02)
-        assert time.monotonic() < began + PATIENCE
+    wait_until(lambda: lost.ranks[0].conclude(JUST_WAITS) is not None, lambda: lost.ranks[0].listen(0.02))
     assert number_of_questions(asked) > 10
     assert time.monotonic() - began > 3 * 0.5 + 0.5  # silent after three times as long; then half a second to answer
     lost.ranks[0].reset_silence()  # it was suspended, so it cannot tell
@@ -396,12 +402,8 @@ def test_a_host_behind_a_firewall_that_never_answers_is_not_lost(monkeypatch: py
     behind = Lost(monkeypatch)
     asked = behind.lose(1)
     until_they_meet(behind.ranks)
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        until(behind.ranks, [JUST_WAITS, FINE, FINE], {0: None})
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        until(behind.ranks, [JUST_WAITS, None, FINE], {0: None})
+    for_two_seconds(behind.ranks, [JUST_WAITS, FINE, FINE], {0: None})
+    for_two_seconds(behind.ranks, [JUST_WAITS, None, FINE], {0: None})
     assert number_of_questions(asked) == 10  # and is left alone
     behind.close()
 
@@ -429,13 +431,14 @@ def test_what_strangers_send_is_not_even_parsed(ranks: list[Heartbeats], monkeyp
     until(ranks, [WAITS, HANGS, WAITS], dict.fromkeys(range(3), Diagnosis((1,))))
     until(ranks, [FINE, FINE, FINE], dict.fromkeys(range(3)))
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
-    deadline = time.monotonic() + PATIENCE
-    while ranks[0].conclude(WAITS) != Diagnosis(silent=(1,)):
-        assert time.monotonic() < deadline
+
+    def replay() -> None:
         send_to_all(ranks, known)
         ranks[2].send(WAITS)
         for rank in (ranks[0], ranks[2]):
             rank.listen(0.02)
+
+    wait_until(lambda: ranks[0].conclude(WAITS) == Diagnosis(silent=(1,)), replay)
 
 
 def test_ranks_of_one_host_listen_where_no_other_host_reaches_them(ranks: list[Heartbeats]) -> None:
@@ -459,12 +462,9 @@ def test_states_of_processes() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=ROOT)
     own = Process.of(os.getpid())
     process = Process.of(sleeper.pid)
-    deadline = time.monotonic() + PATIENCE
-    while process.describe() is not None:  # it may be reading its program from a disk
-        assert time.monotonic() < deadline
+    wait_until(lambda: process.describe() is None)  # it may be reading its program from a disk
     process.send(signal.SIGSTOP)
-    while process.describe() != "is stopped (SIGSTOP)":
-        assert time.monotonic() < deadline
+    wait_until(lambda: process.describe() == "is stopped (SIGSTOP)")
     process.send(signal.SIGKILL)
     sleeper.wait()
     assert process.describe() == "has ended"

@@ -1,13 +1,12 @@
 """What `hvdtrain dump` draws on a terminal: a real one, of the system's kind (pty)."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from terminal import Terminal, screen
 
+from hvdtrain.cli import main
 from hvdtrain.data.hdf.dataset import open_hdf
 
 CORPUS = """
@@ -68,29 +67,19 @@ def test_a_bar_with_rate_and_remaining_time_and_a_report_at_the_end(folder: Path
     assert nothing == ""
 
 
-def test_the_bar_is_no_longer_than_the_terminal_is_wide(folder: Path) -> None:
-    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 1}'), columns=40)
-    assert terminal.read_to_end() == 0
-    drawn = terminal.text.partition("out.hdf:")[0].split("\r")
-    assert len([one for one in drawn if "%|" in one]) >= 3
-    assert all(len(one) <= 39 for one in drawn), "the last column stays empty"
-
-
-def test_the_bar_follows_the_width_of_the_terminal(folder: Path) -> None:
-    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 3}'), columns=100)
-    terminal.read_until(DRAWN)
-    terminal.resize(50)
+def test_the_bar_follows_the_width_of_the_terminal_below_what_a_corpus_prints(folder: Path) -> None:
+    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 3, "says": "opening a file"}'), columns=60)
+    terminal.read_until(r"(?s)(%\|.*){3}")
     before = len(terminal.text)
+    assert all(len(one.rstrip()) <= 59 for one in re.split(r"[\r\n]", terminal.text)), "the last column stays empty"
+    terminal.resize(40)
     assert terminal.read_to_end() == 0
     drawn = [one for one in terminal.text[before:].split("\r") if "%|" in one]
-    assert all(len(one.rstrip()) <= 49 for one in drawn[-3:]), drawn
-
-
-def test_what_a_corpus_prints_stands_above_the_bar(folder: Path) -> None:
-    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 1, "says": "opening a file"}'))
-    assert terminal.read_to_end() == 0
-    assert screen(terminal.text)[:-2] == ["opening a file"] * 3
-    assert screen(terminal.text)[-2].startswith("out.hdf: 60 sequences")
+    assert drawn
+    assert all(len(one.rstrip()) <= 39 for one in drawn[-3:]), drawn
+    *above, report, nothing = screen(terminal.text)
+    assert above == ["opening a file"] * 3
+    assert report.startswith("out.hdf: 60 sequences")
 
 
 def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
@@ -104,9 +93,8 @@ def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["corpus.py"]
 
 
-def test_nothing_is_drawn_into_a_file(folder: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, *dump('{"class": "corpus.py:Slow", "seconds": 0.5}')], cwd=folder, capture_output=True, timeout=60
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
+def test_nothing_is_drawn_into_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    assert main(dump('{"class": "corpus.py:Slow", "seconds": 0.5}')[2:]) == 0
+    assert capfd.readouterr().err == ""
     assert open_hdf([folder / "out.hdf"]).num_sequences == 60

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 from launching import ROOT
@@ -31,6 +32,14 @@ def beats(dog, number, seconds, phase="steps"):
 
 def run(body: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", BEGIN + body], capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def begun(body: str, stderr: IO[str] | int) -> "subprocess.Popen[str]":
+    """A process that runs, and has printed `begins`."""
+    process = subprocess.Popen([sys.executable, "-c", BEGIN + body], stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begins\n"
+    return process
 
 
 def test_it_adapts_to_the_steps_and_the_start_has_time() -> None:
@@ -84,11 +93,7 @@ with watchdog.Watchdog(2.0, 0) as dog:
     beats(dog, 20, 0.1)
 print("done")
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begins\n"
+    process = begun(body, subprocess.PIPE)
     process.send_signal(signal.SIGSTOP)
     time.sleep(8)
     process.send_signal(signal.SIGCONT)
@@ -106,10 +111,7 @@ with watchdog.Watchdog(None, 0):
     keep_the_lock()
 """
     with (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen([sys.executable, "-c", BEGIN + body], stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begins\n"
-
+        process = begun(body, err)
     deadline = time.monotonic() + 60
     try:
         while "in keep_the_lock" not in (tmp_path / "err").read_text():
@@ -172,22 +174,19 @@ with watchdog.Watchdog(0.5, 3) as dog:
 )
 def test_who_waits_is_told_by_modules_and_not_by_folders(module: str | None, waits: bool) -> None:
     """A user's code may be in a folder called horovod."""
-    began, ends = threading.Event(), threading.Event()
-    space = {"__name__": module, "began": began, "ends": ends}
-    exec(
-        compile("def work():\n    began.set()\n    while not ends.is_set():\n        pass", "/home/me/horovod/loss.py", "exec"),
-        space,
-    )
+    began: list[int] = []
+    ends: list[int] = []
+    code = "def work():\n    began.append(1)\n    while not ends:\n        sleep(0.01)"  # it calls no functions of Python
+    space = {"__name__": module, "began": began, "ends": ends, "sleep": time.sleep}
+    exec(compile(code, "/home/me/horovod/loss.py", "exec"), space)
     thread = threading.Thread(target=space["work"])
     thread.start()
+    while not began:
+        time.sleep(0.01)
     try:
-        assert began.wait(60)
-        deadline = time.monotonic() + (60 if waits else 0.5)
-        while not (seen := _is_waiting(thread.ident or 0)) and time.monotonic() < deadline:
-            time.sleep(0.01)  # it may be within began.set
-        assert seen == waits
+        assert _is_waiting(thread.ident or 0) == waits
     finally:
-        ends.set()
+        ends.append(1)
         thread.join()
 
 
@@ -228,7 +227,7 @@ def wait():
         sleep(0.01)
     print("has time", flush=True)
     while True:
-        pass
+        sleep(0.1)
 ''', space)
 with watchdog.Watchdog(1.5, 0, first) as dog:
     dog.beat("on_stop of a callback", "unhurried")

@@ -19,13 +19,16 @@ def record(epoch: int, losses: dict[str, float], **scores: float) -> EpochRecord
     return EpochRecord(epoch, 0.8, with_totals(scores, losses), losses)
 
 
+def best_epoch(history: list[EpochRecord]) -> int | None:
+    found = Measure().best(history)
+    return None if found is None else found.epoch
+
+
 def test_epochs_are_compared_by_the_loss_that_is_minimized() -> None:
     history = [record(1, {"ce": 1.0}, accuracy=0.92, ce=0.5), record(2, {"ce": 1.0}, accuracy=0.93, ce=0.4)]
     measure = Measure()
     assert measure.name(history) == "dev_loss_ce"
-    found = measure.best(history)
-    assert found is not None
-    assert found.epoch == 2, "by name, it would be accuracy, of which the first epoch has the lowest"
+    assert best_epoch(history) == 2, "by name, it would be accuracy, of which the first epoch has the lowest"
     assert Measure(["dev_loss_wer", "dev_loss_accuracy"], ["accuracy"]).name(history) == "dev_loss_accuracy"
     only_train = [EpochRecord(1, 0.1, {"train_loss_b": 1.0, "train_loss_a": 0.5}, {"b": 1.0})]
     assert measure.name(only_train) == "train_loss_b"
@@ -39,9 +42,7 @@ def test_several_losses_are_compared_by_their_sum() -> None:
     history = [record(1, losses, aux=0.0, ce=1.0, ctc=4.0), record(2, losses, aux=9.0, ce=1.1, ctc=2.0)]
     assert [one.scores["dev_loss_total"] for one in history] == [3.0, 2.1]
     assert Measure().name(history) == "dev_loss_total"
-    found = Measure().best(history)
-    assert found is not None
-    assert found.epoch == 2
+    assert best_epoch(history) == 2
     own = record(1, losses, total=7.0, ce=1.0, ctc=2.0)
     assert own.scores["dev_loss_total"] == 7.0, "a score of the config's keeps its name"
     assert own.scores["dev_loss_total_minimized"] == 2.0
@@ -51,9 +52,7 @@ def test_several_losses_are_compared_by_their_sum() -> None:
 
 def test_a_loss_whose_negative_is_minimized() -> None:
     history = [record(epoch, {"likelihood": -1.0}, likelihood=value) for epoch, value in ((1, -9.0), (2, -3.0), (3, -5.0))]
-    found = Measure().best(history)
-    assert found is not None
-    assert (Measure().name(history), found.epoch) == ("dev_loss_total", 2)
+    assert (Measure().name(history), best_epoch(history)) == ("dev_loss_total", 2)
 
 
 def test_epochs_of_earlier_releases_get_the_sums_too() -> None:
@@ -61,9 +60,7 @@ def test_epochs_of_earlier_releases_get_the_sums_too() -> None:
     losses = {"ce": 1.0, "ctc": 0.5}
     older = [EpochRecord(1, 0.1, {"dev_loss_ce": 0.1, "dev_loss_ctc": 0.1}), EpochRecord(2, 0.1, {"dev_score": 3.0})]
     history = [*complete_history(older, losses), record(3, losses, ce=1.0, ctc=1.0)]
-    found = Measure().best(history)
-    assert found is not None
-    assert found.epoch == 1
+    assert best_epoch(history) == 1
     assert history[1].scores == {"dev_score": 3.0}
     assert older[0].losses == {}
 

@@ -12,7 +12,7 @@ from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 
-CONTROLS = ["constant", "newbob", "newbob_rel", "newbob_abs", "newbob_multi_epoch"]
+CONTROLS = ["constant", "newbob", "newbob_rel", "newbob_relative", "newbob_abs", "newbob_multi_epoch"]
 
 
 def some_keys(chance: random.Random, control: str) -> tuple[dict, dict]:
@@ -24,7 +24,7 @@ def some_keys(chance: random.Random, control: str) -> tuple[dict, dict]:
         "newbob_relative_error_threshold": chance.choice([-0.01, 0.0, -0.1]),
         "newbob_error_threshold": chance.choice([-0.01, -0.05]),
         "newbob_learning_rate_decay": chance.choice([0.5, 0.9]),
-        "newbob_learning_rate_growth": chance.choice([1.0, 1.1]),
+        "newbob_learning_rate_growth": chance.choice([1.0, 1.1, 0.5]),
         "newbob_relative_error_div_by_old": chance.random() < 0.5,
         "learning_rate_control_relative_error_relative_lr": chance.random() < 0.5,
         "learning_rate_control_min_num_epochs_per_new_lr": chance.choice([0, 1, 2, 3]),
@@ -48,7 +48,7 @@ def test_the_same_scores_give_the_same_rates(control: str) -> None:
         schedule, newbob = some_keys(chance, control)
         theirs = load_learning_rate_control_from_config(Config({**schedule, **newbob}))
         history: list[EpochRecord] = []
-        error = 2.0
+        error = chance.choice([2.0, -2.0])  # of a log-likelihood
         for epoch in range(1, 13):
             rate = epoch_learning_rate(ScheduleKeys(**schedule), NewbobKeys(**newbob), epoch, history)
             assert rate == theirs.get_learning_rate_for_epoch(epoch), (schedule, newbob, history)

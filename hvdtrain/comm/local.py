@@ -79,7 +79,7 @@ def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
     if started.launcher is None:
         if keys.dist_rank is None and keys.dist_world_size > 1:
             raise LaunchError(
-                f"dist_rank: expected the rank of this process, of {keys.dist_world_size}, got nothing"
+                f"dist_rank: expected the rank of this process, of dist_world_size = {keys.dist_world_size}, got nothing"
             ).on_all_ranks()
         return keys.dist_rank or 0, keys.dist_world_size
     rank = started.rank if keys.dist_rank is None else keys.dist_rank

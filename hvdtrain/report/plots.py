@@ -523,8 +523,8 @@ def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    kept = {0, len(values) - 1}
+    kept, array = {0, len(values) - 1}, numpy.asarray(values)
     for interval in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
-        part = numpy.asarray(values)[interval]
+        part = array[interval]
         kept |= {int(interval[part.argmin()]), int(interval[part.argmax()])}
     return sorted(kept)

@@ -141,7 +141,11 @@ def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
             ALONE,
             "expected processes that mpirun started for 'mpi', got a process without a launcher",
         ),
-        (LaunchKeys(dist_world_size=2), ALONE, "dist_rank: expected the rank of this process, of 2, got nothing"),
+        (
+            LaunchKeys(dist_world_size=2),
+            ALONE,
+            "dist_rank: expected the rank of this process, of dist_world_size = 2, got nothing",
+        ),
         (LaunchKeys(dist_world_size=3), MPIRUN, "expected what mpirun says, 1 of 2, got 1 of 3"),
     ],
 )

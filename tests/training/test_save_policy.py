@@ -76,7 +76,7 @@ def test_a_clock_adds_what_was_not_added_before(monkeypatch: pytest.MonkeyPatch)
     timer.book("saving", 1.0)
     now.now = 106.0
     clock.count(current)
-    assert (current.elapsed, current.sent) == (13.0, 350)
+    assert (current.elapsed, current.computing, current.sent) == (13.0, 1.5, 350)  # saving is not computing
     seconds = clock.seconds()
     assert seconds["saving"] == 1.0
     assert sum(seconds.values()) == 6.0

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from launching import FAST, TOY, hvdtrain
+from launching import FAST, ROOT, TOY, clean_environment, hvdtrain
 
 from hvdtrain.training.trace import trained_on
 
@@ -96,6 +96,31 @@ def horovodrun(hosts: Path, arguments: list[str]) -> list[str]:
     script.chmod(0o755)
     job = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script)]
     return ["-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", *job, sys.executable, *arguments]
+
+
+def torchrun_agents(
+    arguments: list[str], patience: int, err: int | None = None
+) -> tuple[int, Callable[[str], subprocess.Popen[bytes]]]:
+    """The port at which the agents of torchrun meet, on this host as on two, and a function that starts one with a name.
+
+    Args:
+        patience: seconds that one waits for another one.
+        err: where their errors go.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = (
+        f"--nnodes 1:2 --nproc_per_node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id two "
+        f"--rdzv-conf last_call_timeout={patience},keep_alive_interval=2,keep_alive_max_attempt=3"
+    )
+
+    def agent(name: str) -> subprocess.Popen[bytes]:
+        environment = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOROVOD_HOSTNAME": name}
+        run = [sys.executable, "-m", "torch.distributed.run", *options.split(), *arguments]
+        return subprocess.Popen(run, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=err)
+
+    return port, agent
 
 
 def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:

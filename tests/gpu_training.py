@@ -27,7 +27,7 @@ import gpu_training
 import hvdtrain
 
 model = "{folder}/model"
-train = {{"files": "{corpus}/train.hdf", "seq_ordering": "random"}}
+train = {{"files": "{corpus}/train.hdf", "seq_ordering": "random", "partition_epoch": 2}}
 dev = "{corpus}/dev.hdf"
 num_epochs = 2
 max_seqs = 24

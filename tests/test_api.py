@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +68,13 @@ def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(log, name, value)
 
 
+def small_config(folder: Path) -> Path:
+    """That of the README with a hundred sequences for training and twenty for evaluations."""
+    path = folder / "config.py"
+    path.write_text(SMALLEST.read_text().replace("5500", "120").replace("500", "20"))
+    return path
+
+
 def lines_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
 
@@ -94,10 +100,12 @@ def state_of_the_process() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_command_line(tmp_path: Path) -> None:
-    finished = launch(["-m", "hvdtrain", SMALLEST, "++num_epochs", 1, "++model", tmp_path / "cli" / "model"])
+    config = small_config(tmp_path)
+    finished = launch(["-m", "hvdtrain", config, "++num_epochs", 1, "++model", tmp_path / "cli" / "model"])
     assert finished.status == 0, finished.err
-    result = hvdtrain.train(SMALLEST, num_epochs=1, model=str(tmp_path / "api" / "model"))
+    result = hvdtrain.train(config, num_epochs=1, model=str(tmp_path / "api" / "model"))
     assert [record.scores for record in result.history] == lines_of(tmp_path / "cli") == lines_of(tmp_path / "api")
     assert result.scores == lines_of(tmp_path / "api")[-1]
     saved = [torch.load(tmp_path / name / "model.001.pt")["model"] for name in ("cli", "api")]
@@ -105,15 +113,14 @@ def test_the_numbers_are_those_of_the_command_line(tmp_path: Path) -> None:
     assert "helpers" not in sys.modules
 
 
-@pytest.mark.parametrize("as_dict", [True, False])
-def test_closures_train_and_leave_the_process_as_it_was(
-    tmp_path: Path, as_dict: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_closures_train_and_leave_the_process_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = keys_of(tmp_path, deterministic=True, save_in_background=True)
     torch.manual_seed(7)
     before = state_of_the_process()
-    result = hvdtrain.train(keys, num_epochs=3) if as_dict else hvdtrain.train(**keys | {"num_epochs": 3})
+    result = hvdtrain.train(keys, num_epochs=3)
+    by_name = hvdtrain.train(**keys_of(tmp_path / "by_name", deterministic=True, num_epochs=3))
     assert state_of_the_process() == before
+    assert by_name.history == result.history
     assert capsys.readouterr() == ("", "")
     assert [record.epoch for record in result.history] == [1, 2, 3]
     assert result.history[0].scores["dev_loss_ce"] > result.scores["dev_loss_ce"]
@@ -214,8 +221,8 @@ def test_evaluate_and_forward(tmp_path: Path) -> None:
 def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text(
-        SMALLEST.read_text()
-        .replace("5500", "600")
+        small_config(tmp_path)
+        .read_text()
         .replace("nn.GRU(32, 64", "nn.GRU(32, size")
         .replace("nn.Linear(64, 10)", "nn.Linear(size, 10)")
         .replace("num_threads = 1", "num_threads = 1\nsize = 64")
@@ -310,7 +317,7 @@ def test_an_error_of_a_function_is_raised_as_it_is(tmp_path: Path) -> None:
 
 
 def test_modules_next_to_two_configs_are_not_confused(tmp_path: Path) -> None:
-    text = SMALLEST.read_text().replace("5500", "600").replace("import hvdtrain\n", "import hvdtrain\nfrom beside import size\n")
+    text = small_config(tmp_path).read_text().replace("import hvdtrain\n", "import hvdtrain\nfrom beside import size\n")
     for name, size in {"a": 8, "b": 16}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "beside.py").write_text(f"size = {size}\n")
@@ -335,29 +342,7 @@ def train_step(**_):
 """
 
 
-@cache
-def small_config(folder: Path) -> Path:
-    path = folder / "config.py"
-    path.write_text(SMALLEST.read_text().replace("5500", "600"))
-    return path
-
-
-def test_started_ranks_compute_what_the_command_line_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    config = small_config(tmp_path)
-    finished = launch(["-m", "hvdtrain", config, "++num_epochs", 1, "++ngpu", 2, "++model", tmp_path / "cli" / "model"])
-    assert finished.status == 0, finished.err
-    before = state_of_the_process()
-    result = hvdtrain.train(config, ranks=2, num_epochs=1, model=str(tmp_path / "api" / "model"))
-    assert state_of_the_process() == before
-    assert [record.scores for record in result.history] == lines_of(tmp_path / "cli") == lines_of(tmp_path / "api")
-    assert result.best is not None
-    assert result.best.checkpoint == result.checkpoint == tmp_path / "api" / "model.001.pt"
-    saved = torch.load(result.checkpoint)["model"]
-    assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
-    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch 1/1  train ce ")]
-
-
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.write_text(config.read_text() + FAILS.replace("\ndef", "\nplain_step = train_step\n\ndef"))
@@ -369,18 +354,42 @@ def test_an_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None
     assert 'in train_step\n    raise FloatingPointError("of rank 1")' in str(raised.value.__cause__)
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, as one program, whose config has less data; the study with Optuna is among them."""
+@pytest.mark.slow
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """In order, as one program, whose config has less data. The ranks that one starts compute what those of the command line do;
+    the study with Optuna is among them.
+    """
     text = (ROOT / "docs" / "python_api.md").read_text()
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "smallest.py").write_text(SMALLEST.read_text().replace("5500", "600"))
+    small_config(tmp_path).rename(tmp_path / "configs" / "smallest.py")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(block, names)
-        assert lines_of(tmp_path / "exp" / "a")
+        if "ranks=2" not in block:
+            exec(block, names)
+            assert lines_of(tmp_path / "exp" / "a")
+            continue
+        before = state_of_the_process()
+        with caplog.at_level(logging.INFO):
+            exec(block, names)
+            assert state_of_the_process() == before
+        assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch 1/1  train ce ")]
+        finished = launch(
+            [
+                "-m",
+                "hvdtrain",
+                tmp_path / "configs/smallest.py",
+                *"++num_epochs 1 ++ngpu 2 ++model".split(),
+                tmp_path / "cli/model",
+            ]
+        )
+        assert finished.status == 0, finished.err
+        result = names["result"]
+        assert [record.scores for record in result.history] == lines_of(tmp_path / "cli") == lines_of(tmp_path / "exp" / "two")
+        assert result.best.checkpoint == result.checkpoint == tmp_path / "exp" / "two" / "model.001.pt"
+        saved = torch.load(result.checkpoint)["model"]
+        assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
     assert isinstance(names["model"], nn.Module)
-    assert lines_of(tmp_path / "exp" / "two") == [dict(lines_of(tmp_path / "exp" / "two")[0])]
     assert len(names["study"].trials) == 3
     for trial in names["study"].trials:
         scores = [line["dev_loss_ce"] for line in lines_of(tmp_path / "exp" / "study" / str(trial.number))]
@@ -400,6 +409,7 @@ print(result.scores, [thread.name for thread in threading.enumerate() if "watchd
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
     import nbclient
     import nbformat
@@ -432,6 +442,7 @@ for name in ("first", "second"):
 """
 
 
+@pytest.mark.slow
 def test_the_processes_of_mpirun_are_ranks_and_train_twice(tmp_path: Path) -> None:
     config, program = small_config(tmp_path), tmp_path / "program.py"
     program.write_text(PROGRAM)

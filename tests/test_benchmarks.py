@@ -4,9 +4,16 @@ Of the trainers that benchmarks/peers compares, hvdtrain alone. That of balance_
 """
 
 import importlib.util
+import runpy
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 
 import pytest
-from launching import ROOT, launch
+import tqdm
+from inside import nothing_changes
+from launching import ROOT, Finished, launch
 
 TINY = {
     "opening": ["--sequences", "1000", "--rounds", "1"],
@@ -54,7 +61,11 @@ PRINTED = {
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
-SLOW = ("returnn_training", "packing/compare")
+AGAIN = ("returnn_training", "packing/compare")
+SLOW = ("two_readers", "saving", "long_sequences", "short_sequences", "simulate", "peers/compare")
+IN_PROCESSES = ("saving", "long_sequences", "short_sequences", "simulate", "peers/compare", *AGAIN)
+"""These set up what a process keeps: TensorFlow, RETURNN, and processes of their own that last."""
+
 NEEDS = {
     "speech": "lhotse",
     "returnn_training": "returnn",
@@ -65,10 +76,29 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.again) if name in SLOW else name for name in TINY])
-def test_a_benchmark_on_tiny_data(name: str) -> None:
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.again] * (name in AGAIN) + [pytest.mark.slow] * (name in SLOW)
+
+
+def run_here(script: str, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> Finished:
+    """Run a program in this process, which has imported most of what it needs."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(Path(script).parent)
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # no thread of its that would stay
+    status = None
+    with nothing_changes(), redirect_stdout(StringIO()) as out:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    return Finished(int(status or 0), out.getvalue(), "", 0.0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TINY])
+def test_a_benchmark_on_tiny_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
-    finished = launch([str(ROOT / "benchmarks" / f"{name}.py"), *TINY[name]])
+    script = str(ROOT / "benchmarks" / f"{name}.py")
+    finished = launch([script, *TINY[name]]) if name in IN_PROCESSES else run_here(script, monkeypatch, TINY[name])
     assert finished.status == 0, finished.err
     assert PRINTED[name] in finished.out

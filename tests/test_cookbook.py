@@ -19,7 +19,7 @@ def is_keras(name: str) -> bool:
     return name.startswith("keras")
 
 
-@trains(TORCH, KERAS, apart=True)
+@trains(slow=[TORCH, KERAS])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """All of a framework, one after the other: two of them begin with the model of another one."""
     made: dict[str, dict[str, object]] = {}
@@ -35,6 +35,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_learns_on_two_ranks(trained: Trained, name: str) -> None:
     results = trained(trainings, KERAS if is_keras(name) else TORCH)
@@ -68,6 +69,7 @@ def test_the_page_shows_what_a_recipe_has(name: str) -> None:
     assert f"configs/cookbook/{name}.py" in re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[0]
 
 
+@pytest.mark.slow
 def test_the_notebook_trains(tmp_path: Path) -> None:
     import nbclient
     import nbformat

@@ -3,6 +3,8 @@
 import pytest
 from launching import ROOT, launch
 
+pytestmark = pytest.mark.slow
+
 DEMO = str(ROOT / "demos" / "demo_horovod_mpi.py")
 
 

@@ -90,6 +90,7 @@ def test_every_document_has_a_place_in_the_site() -> None:
     assert places == sorted(expected), "tools/site/mkdocs.yml, nav"
 
 
+@pytest.mark.slow
 def test_the_site_has_no_broken_link_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """mkdocs itself ends with an error if a link or an anchor between pages is broken."""
     pytest.importorskip("mkdocstrings")
@@ -147,6 +148,7 @@ def test_the_readme_shows_the_smallest_config() -> None:
     assert re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) == [SMALLEST.read_text()]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_print_what_it_says(tmp_path: Path) -> None:
     """Of the first epoch, which is as much as a test needs."""
     shown = re.findall(

@@ -161,6 +161,7 @@ def test_contributing_says_what_each_change_touches(extended: Path) -> None:
     assert table == (extended / "table").read_text(), "python tests/test_extending.py writes it"
 
 
+@pytest.mark.slow
 def test_the_added_framework_trains_on_the_added_dataset_and_goes_on(extended: Path, tmp_path: Path) -> None:
     plain = ["-m", "hvdtrain", CONFIG, "++model", tmp_path / "plain/model"]
     run(extended, *plain)
@@ -220,6 +221,7 @@ assert numpy.allclose(together, 0.25 * (first + second) / 2)
 """
 
 
+@pytest.mark.slow
 def test_the_added_reducer_averages_on_two_ranks(extended: Path) -> None:
     run(extended, "-c", REDUCE, CONFIG)
 
@@ -263,6 +265,7 @@ assert all(numpy.allclose(quarter[name], -0.375) for name in quarter), quarter
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_the_added_key_of_the_optimizer_takes_effect(extended: Path, framework: str) -> None:
     run(extended, "-c", DIVIDE, framework)

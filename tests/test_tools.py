@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from launching import launch
 
 
@@ -11,6 +12,7 @@ def test_the_time_of_help_is_compared_with_that_of_numpy() -> None:
     assert float(re.search(r"^processor time: (\S+) times import numpy$", finished.out, re.MULTILINE)[1]) > 0
 
 
+@pytest.mark.slow
 def test_the_time_of_imports_by_package() -> None:
     finished = launch(["tools/import_times.py", "-c", "import numpy, hvdtrain.settings"])
     assert finished.status == 0, finished.err

@@ -15,6 +15,8 @@ from launching import ROOT, clean_environment
 
 from hvdtrain.version import __version__
 
+pytestmark = pytest.mark.slow
+
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "hvdtrain").rglob("*")

@@ -105,12 +105,14 @@ class Tutorial:
         laptop: runs the commands.
         host: runs those of the blocks on a host of the cluster.
         actions: what the page's `do` names.
+        varies: a regular expression of what may differ in every block.
     """
 
     folder: Path
     laptop: Shell
     host: Shell | None = None
     actions: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    varies: str | None = None
 
     def run(self, page: str) -> str:
         """Run a page; it with the outputs of this run."""
@@ -142,7 +144,8 @@ class Tutorial:
             printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "laptop", printed)
             printed = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
             # Shown as it was if only measurements differ, so that a new page differs from the old one where the program does.
-            is_same = normal(printed, block.note("varies")) == normal(shown, block.note("varies"))
+            varies = "|".join(pattern for pattern in (block.note("varies"), self.varies) if pattern) or None
+            is_same = normal(printed, varies) == normal(shown, varies)
             written += f"$ {command}\n{shown if is_same else printed}"
         return written
 

@@ -37,8 +37,8 @@ train = {
 }
 dev = {"class": "MapDataset", "dataset": calls("dev"), "map_seq": [features]}
 eval_datasets = {"street": {"class": "MapDataset", "dataset": calls("street"), "map_seq": [features]}}
-max_seqs_total = 20
-num_epochs = 7
+max_seqs_total = 10
+num_epochs = 4
 optimizer = {"class": "adamw", "weight_decay": 0.01}
 learning_rate = 0.005
 gradient_clip_global_norm = 5.0
@@ -50,7 +50,7 @@ class Recognizer(nn.Module):
     def __init__(self, size=64):
         super().__init__()
         self.norm = nn.LayerNorm(MELS)
-        self.stride = nn.Conv1d(MELS, size, 3, stride=2, padding=1)
+        self.stride = nn.Conv1d(MELS, size, 5, stride=3, padding=2)
         self.gru = nn.GRU(size, size, batch_first=True, bidirectional=True)
         self.output = nn.Linear(2 * size, len(LETTERS) + 1)
 
@@ -65,7 +65,7 @@ def get_model(**_):
 
 def train_step(*, model, extern_data, **_):
     data, classes = extern_data["data"], extern_data["classes"]
-    log_probs, lengths, targets = model(data.raw_tensor), (data.seq_lens + 1) // 2, classes.raw_tensor.long()
+    log_probs, lengths, targets = model(data.raw_tensor), (data.seq_lens + 2) // 3, classes.raw_tensor.long()
     losses = nn.functional.ctc_loss(
         log_probs.transpose(0, 1), targets, lengths, classes.seq_lens, blank=len(LETTERS), reduction="none", zero_infinity=True
     )

@@ -31,11 +31,11 @@ class Points(torch.utils.data.Dataset):
         return {"data": self.points[[index]], "noise": self.noise[[index]]}
 
 
-train = {"class": Points, "size": 40000, "seed": 1, "seq_ordering": "random"}
+train = {"class": Points, "size": 24000, "seed": 1, "seq_ordering": "random"}
 dev = {"class": Points, "size": 1000, "seed": 2}
 max_seqs_total = 200
 max_seqs_dev = 1000
-num_epochs = 5
+num_epochs = 4
 optimizer = [
     {"class": "adam", "betas": (0.5, 0.9), "parameters": ["generator.*"]},
     {"class": "adam", "betas": (0.5, 0.9), "parameters": ["critic.*"], "learning_rate_multiplier": 2.0},

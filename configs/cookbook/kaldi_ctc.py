@@ -29,8 +29,8 @@ def calls(part):
 train = {**calls("train"), "seq_ordering": "laplace:.100"}
 dev = calls("dev")
 cache_size = "256M"  # features are computed in the first epoch
-max_seqs_total = 20
-num_epochs = 7
+max_seqs_total = 10
+num_epochs = 4
 optimizer = {"class": "adamw", "weight_decay": 0.01}
 learning_rate = 0.005
 gradient_clip_global_norm = 5.0
@@ -42,7 +42,7 @@ class Recognizer(nn.Module):
     def __init__(self, size=64):
         super().__init__()
         self.norm = nn.LayerNorm(MELS)
-        self.stride = nn.Conv1d(MELS, size, 3, stride=2, padding=1)
+        self.stride = nn.Conv1d(MELS, size, 5, stride=3, padding=2)
         self.gru = nn.GRU(size, size, batch_first=True, bidirectional=True)
         self.output = nn.Linear(2 * size, len(LETTERS) + 1)
 
@@ -57,7 +57,7 @@ def get_model(**_):
 
 def train_step(*, model, extern_data, **_):
     context, data, classes = hvdtrain.get_run_ctx(), extern_data["data"], extern_data["classes"]
-    log_probs, lengths = model(data.raw_tensor), (data.seq_lens + 1) // 2
+    log_probs, lengths = model(data.raw_tensor), (data.seq_lens + 2) // 3
     targets, count = classes.raw_tensor.long(), classes.seq_lens.sum()
     losses = nn.functional.ctc_loss(
         log_probs.transpose(0, 1), targets, lengths, classes.seq_lens, blank=BLANK, reduction="none", zero_infinity=True

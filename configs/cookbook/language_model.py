@@ -19,14 +19,14 @@ def paragraphs(texts, shortest=40, longest=400):
     return [numpy.frombuffer(part, numpy.uint8).astype(numpy.int32) for part in parts if shortest <= len(part) <= longest]
 
 
-train = paragraphs(text for name, text in sorted(topics.items()) if name < "g")
-dev = paragraphs(text for name, text in sorted(topics.items()) if name >= "w")
+train = paragraphs(text for name, text in sorted(topics.items()) if name < "c")
+dev = paragraphs(text for name, text in sorted(topics.items()) if name >= "x")
 batching = "laplace:.200"
-batch_size_total = 2000  # characters per step, over all ranks
+batch_size_total = 1000  # characters per step, over all ranks
 num_epochs = 3
 optimizer = {"class": "adamw", "weight_decay": 0.1, "betas": (0.9, 0.95)}
 learning_rate = 0.004
-learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 20, "final": 0.1}
+learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 10, "final": 0.1}
 gradient_clip_global_norm = 1.0
 model = "exp/cookbook/language_model/model"
 

@@ -14,10 +14,10 @@ from language_model import Decoder, paragraphs, train_step  # noqa: F401  the sa
 BASE = config.value("base", "exp/cookbook/language_model/model.003.pt")  # noqa: F821  defined while hvdtrain runs this file
 
 library = sorted(Path(get_path("stdlib"), "asyncio").glob("*.py"))
-train = paragraphs(path.read_text(encoding="utf-8") for path in library[4:16])
-dev = paragraphs(path.read_text(encoding="utf-8") for path in library[:4])
+train = paragraphs(path.read_text(encoding="utf-8") for path in library[4:8])
+dev = paragraphs(path.read_text(encoding="utf-8") for path in library[:2])
 batching = "laplace:.200"
-batch_size_total = 2000  # characters per step, over all ranks
+batch_size_total = 1000  # characters per step, over all ranks
 num_epochs = 3
 optimizer = {"class": "adamw"}
 learning_rate = 0.02  # adapters take larger ones than whole models

@@ -18,7 +18,7 @@ def telephone_calls(folder):
     if (folder / "street" / "text").exists():
         return
     rng = numpy.random.default_rng(1)
-    for part, count in (("train", 400), ("dev", 60)):
+    for part, count in (("train", 240), ("dev", 40)):
         calls = {f"{part}-{number:03}": dialled(rng) for number in range(count)}
         write_kaldi(folder / part, calls)
     noise = {f"noise-{number:02}": (street(rng, 2 * RATE), None, None) for number in range(20)}
@@ -78,7 +78,7 @@ def single_tones(folder):
         return
     (folder / "audio").mkdir(parents=True, exist_ok=True)
     rng = numpy.random.default_rng(2)
-    for part, count in (("train", 400), ("dev", 80)):
+    for part, count in (("train", 300), ("dev", 80)):
         cuts = []
         for number in range(count):
             digit, name = int(rng.integers(10)), f"{part}-{number:03}"

@@ -33,7 +33,7 @@ def calls(part):
 train = {**calls("train"), "seq_ordering": "laplace:.100"}
 dev = calls("dev")
 cache_size = "256M"  # features are computed in the first epoch
-max_seqs_total = 20
+max_seqs_total = 10
 num_epochs = 7
 optimizer = {"class": "adamw", "weight_decay": 0.01}
 learning_rate = 0.005
@@ -46,14 +46,14 @@ class Listener(nn.Module):
     def __init__(self, size=64):
         super().__init__()
         self.norm = nn.LayerNorm(MELS)
-        self.stride = nn.Conv1d(MELS, size, 3, stride=2, padding=1)
+        self.stride = nn.Conv1d(MELS, size, 5, stride=3, padding=2)
         self.gru = nn.GRU(size, size, batch_first=True, bidirectional=True)
         self.letters, self.speaker = nn.Linear(2 * size, len(LETTERS) + 1), nn.Linear(2 * size, len(TELEPHONES))
 
     def forward(self, features, mask):
-        """The log probabilities of letters in every second frame, and the scores of the telephones."""
+        """The log probabilities of letters in every third frame, and the scores of the telephones."""
         hidden = self.stride(self.norm(features).transpose(1, 2)).relu().transpose(1, 2)
-        hidden, mask = self.gru(hidden)[0], mask[:, ::2, None]
+        hidden, mask = self.gru(hidden)[0], mask[:, ::3, None]
         return self.letters(hidden).log_softmax(-1), self.speaker((hidden * mask).sum(1) / mask.sum(1))
 
 
@@ -64,7 +64,7 @@ def get_model(**_):
 def train_step(*, model, extern_data, **_):
     context, data, classes = hvdtrain.get_run_ctx(), extern_data["data"], extern_data["classes"]
     log_probs, scores = model(data.raw_tensor, data.mask)
-    lengths, targets = (data.seq_lens + 1) // 2, classes.raw_tensor.long()
+    lengths, targets = (data.seq_lens + 2) // 3, classes.raw_tensor.long()
     ctc = nn.functional.ctc_loss(
         log_probs.transpose(0, 1), targets, lengths, classes.seq_lens, blank=len(LETTERS), reduction="none", zero_infinity=True
     )

@@ -31,12 +31,12 @@ def highlighted(path):
     return {"data": numpy.minimum([ord(letter) for letter in "".join(lines)], 255).astype(numpy.int32), "tags": tags}
 
 
-library = [path for path in sorted(Path(get_path("stdlib")).glob("[a-p]*.py")) if 4000 < path.stat().st_size < 12000]
-train = [highlighted(path) for path in library[5:25]]
-dev = [highlighted(path) for path in library[:5]]
+library = [path for path in sorted(Path(get_path("stdlib")).glob("[a-p]*.py")) if 4000 < path.stat().st_size < 8000]
+train = [highlighted(path) for path in library[2:11]]
+dev = [highlighted(path) for path in library[:2]]
 batching = "random"
 chunking = "100:100"  # characters; files stay whole in an evaluation
-max_seqs_total = 30
+max_seqs_total = 20
 num_epochs = 3
 optimizer = {"class": "adamw", "weight_decay": 0.01}
 learning_rate = 0.015
@@ -47,7 +47,7 @@ model = "exp/cookbook/tagging/model"
 
 
 class Tagger(nn.Module):
-    def __init__(self, size=64):
+    def __init__(self, size=48):
         super().__init__()
         self.letters = nn.Embedding(256, size)
         self.lstm = nn.LSTM(size, size, batch_first=True, bidirectional=True)

@@ -26,9 +26,9 @@ def spell(number, is_german):
 
 numbers = numpy.random.default_rng(1).permutation(numpy.arange(1, 10000)).tolist()
 pairs = [{"data": spell(number, False), "target": spell(number, True)} for number in numbers]
-train, dev = pairs[:4000], pairs[-500:]
+train, dev = pairs[:2000], pairs[-200:]
 batching = "laplace:.500"
-max_seqs_total = 50
+max_seqs_total = 40
 num_epochs = 3
 optimizer = {"class": "adamw", "weight_decay": 0.01, "betas": (0.9, 0.98)}
 learning_rate = 0.005

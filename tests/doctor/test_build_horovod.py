@@ -4,23 +4,30 @@ builds it, and every test under mpirun trains with it.
 
 import os
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from unittest.mock import patch
+
+import pytest
+from launching import Finished
 
 from hvdtrain.doctor import build_horovod
 from hvdtrain.doctor.build_horovod import error_lines, newer_than_tried
 
 
-def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hvdtrain", "build-horovod", *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+def build(*arguments: str, **environment: str) -> Finished:
+    """Run the command in this process."""
+    with patch.dict(os.environ, environment), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = build_horovod.main([*arguments])
+    return Finished(status, out.getvalue(), err.getvalue(), 0.0)
 
 
+@pytest.mark.slow
 def test_an_installed_horovod_that_works_is_left_alone(tmp_path):
     log = tmp_path / "log"
     finished = build("--log", str(log), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert finished.returncode == 0
-    assert "is installed and works with torch and tensorflow" in finished.stdout
+    assert finished.status == 0
+    assert "is installed and works with torch and tensorflow" in finished.out
     assert not log.exists()
     assert not (tmp_path / "cache/hvdtrain").exists()
 
@@ -28,8 +35,8 @@ def test_an_installed_horovod_that_works_is_left_alone(tmp_path):
 def test_each_missing_program_is_named_with_its_package(tmp_path):
     (tmp_path / "g++").symlink_to(shutil.which("g++"))
     finished = build("--force", PATH=str(tmp_path))
-    assert finished.returncode == 1
-    assert finished.stderr.splitlines() == [
+    assert finished.status == 1
+    assert finished.err.splitlines() == [
         "Horovod cannot be built yet:",
         "  cmake is not installed: apt-get install cmake",
         "  make is not installed: apt-get install make",
@@ -46,8 +53,8 @@ def test_missing_headers_of_python_are_named(tmp_path, monkeypatch):
 def test_a_folder_for_wheels_that_cannot_be_made_is_told_before_the_build(tmp_path):
     (tmp_path / "file").write_text("")
     finished = build("--force", "--wheel-dir", str(tmp_path / "file/wheels"), "--log", str(tmp_path / "log"))
-    assert finished.returncode == 1
-    assert "--wheel-dir: expected a folder that can be written, got" in finished.stderr
+    assert finished.status == 1
+    assert "--wheel-dir: expected a folder that can be written, got" in finished.err
     assert not (tmp_path / "log").exists()
 
 
@@ -99,9 +106,10 @@ def test_what_is_newer_than_anything_tried_is_told():
     ]
 
 
+@pytest.mark.slow
 def test_a_log_of_a_real_failure_ends_with_the_compilers_own_lines(tmp_path):
     """Horovod's build fails while CMake configures: that takes seconds."""
     finished = build("--force", "--log", str(tmp_path / "log"), XDG_CACHE_HOME=str(tmp_path), HOROVOD_CMAKE="/bin/false")
-    assert finished.returncode == 1
-    assert "building Horovod failed; the whole log: " in finished.stderr
-    assert "returned non-zero exit status 1" in finished.stderr
+    assert finished.status == 1
+    assert "building Horovod failed; the whole log: " in finished.err
+    assert "returned non-zero exit status 1" in finished.err

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside import run_inside
 from launching import ROOT, TOY, Finished, launch
 from terminal import Terminal, screen
 
 from hvdtrain.doctor import host as doctor_config
+from hvdtrain.doctor.__main__ import main
 from hvdtrain.doctor.findings import Finding
 from hvdtrain.doctor.host import check_environment
 from hvdtrain.doctor.network import read_interfaces
@@ -36,8 +38,8 @@ def toy(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(argument) for argument in (TOY, "++corpus", corpus, "++model", model, "++use_horovod", "1", *FASTER)]
 
 
-def doctor_of(*arguments: object, **options: object) -> Finished:
-    return launch([*DOCTOR, *map(str, arguments)], timeout=240, **options)  # type: ignore[arg-type]
+def doctor_of(*arguments: object) -> Finished:
+    return run_inside(["doctor", *arguments])
 
 
 def lines_about(finished: Finished, about: str) -> list[str]:
@@ -53,6 +55,7 @@ def levels(finished: Finished) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_healthy_host_and_config(toy: list[str], corpus: Path) -> None:
     finished = doctor_of("--json", *toy, "++evaluated", "True")
     assert finished.status == 0, finished.out + finished.err
@@ -68,6 +71,7 @@ def test_a_healthy_host_and_config(toy: list[str], corpus: Path) -> None:
     assert "Horovod for tensorflow" not in texts  # the config is of torch
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_config_and_its_data(corpus: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.hdf"
     cut.write_bytes((corpus / "train.hdf").read_bytes()[:5000])
@@ -77,13 +81,15 @@ def test_mistakes_in_the_config_and_its_data(corpus: Path, tmp_path: Path) -> No
     assert broken.status == 2, broken.out
     [line] = [line for line in lines_about(broken, "data") if line.startswith("problem")]
     assert str(cut) in line
-    misspelt = doctor_of(*toy, "++part", "dev.hdf", "++learning_rat", "0.1", "++max_seqs", "few")
-    assert misspelt.status == 2
-    assert len(lines_about(misspelt, "config")) == 2
-    assert "did you mean learning_rate?" in misspelt.out
-    assert misspelt.out.splitlines()[-1].startswith("2 problems, ")
+    assert broken.out.splitlines()[-1].startswith("1 problem, ")
+    given = {"corpus": str(tmp_path), "model": str(tmp_path / "model"), "learning_rat": "0.1", "max_seqs": "few"}
+    settings, found = doctor_config.read_config([TOY], given)
+    assert settings is None
+    assert [(one.level, one.about) for one in found] == [("problem", "config")] * 2
+    assert "did you mean learning_rate?" in found[0].text + found[1].text
 
 
+@pytest.mark.slow
 @as_root
 def test_a_host_where_nothing_is_right(toy: list[str], tmp_path: Path) -> None:
     """A small /dev/shm, a full disk, one core, few open files, a taken port, interfaces that are not there."""
@@ -134,12 +140,13 @@ def test_a_host_where_nothing_is_right(toy: list[str], tmp_path: Path) -> None:
     assert found["packages"] == {"ok"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun.mpich"), reason="MPICH is not installed")
 def test_an_mpirun_of_another_mpi(toy: list[str], tmp_path: Path) -> None:
     """A real MPICH: found before it is used, and found when it has started two processes that do not see each other."""
     (tmp_path / "mpirun").symlink_to(shutil.which("mpirun.mpich"))
     path = f"{tmp_path}:{os.environ['PATH']}"
-    alone = doctor_of(*toy, environment={"PATH": path})
+    alone = launch([*DOCTOR, *toy], environment={"PATH": path})
     assert alone.status == 2
     [line] = lines_about(alone, "MPI")
     assert re.match(r"problem +MPI: expected one MPI, got mpirun of MPICH 4\S+, Horovod of Open MPI 4", line)
@@ -150,8 +157,9 @@ def test_an_mpirun_of_another_mpi(toy: list[str], tmp_path: Path) -> None:
     assert started.stdout.count(" packages: ") == 1  # told once
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
-    finished = doctor_of("--predict", "2,8:4", *toy, ranks=2)
+    finished = launch([*DOCTOR, "--seconds", "0.3", "--predict", "2,8:4", *toy], ranks=2, timeout=240)
     assert finished.status == 0, finished.out + finished.err
     [speed] = lines_about(finished, "all-reduce")
     latency, bandwidth = map(int, re.search(r"(\d+) us for 4 bytes, (\d+) MB/s through each rank for 64.0 MB", speed).groups())
@@ -174,6 +182,7 @@ def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
     assert not list(Path(toy[4]).parent.iterdir())  # nothing was trained
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is all there is")
 def test_ranks_on_one_core(toy: list[str]) -> None:
     """As with an mpirun that binds all ranks to the first core of a host; here they inherit it from taskset."""
@@ -186,6 +195,7 @@ def test_ranks_on_one_core(toy: list[str]) -> None:
     assert re.search(rf"problem +cores: rank 0, rank 1 share 1 core \(1\) of {os.cpu_count()}", done.stdout)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_find_each_other_end_with_a_report(toy: list[str], tmp_path: Path) -> None:
     """Rank 1 sleeps instead of connecting, as behind a firewall."""
     late = tmp_path / "late.py"
@@ -207,10 +217,10 @@ def test_a_prediction_needs_a_config() -> None:
     assert (finished.status, finished.err) == (2, "predict_ranks: expected a config, got none\n")
 
 
-def test_the_help_tells_the_exit_statuses_and_a_mistake_in_the_command_is_told() -> None:
-    shown = doctor_of("--help")
-    assert shown.status == 0
-    assert "exit status, for job scripts" in shown.out
+def test_the_help_tells_the_exit_statuses_and_a_mistake_in_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    assert "exit status, for job scripts" in capsys.readouterr().out
     wrong = doctor_of("++max_seqs", "3")
     assert wrong.status == 2
     assert "expected a config file first" in wrong.err
@@ -286,8 +296,9 @@ def test_files_of_nested_datasets(corpus: Path, tmp_path: Path) -> None:
     assert [str(path) for path in doctor_config.hdf_files(settings)] == [train, dev, even]
 
 
-def test_in_a_terminal_lines_are_broken_between_words(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, ["-m", "hvdtrain", "doctor"], columns=60)
+@pytest.mark.slow
+def test_in_a_terminal_lines_are_broken_between_words(toy: list[str], tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, [*DOCTOR, *toy], columns=60)
     assert terminal.read_to_end() in (0, 2), terminal.text
     report = screen(terminal.text)
     [packages] = [number for number, line in enumerate(report) if line.startswith("ok       packages: ")]

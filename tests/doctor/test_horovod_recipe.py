@@ -67,6 +67,7 @@ def test_the_standard_is_the_oldest_that_the_headers_accept(package):
     assert cxx_standard(["torch"])[0] == 23
 
 
+@pytest.mark.slow
 def test_the_installed_frameworks_are_accepted():
     assert cxx_standard(["torch", "tensorflow"])[0] in (17, 20)
     assert header_error("tensorflow", 14) == 'tensorflow\'s headers say: "C++ versions less than C++17 are not supported."'

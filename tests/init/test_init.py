@@ -12,8 +12,11 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.init.__main__ import TEMPLATES, main
 from hvdtrain.settings import read_settings
 
+SLOW = ("returnn", "tensorflow")
+"""These import much."""
 
-@pytest.mark.parametrize("template", TEMPLATES)
+
+@pytest.mark.parametrize("template", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TEMPLATES])
 def test_a_config_trains_as_it_is(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "mine.py"
     assert main([str(config), f"--{template}"]) == 0

@@ -22,7 +22,7 @@ def written(task: str, folder: Path) -> Path:
     return config
 
 
-@trains(TWO)
+@trains(slow=[TWO])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """With a part of the data, so that it takes less than a second each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,6 +38,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_config_learns_on_two_ranks(trained: Trained, task: str) -> None:
     results = trained(trainings, TWO)

@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from launching import ROOT, TOY, Finished, launch, refused
+from launching import ROOT, TOY, Finished, refused
 
 from hvdtrain.submit.__main__ import main
 from hvdtrain.submit.job import choose_launcher, parse_seconds
@@ -213,7 +213,7 @@ def test_manifests_are_what_the_published_schemas_allow(tmp_path: Path) -> None:
     assert "python -m hvdtrain configs/g2p.py &" in alone["spec"]["template"]["spec"]["containers"][0]["command"][2]
 
 
-def test_mistakes_are_reported_before_anything_is_submitted() -> None:
+def test_mistakes_are_reported_before_anything_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = submit(G2P, "--scheduler", "slurm", "--submit", *SIZE, "++learning_rat", "1", "++num_epochs", "none")
     assert wrong.status == 2
     assert wrong.out == ""
@@ -243,7 +243,8 @@ def test_mistakes_are_reported_before_anything_is_submitted() -> None:
         assert refused.status == 2
         for key, got in problems.items():
             assert refused.names(key, got), refused.err
-    nowhere = launch(["-m", "hvdtrain", "submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
+    monkeypatch.setenv("PATH", "/nowhere")
+    nowhere = submit(G2P, "--scheduler", "sge", "--submit")
     assert nowhere.status == 1
     assert "--submit: expected qsub in PATH, got none" in nowhere.err
 
@@ -279,6 +280,7 @@ def test_scripts_stop_the_training_before_the_limit(tmp_path: Path, scheduler: s
         assert (tmp_path / "resubmitted").read_text() == f"{tmp_path}/job.sh\n"
 
 
+@pytest.mark.slow
 def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
     """mpirun on this host, the doctor before it; the script is run as somebody would run it."""
     written = submit(
@@ -293,6 +295,7 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
     assert (tmp_path / "model.001.pt").exists()
 
 
+@pytest.mark.slow
 def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """SIGTERM to the script, as from a host that shuts down, becomes what mpirun passes on; the script's status is 75."""
     submit(

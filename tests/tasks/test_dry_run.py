@@ -98,6 +98,7 @@ def test_nothing_is_written(corpus: Path, tmp_path: Path) -> None:
     assert contents(corpus) == before
 
 
+@pytest.mark.slow
 def test_on_two_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """The checkpoint is of one rank."""
     keys = {"corpus": corpus, **would_write(tmp_path)}
@@ -117,6 +118,7 @@ def test_on_two_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_type", ["grad", pytest.param("param", marks=pytest.mark.again)])
 def test_with_torchrun(corpus: Path, tmp_path: Path, reduce_type: str) -> None:
     keys = {"corpus": corpus, "torch_distributed": {"reduce_type": reduce_type}, **would_write(tmp_path)}
@@ -129,6 +131,7 @@ def test_with_torchrun(corpus: Path, tmp_path: Path, reduce_type: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_with_tensorflow(corpus: Path, tmp_path: Path) -> None:
     config = TOY.with_name("tensorflow_config.py")
     keys = {"corpus": corpus, "use_horovod": True, **would_write(tmp_path)}
@@ -136,6 +139,7 @@ def test_with_tensorflow(corpus: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported_as_in_training(corpus: Path, tmp_path: Path) -> None:
     keys = {"corpus": corpus, "model": tmp_path / "exp" / "model", "use_horovod": True, "fault": "['raise', 1, 3]"}
     ended = hvdtrain(TOY, {**keys, "horovod_dataset_distribution": "random_seed_offset"}, 2, options=["--dry-run"])

@@ -140,6 +140,7 @@ class Recurrent(nn.Module):
         return *self.deep(hidden.transpose(0, 1)), cell
 
 
+@pytest.mark.slow
 def test_recurrent_layers_take_any_length(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Recurrent()
@@ -160,6 +161,7 @@ def test_recurrent_layers_take_any_length(tmp_path: Path) -> None:
     assert {kernel.__name__ for kernel in torch.ops.aten.gru.input.py_kernels.values()} == {"gru_impl"}  # as before
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_that_goes_on_from_a_state(tmp_path: Path) -> None:
     model = Recurrent()
     written = export_model(model, lambda: model(torch.randn(3, 7, 4), state=torch.randn(2, 3, 6)), tmp_path)
@@ -179,6 +181,7 @@ class Halved(nn.Module):
         return batch["frames"][:, ::2] + batch["frames"][:, 1::2]
 
 
+@pytest.mark.slow
 def test_conditions_on_sizes_are_reported(tmp_path: Path) -> None:
     model = Halved()
     written = export_model(model, lambda: model({"frames": torch.randn(3, 8, 4)}), tmp_path)
@@ -223,6 +226,7 @@ class Places(nn.Module):
         return frames + (self.offset if offset else self.places[: frames.shape[1]])
 
 
+@pytest.mark.slow
 def test_sizes_that_are_fixed_or_limited_are_reported(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = Places()
     frames = torch.randn(3, 7, 4)
@@ -249,11 +253,12 @@ def test_sizes_that_are_fixed_or_limited_are_reported(tmp_path: Path, recwarn: p
     assert (records, printed.getvalue(), recwarn.list) == ([], "", [])  # PyTorch keeps its own remarks to itself
 
 
-@trains(TENSORFLOW)
+@trains(slow=[TENSORFLOW])
 def keras_training(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"exported": {}}
 
 
+@pytest.mark.slow
 def test_a_keras_model(corpus: Path, trained: Trained) -> None:
     """Exported, and loaded in the same process, which is a new one."""
     model = trained(keras_training, TENSORFLOW).models["exported"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import TOY, hvdtrain
+from launching import TOY, Finished, hvdtrain
 
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.tasks.find_learning_rate import Point, Ramp, RampLog, merge, smooth, suggest
@@ -19,27 +19,40 @@ def found(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "find_learning_rate.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_one_rank_and_two_see_the_same_losses(corpus: Path, tmp_path: Path) -> None:
-    """With accumulated gradients, over more than an epoch, until the loss explodes."""
-    keys = {"corpus": corpus, **RAMP, "accum_grad_multiple_step": 2, "evaluated": True}
-    alone = hvdtrain(TOY, keys | {"model": tmp_path / "one" / "model", "max_seqs": 6}, options=["--find-learning-rate"])
-    assert alone.status == 0, alone.err
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["find_learning_rate.json", "find_learning_rate.png"]
-    assert "epoch 1 score" not in alone.out
-    one = found(tmp_path / "one")
+KEYS = {**RAMP, "accum_grad_multiple_step": 2, "evaluated": True}
+"""With accumulated gradients, over more than an epoch, until the loss explodes."""
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+    """What one rank says, and its folder."""
+    folder = tmp_path_factory.mktemp("one")
+    keys = {**KEYS, "corpus": corpus, "model": folder / "model", "max_seqs": 6}
+    return hvdtrain(TOY, keys, options=["--find-learning-rate"]), folder
+
+
+def test_what_is_written_and_suggested(alone: tuple[Finished, Path]) -> None:
+    ended, folder = alone
+    assert ended.status == 0, ended.err
+    assert sorted(path.name for path in folder.iterdir()) == ["find_learning_rate.json", "find_learning_rate.png"]
+    assert "epoch 1 score" not in ended.out
+    one = found(folder)
     suggested = one["suggestion"]
-    assert f"find_learning_rate: learning_rate = {suggested['rate']:g} (the loss falls fastest at" in alone.out
+    assert f"find_learning_rate: learning_rate = {suggested['rate']:g} (the loss falls fastest at" in ended.out
     assert 1e-3 < suggested["rate"] <= suggested["lowest"] / 3 < 10
-    assert "as the loss explodes there" in alone.out
-    assert len([line for line in alone.out.splitlines() if line[9:10] == "|"]) == 12, "a chart"
+    assert "as the loss explodes there" in ended.out
+    assert len([line for line in ended.out.splitlines() if line[9:10] == "|"]) == 12, "a chart"
     rates = [point["rate"] for point in one["points"]]
     assert rates[0] == pytest.approx(1e-4, rel=0.3), "that of the update's last step"
     assert all(later / earlier == pytest.approx(1e6 ** (2 / 119)) for earlier, later in zip(rates, rates[1:], strict=False))
 
-    on_two = {**keys, "model": tmp_path / "two" / "model", "max_seqs": 3, "use_horovod": True}
-    two = hvdtrain(TOY, on_two, 2, options=["--find-learning-rate"])
+
+@pytest.mark.slow
+def test_one_rank_and_two_see_the_same_losses(alone: tuple[Finished, Path], corpus: Path, tmp_path: Path) -> None:
+    keys = {**KEYS, "corpus": corpus, "model": tmp_path / "model", "max_seqs": 3, "use_horovod": True}
+    two = hvdtrain(TOY, keys, 2, options=["--find-learning-rate"])
     assert two.status == 0, two.err
-    losses = [[point["loss"] for point in found(tmp_path / name)["points"]][:40] for name in ("one", "two")]
+    losses = [[point["loss"] for point in found(folder)["points"]][:40] for folder in (alone[1], tmp_path)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy
 import pytest
 from inside import run_inside
-from launching import FAST, TOY, Finished, hvdtrain, launch
+from launching import FAST, TOY, Finished, hvdtrain
+from trainings import Run, Trained, trains
 
 from hvdtrain.data.hdf.dataset import open_hdf
 
@@ -40,26 +41,55 @@ class Callback:
         print("finished", file=self.file)
         self.file.close()
 
+if config.bool("hands_on", False):
+    forward_callback = Callback
+
 def hello():
     print("hello from the config")
 """
 
 
-def run(config: Path, overrides: dict[str, object], ranks: int | None = None) -> Finished:
+def run(config: Path, overrides: dict[str, object]) -> Finished:
     """Run the toy config with what another one adds."""
-    arguments: list[str] = [str(TOY), str(config)]
-    for name, value in (overrides | FAST).items():
-        arguments += [f"++{name}", str(value)]
-    # TensorFlow has to be the first in its process to compute.
-    inside = ranks is None and overrides.get("backend") != "tensorflow"
-    return run_inside(arguments) if inside else launch(["-m", "hvdtrain", *arguments], ranks)
+    given = (overrides | FAST).items()
+    return run_inside([TOY, config, *(word for name, value in given for word in (f"++{name}", value))])
+
+
+TWO = Run("torch", "horovod", 2)
+SEARCH: dict[str, object] = {
+    "task": "search",
+    "search_output_file_format": "py",
+    "search_output_layer": "best",
+    "search_labels": ["a", "b", "c", "d", "e"],
+}
+
+
+@trains(slow=[TWO])
+def tasks(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """A training, and the tasks with its model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    configs = [TOY, write_config(folder)]
+    search_data = folder.parent.parent.parent / "corpus" / "dev.hdf"
+    keys: dict[str, dict[str, object]] = {
+        "trained": {"num_epochs": 2},
+        "eval": {"task": "eval", "load_epoch": 1},
+        "forward": {"task": "forward", "output_file": folder / "out-2.hdf", "told": folder / "told-2", "hands_on": True},
+        "search": {**SEARCH, "search_data": search_data, "search_output_file": folder / "search-2.py.gz"},
+    }
+    common = {"configs": configs, "saved_as": "trained", "evaluated": True, "log_interval": 100}
+    return {name: common | own for name, own in keys.items()}
+
+
+def write_config(folder: Path) -> Path:
+    path = folder / "config.py"
+    path.write_text(CONFIG)
+    return path
 
 
 @pytest.fixture(scope="module")
 def after_training(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     folder = tmp_path_factory.mktemp("tasks")
-    config = folder / "config.py"
-    config.write_text(CONFIG)
+    config = write_config(folder)
     keys: dict[str, object] = {"corpus": corpus, "model": folder / "model", "evaluated": True, "log_interval": 100}
     assert run(config, {**keys, "num_epochs": 2}).status == 0
     return config, keys
@@ -68,74 +98,74 @@ def after_training(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_eval_gives_the_scores_of_the_training(after_training: tuple[Path, dict[str, object]]) -> None:
     config, keys = after_training
     scores = json.loads((config.parent / "scores.jsonl").read_text().splitlines()[0])["scores"]
-    for ranks in (None, 2):
-        finished = run(config, {**keys, "task": "eval", "load_epoch": 1, "use_horovod": ranks is not None}, ranks=ranks)
-        assert finished.status == 0, finished.err
-        assert f"epoch 1 evaluation: dev: ce {scores['dev_loss_ce']:.4g}, fer {scores['dev_loss_fer']:.4g}" in finished.out
+    finished = run(config, {**keys, "task": "eval", "load_epoch": 1})
+    assert finished.status == 0, finished.err
+    assert f"epoch 1 evaluation: dev: ce {scores['dev_loss_ce']:.4g}, fer {scores['dev_loss_fer']:.4g}" in finished.out
 
 
 def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Path, dict[str, object]], corpus: Path) -> None:
     config, keys = after_training
-    folder = config.parent
-    told = {}
-    for ranks in (1, 2):
-        task = {"task": "forward", "output_file": folder / f"out-{ranks}.hdf", "use_horovod": ranks > 1}
-        task |= {"told": folder / f"told-{ranks}"}
-        other = {**keys, **task}
-        with_callback = folder / "with_callback.py"
-        with_callback.write_text(config.read_text() + "\nforward_callback = Callback\n")
-        finished = run(with_callback, other, ranks=ranks if ranks > 1 else None)
-        assert finished.status == 0, finished.err
-        assert "Forward " in finished.out
-        told[ranks] = (folder / f"told-{ranks}").read_text()
-    assert told[1] == told[2]
-    lines = told[1].splitlines()
+    out, told = config.with_name("out.hdf"), config.with_name("told")
+    finished = run(config, {**keys, "task": "forward", "output_file": out, "told": told, "hands_on": True})
+    assert finished.status == 0, finished.err
+    assert "Forward " in finished.out
+    lines = told.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("model has 6 parameters", "finished")
-    dev, one, two = open_hdf([corpus / "dev.hdf"]), open_hdf([folder / "out-1.hdf"]), open_hdf([folder / "out-2.hdf"])
-    assert [line.split()[0] for line in lines[1:-1]] == dev.tags(range(101)) == one.tags(range(101)) == two.tags(range(101))
+    dev, written = open_hdf([corpus / "dev.hdf"]), open_hdf([out])
+    assert [line.split()[0] for line in lines[1:-1]] == dev.tags(range(101)) == written.tags(range(101))
     for index in range(101):
-        sequences = one.sequence(index), two.sequence(index)
-        assert all(numpy.array_equal(sequences[0][key], sequences[1][key]) for key in ("data", "best", "root"))
-        assert sequences[0]["data"].shape == (len(dev.sequence(index)["data"]), 5)
-        assert numpy.array_equal(sequences[0]["data"].argmax(-1), sequences[0]["best"])
-        assert numpy.array_equal(sequences[0]["first"], sequences[0]["data"][:1])  # no axis of time: one frame of five numbers
-        assert numpy.array_equal(sequences[0]["root"], numpy.sqrt([len(sequences[0]["data"])], dtype=numpy.float32))
-    assert not list(folder.glob("*.unfinished"))
-    again = run(config, {**keys, "task": "forward", "output_file": folder / "out-1.hdf"})
+        sequence = written.sequence(index)
+        assert sequence["data"].shape == (len(dev.sequence(index)["data"]), 5)
+        assert numpy.array_equal(sequence["data"].argmax(-1), sequence["best"])
+        assert numpy.array_equal(sequence["first"], sequence["data"][:1])  # no axis of time: one frame of five numbers
+        assert numpy.array_equal(sequence["root"], numpy.sqrt([len(sequence["data"])], dtype=numpy.float32))
+    assert not list(config.parent.glob("*.unfinished"))
+    again = run(config, {**keys, "task": "forward", "output_file": out})
     assert again.status == 2
-    assert "out-1.hdf: expected a file that does not exist yet (output_file)" in again.err
+    assert "out.hdf: expected a file that does not exist yet (output_file)" in again.err
 
 
 def test_search_writes_texts_in_the_datasets_order(after_training: tuple[Path, dict[str, object]], corpus: Path) -> None:
     config, keys = after_training
-    texts = {}
-    for ranks in (1, 2):
-        file = config.parent / f"search-{ranks}.py.gz"
-        task = {
-            "task": "search",
-            "search_data": corpus / "dev.hdf",
-            "search_output_file": file,
-            "search_output_file_format": "py",
-        }
-        task |= {"search_output_layer": "best", "search_labels": ["a", "b", "c", "d", "e"], "use_horovod": ranks > 1}
-        finished = run(config, {**keys, **task}, ranks=ranks if ranks > 1 else None)
-        assert finished.status == 0, finished.err
-        texts[ranks] = gzip.decompress(file.read_bytes()).decode()
-    assert texts[1] == texts[2]
+    search = {**keys, **SEARCH, "search_data": corpus / "dev.hdf", "search_output_file": config.with_name("search.py.gz")}
+    finished = run(config, search)
+    assert finished.status == 0, finished.err
     dev = open_hdf([corpus / "dev.hdf"])
-    found = eval(texts[1])
+    found = eval(gzip.decompress(config.with_name("search.py.gz").read_bytes()).decode())
     assert list(found) == dev.tags(range(101))
     assert [len(text.split()) for text in found.values()] == [len(dev.sequence(index)["data"]) for index in range(101)]
     assert not list(config.parent.glob("*.unfinished"))
-    again = run(config, {**keys, **task, "use_horovod": False})
+    again = run(config, search)
     assert again.status == 2
-    assert "search-2.py.gz: expected a file that does not exist yet (search_output_file)" in again.err
-    early = run(
-        config, {**keys, **task, "use_horovod": False, "search_output_file": config.parent / "early", "search_labels": ["a"]}
-    )
+    assert "search.py.gz: expected a file that does not exist yet (search_output_file)" in again.err
+    early = run(config, {**search, "search_output_file": config.with_name("early"), "search_labels": ["a"]})
     assert early.status == 2
     assert "output 'best': expected numbers below 1 (the labels), got" in early.err
-    assert not (config.parent / "early").exists()
+    assert not config.with_name("early").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_does(trained: Trained, corpus: Path, tmp_path: Path) -> None:
+    """With the model that the two have trained."""
+    results = trained(tasks, TWO)
+    scores = results.scores("trained")[0]
+    assert f"epoch 1 evaluation: dev: ce {scores['dev_loss_ce']:.4g}, fer {scores['dev_loss_fer']:.4g}" in results.out("eval")
+    assert "Forward " in results.out("forward")
+    config = write_config(tmp_path)
+    keys = {"corpus": corpus, "model": results.models["trained"], "evaluated": True}
+    forward = {"task": "forward", "output_file": tmp_path / "out.hdf", "told": tmp_path / "told", "hands_on": True}
+    search = {**SEARCH, "search_data": corpus / "dev.hdf", "search_output_file": tmp_path / "search.py.gz"}
+    for task in (forward, search):
+        assert run(config, {**keys, **task}).status == 0
+    assert (tmp_path / "told").read_text() == (results.folder / "told-2").read_text()
+    one, two = open_hdf([tmp_path / "out.hdf"]), open_hdf([results.folder / "out-2.hdf"])
+    assert one.tags(range(101)) == two.tags(range(101))
+    for index in range(101):
+        sequences = one.sequence(index), two.sequence(index)
+        assert all(numpy.array_equal(sequences[0][key], sequences[1][key]) for key in ("data", "best", "root"))
+    written = [gzip.decompress(path.read_bytes()) for path in (tmp_path / "search.py.gz", results.folder / "search-2.py.gz")]
+    assert written[0] == written[1]
+    assert not list(results.folder.glob("*.unfinished"))
 
 
 def test_forward_says_what_is_missing(after_training: tuple[Path, dict[str, object]]) -> None:
@@ -161,7 +191,7 @@ def test_a_function_of_the_config_is_a_task(after_training: tuple[Path, dict[str
     assert unknown.names("task", "'sing'")
 
 
-@pytest.mark.parametrize(("backend", "suffix"), [("torch", "pt"), ("tensorflow", "npz")])
+@pytest.mark.parametrize(("backend", "suffix"), [("torch", "pt"), pytest.param("tensorflow", "npz", marks=pytest.mark.slow)])
 def test_cleanup_is_a_task(after_training: tuple[Path, dict[str, object]], tmp_path: Path, backend: str, suffix: str) -> None:
     config, keys = after_training
     keys = {**keys, "backend": backend}

@@ -1,0 +1,67 @@
+"""A learner by itself, without a training around it, and batches for it."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from launching import faults
+
+from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.settings import read_settings
+
+
+def learner_of(
+    get_model: Callable[..., Any],
+    train_step: Callable[..., None],
+    comm: Communicator | None = None,
+    *,
+    gradients: GradientExchange | None = None,
+    framework: str = "torch",
+    options: dict[str, Any] | None = None,
+    **keys: Any,
+) -> Any:
+    """On one rank, or on one of several that are threads (`thread_ranks.py`); with SGD, unless the keys say otherwise.
+
+    Args:
+        options: those of `BuildOptions`, besides the rank that is the communicator's.
+    """
+    comm = comm or SingleCommunicator()
+    given = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
+    made = BuildOptions(**{"rank": comm.rank, "local_rank": 0, "threads": 1, "seed": 1, **(options or {})})
+    build = importlib.import_module(f"hvdtrain.learner.{framework}.learner").build_learner
+    return build(given, gradients or GradientExchange(comm, Timer()), made)
+
+
+def batch_of(values: Any, lengths: Sequence[int] | None = None, **more: Any) -> Batch:
+    """A batch of sequences of these lengths, by default of all frames."""
+    made = numpy.full(len(values), values.shape[1], numpy.int32) if lengths is None else numpy.array(lengths, numpy.int32)
+    return Batch({"data": Padded(values, made)}, numpy.arange(len(values)), **more)
+
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = batch_of(FRAMES, [2, 1])
+"""Two sequences of two features, of two frames and of one."""
+
+
+CONFIG = """\
+train, model, batch_size, learning_rate = "train.hdf", "exp/model", 1, 0.1
+get_model = train_step = lambda **_: None
+"""
+
+
+def problems(folder: Path, text: str, **overrides: str) -> list[str]:
+    """What is wrong with a config of these lines and those that every config has: each problem as of `faults`."""
+    (folder / "config.py").write_text(CONFIG + text)
+    try:
+        read_settings([folder / "config.py"], overrides)
+    except ConfigError as error:
+        return faults(error.problems)
+    return []

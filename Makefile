@@ -4,6 +4,7 @@
 # make test    the tests that prove each claim once, on one rank and on two
 # make test-all   all tests, before a release: make test, then make test-rest, then new random cases
 # make test-rest   what make test leaves out: launchers, stops, restarts, other numbers of ranks, and, as root, several hosts with Slurm
+# make test-launchers   of these, the tests of launchers, stops, faults and restarts
 # make test-times  make test and make test-rest, with what they take in the table of CONTRIBUTING.md
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make fuzz    random files, configs, logs, datagrams: many times what make test draws (TIMES=20), with a new seed, which it prints
@@ -35,7 +36,7 @@ PYTEST = OMP_NUM_THREADS=1 tools/run_tests.sh $(PYTHON_OF_VENV) -m pytest -n 3 -
 # What the tests took: exp/tests/*.json, which tests/times.py reads.
 TIMES_OF = mkdir -p exp/tests && $(PYTEST) --times exp/tests
 
-.PHONY: setup setup-tests data train demo-speech test test-all test-rest test-times test-gpu test-soak soak-faults fuzz check format \
+.PHONY: setup setup-tests data train demo-speech test test-all test-rest test-launchers test-times test-gpu test-soak soak-faults fuzz check format \
 	docs help-time benchmark benchmark-data clean
 
 setup:
@@ -82,6 +83,10 @@ test: setup data
 # tests wait for processes, hence more workers.
 test-rest: setup setup-tests data $(RETURNN_DEMOS)
 	$(TIMES_OF)/slow.json -n 5 -m slow -rs
+
+# Of these, the tests of launchers, stops, faults and restarts.
+test-launchers: setup setup-tests
+	$(PYTEST) -n 5 tests/launchers tests/cluster -m "" -rs
 
 test-all: test test-rest
 	HVDTRAIN_FUZZ_SEED=new $(PYTEST) -m "fuzz and not slow"

@@ -143,9 +143,9 @@ def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestProcess]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(_process: TestProcess, _in_turn: None) -> Iterator[None]:
+def _leaves_nothing(request: pytest.FixtureRequest, _process: TestProcess, _in_turn: None) -> Iterator[None]:
     """The first fixture of a test, so that all others have tidied up when it looks."""
-    with _process.checked():
+    with _process.checked(kills=request.path.parent.name in ("launchers", "cluster")):
         yield
 
 

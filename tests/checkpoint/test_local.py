@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import TOY
-from trainings import Run, Trained, assert_same, saved_model, trains
+from trainings import Run, Trained, Trainings, assert_same, saved_model, trains
 
 from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder
 from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
@@ -38,33 +38,42 @@ def startup_callback(**_):
 '''
 
 
+COMMON: dict[str, object] = {
+    "horovod_reduce_type": "param",
+    "horovod_param_sync_step": 7,
+    "optimizer": {"class": "adam"},
+    "running_average": 3,
+    "num_epochs": 2,
+    "save_interval_steps": 6,
+}
+
+
+def on_a_disk(folder: Path) -> dict[str, object]:
+    (folder / "moved.py").write_text(MOVED)
+    return {**COMMON, "configs": [TOY, folder / "moved.py"], "checkpoint_local": folder / "disk"}
+
+
 @trains(TWO)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    (folder / "moved.py").write_text(MOVED)
-    common = {
-        "horovod_reduce_type": "param",
-        "horovod_param_sync_step": 7,
-        "optimizer": {"class": "adam"},
-        "running_average": 3,
-        "num_epochs": 2,
-        "save_interval_steps": 6,
-    }
-    local = {**common, "configs": [TOY, folder / "moved.py"], "checkpoint_local": folder / "disk"}
-    return {
-        "whole": common,
-        "local": {**local, "fault": "SIGTERM,0,3,9,30"},
-        "background": {**local, "fault": "SIGTERM,0,30", "save_in_background": True},
-    }
+    return {"whole": COMMON, "local": {**on_a_disk(folder), "fault": "SIGTERM,0,3,30"}}
 
 
-@pytest.mark.parametrize(("name", "stops"), [("local", 3), ("background", 1)])
-def test_a_training_goes_on_from_the_disk_of_rank_zero(name: str, stops: int, trained: Trained) -> None:
-    made = trained(trainings, TWO)
+@trains(slow=[TWO])
+def in_background(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return {"background": {**on_a_disk(folder), "fault": "SIGTERM,0,30", "save_in_background": True}}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "stops"),
+    [(trainings, "local", 2), pytest.param(in_background, "background", 1, marks=pytest.mark.slow)],
+)
+def test_a_training_goes_on_from_the_disk_of_rank_zero(function: Trainings, name: str, stops: int, trained: Trained) -> None:
+    whole, made = trained(trainings, TWO), trained(function, TWO)
     assert made.out(name).count(" and its other files from ") == made.out(name).count("stopped by SIGTERM") == stops
-    assert_same(made.weights("whole"), made.weights(name))
-    assert_same(saved_model(made.models["whole"], 2), saved_model(made.models[name], 2))
+    assert_same(whole.weights("whole"), made.weights(name))
+    assert_same(saved_model(whole.models["whole"], 2), saved_model(made.models[name], 2))
     assert [path.name for path in sorted(made.models[name].parent.iterdir())] == [
-        path.name for path in sorted(made.models["whole"].parent.iterdir())
+        path.name for path in sorted(whole.models["whole"].parent.iterdir())
     ]
     assert list((made.folder / "disk").iterdir()) == []
 

@@ -55,13 +55,15 @@ def test_it_waits_for_one_that_is_just_ending_and_children_do_not_hold_it(tmp_pa
     program = (
         HOLD + f"import os; lock = {lock}; lock.__enter__(); print(1); os.fork() or time.sleep(60); time.sleep(1); os._exit(0)"
     )
-    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [sys.executable, "-u", "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "1\n"
     began = time.monotonic()
     with lock_model(tmp_path / "model", patience=30):
         assert time.monotonic() - began < 20
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)  # its child
+    process.wait()
     for _ in range(3):
         with lock_model(tmp_path / "model"):
             assert json.loads((tmp_path / "model.lock").read_text())["pid"] == os.getpid()

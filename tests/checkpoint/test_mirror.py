@@ -62,7 +62,9 @@ WITHIN: dict[str, object] = {
 """The model gets worse as the learning rate rises, so that the best one is within an epoch."""
 
 
-@pytest.mark.parametrize("stop", [pytest.param("between", marks=pytest.mark.again), "within"])
+@pytest.mark.parametrize(
+    "stop", [pytest.param("between", marks=pytest.mark.again), pytest.param("within", marks=pytest.mark.slow)]
+)
 def test_averages_need_no_model_that_only_the_lost_disk_had(stop: str, store: ObjectStore, corpus: Path, tmp_path: Path) -> None:
     """With evaluations within epochs and with cleanup; after a stop between two epochs, or within one."""
     keys = {"corpus": corpus, "num_epochs": 3, **WITHIN}

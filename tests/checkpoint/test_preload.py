@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import FAST, TOY, hvdtrain, refused
+from launching import TOY, refused
+from trainings import Run, Trained, trains
 
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.cli import run_task
@@ -25,7 +26,7 @@ def settings_of(corpus: Path, model: Path, more: str, **overrides: object) -> Se
     return read_settings([TOY, config], {name: str(value) for name, value in texts.items()})
 
 
-def trained(settings: Settings) -> Learner:
+def learner_of(settings: Settings) -> Learner:
     """The learner after a training."""
     return train(settings).learner
 
@@ -58,7 +59,7 @@ def test_always_means_constant_and_not_saved(corpus: Path, theirs: Path, tmp_pat
     more = f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n"
     more += f"optimizer = {{'class': 'adamw', 'weight_decay': 0.5}}\nema_decay = {ema_decay}"
     whole = settings_of(corpus, tmp_path / "whole", more, num_epochs=3)
-    learner = trained(whole)
+    learner = learner_of(whole)
     saved = stored(tmp_path / "whole" / "model.003.pt")
     assert saved
     assert not [name for name in saved if name.startswith("first.")]
@@ -87,14 +88,23 @@ def test_other_tasks_load_what_is_always_loaded(
             assert f"{name.removeprefix('dev_loss_')} {value:.4g}" in out
 
 
-def test_two_ranks_keep_them_constant(corpus: Path, theirs: Path, tmp_path: Path) -> None:
-    (tmp_path / "more.py").write_text(f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n")
-    overrides = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "max_seqs": 2, "use_horovod": 1, **FAST}
-    (tmp_path / "both.py").write_text(TOY.read_text() + (tmp_path / "more.py").read_text())
-    ended = hvdtrain(tmp_path / "both.py", overrides, ranks=2)
-    assert ended.status == 0, ended.err
-    assert "preload_from_files.part: the parameters in" in ended.out
-    one, two = (stored(tmp_path / f"model.{epoch:03}.pt") for epoch in (1, 2))
+TWO = Run("torch", "horovod", 2)
+
+
+@trains(TWO)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    torch.save({"model": {"weight": torch.ones(8, 4, 3), "bias": torch.ones(8)}}, folder / "first.pt")
+    preload = {"part": entry(folder / "first.pt", init_for_train="always")}
+    return {"constant": {"preload_from_files": preload, "part": "two.hdf", "max_seqs": 1, "num_epochs": 2}}
+
+
+def test_two_ranks_keep_them_constant(trained: Trained) -> None:
+    made = trained(trainings, TWO)
+    assert "preload_from_files.part: the parameters in" in made.out("constant")
+    for rank in range(2):
+        assert (made.weights("constant", rank)["first.weight"] == 1).all()
+    folder = made.models["constant"].parent
+    one, two = (stored(folder / f"model.{epoch:03}.pt") for epoch in (1, 2))
     assert one.keys() == two.keys() == {name for name in one if not name.startswith("first.")}
     assert not torch.equal(one["last.weight"], two["last.weight"])
 
@@ -110,7 +120,7 @@ def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, the
     ):
         train(settings_of(corpus, tmp_path / "one", f"preload_from_files = {preloads}"))
     preloads |= {"new": {**NEW, "pattern": "last.*"}}
-    learner = trained(settings_of(corpus, tmp_path / "two", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
+    learner = learner_of(settings_of(corpus, tmp_path / "two", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
     assert torch.equal(learner.model.state_dict()["first.weight"], stored(theirs)["weight"])
     preloads["new"] = {**NEW, "prefix": "last."}
     train(settings_of(corpus, tmp_path / "three", f"preload_from_files = {preloads}", num_epochs=1))
@@ -118,7 +128,9 @@ def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, the
     torch.save({"model": {"last.weight": torch.ones_like(learner.model.state_dict()["last.weight"])}}, tmp_path / "last.pt")
     last = {"filename": str(tmp_path / "last.pt"), "init_for_train": True}
     preloads = {"part": part, **odd, "last": last, "new": {**NEW, "pattern": "*.bias"}}
-    learner = trained(settings_of(corpus, tmp_path / "four", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
+    learner = learner_of(
+        settings_of(corpus, tmp_path / "four", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1)
+    )
     assert bool((learner.model.state_dict()["last.weight"] == 1).all())
 
 
@@ -131,7 +143,7 @@ def make(*, name, shape, preload_model_state, **_):
     return torch.full(shape, 7.0) if name == "last.weight" else None
 preload_from_files = {{"part": {entry(theirs, init_for_train=True)} | {{"custom_missing_load_func": make}}}}
 """
-    learner = trained(settings_of(corpus, tmp_path / "one", more, learning_rate=0, num_epochs=1))
+    learner = learner_of(settings_of(corpus, tmp_path / "one", more, learning_rate=0, num_epochs=1))
     assert bool((learner.model.state_dict()["last.weight"] == 7).all())
     assert torch.equal(learner.model.state_dict()["first.bias"], stored(theirs)["bias"])
     with pytest.raises(

@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
     """host1, host2 and host3, nodes of a Slurm. Everything is gone when the tests end, however they end."""
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, Hosts(Path(folder), 3) as started:
+    # In /tmp, which all may enter, as munged insists.
+    with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as folder, Hosts(Path(folder), 3) as started:
         start_slurm(started)
         yield started
 
@@ -80,7 +81,7 @@ def nothing_stays_behind(hosts: Hosts) -> Iterator[None]:
             hosts.run(["kill", f"-{signal.SIGKILL.value}", *(line.split()[0] for line in left)])
             wait_until_idle(hosts, patience=60)
             pytest.fail(f"left on the hosts: {jobs + left}")
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from launching import ROOT, Finished
+from launching import ROOT, TOY, Finished
 
 HEAD = "head"
 NETWORK = "10.77.0"
@@ -252,7 +252,7 @@ def environment_of_a_user() -> dict[str, str]:
     launchers = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_", "SLURM_")
     mine = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     mine["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"])
-    mine["PYTHONPATH"] = str(ROOT)
+    mine["PYTHONPATH"] = f"{ROOT}:{TOY.with_name('late')}"
     # The hosts share the cores of one machine.
     mine |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     mine |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -79,7 +79,7 @@ def wait_until_idle(hosts: Hosts, patience: float = PATIENCE) -> None:
         states = hosts.run(["sinfo", "-h", "-N", "-o", "%t"]).out.split()
         if states == ["idle"] * len(hosts.names):
             return
-        time.sleep(0.1)
+        time.sleep(0.3)
     raise RuntimeError(f"nodes are {states}:\n{Path(hosts.folder / 'slurmctld.log').read_text()[-3000:]}")
 
 

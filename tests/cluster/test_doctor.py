@@ -38,7 +38,7 @@ def test_hosts_are_looked_at_over_ssh(hosts: Hosts, work: Path) -> None:
 
 def test_ranks_on_several_hosts_tell_rank_0(hosts: Hosts, work: Path) -> None:
     """One report, each finding once; a cable that is cut would not be noticed; ranks and network are measured."""
-    mpirun = ["mpirun", "-H", "host1:2,host2:2", "--bind-to", "none"]
+    mpirun = ["mpirun", "-H", "host1:2,host2:1", "--bind-to", "none"]
     done = hosts.run([*mpirun, *DOCTOR, *CONFIG], host="host1", folder=work, timeout=240)
     assert done.status == 0, done.out + done.err
     assert reported(done.out, "ok", "hosts") == ["host1, host2: the same versions, files and settings"]

@@ -2,32 +2,27 @@
 
 import json
 import re
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts
-from cluster.jobs import SLOWER, wait_for_job
+from cluster.jobs import restarts, slow_down, start_slowly, stop, submit_slowly, wait_for_job, wait_until
 from cluster.slurm import wait_until_idle
-from cluster.test_failures import wait_for, wait_until
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.training.trace import has_begun, trained_on
 
-EPOCHS = 40
+EPOCHS = 4
 EPOCH = Counter(range(231))
 
-SUBMIT = [sys.executable, "-m", "hvdtrain", "submit", "config.py", "--scheduler", "slurm", "--submit", "--name", "job"]
-SIZE = ["--nodes", "3", "--tasks-per-node", "1", "--cpus-per-task", "1", "--interface", "eth0", "--max-restarts", "3"]
 KEYS = {
     "corpus": ".",
     "torch_distributed": "{}",
     "num_epochs": EPOCHS,
     "max_seqs": 4,
     "save_interval_steps": 4,
-    "trace_sequences": "trace",
     "watchdog_timeout": 300,
     "log_verbosity": 3,
 }
@@ -36,18 +31,14 @@ SECONDS_TO_ASK = 4
 """After the start, until the watchdogs know which hosts answer them: others are not lost."""
 
 
-def start(hosts: Hosts, work: Path) -> str:
-    """Submit the job, and wait until it has saved on all three nodes; its number."""
-    with (work / "config.py").open("a") as config:
-        config.write(SLOWER)
-    (work / "slow").touch()
-    keys = [text for name, value in KEYS.items() for text in (f"++{name}", str(value))]
-    done = hosts.run([*SUBMIT, *SIZE, *keys], folder=work)
-    assert done.status == 0, done.err
-    wait_until(lambda: has_begun(work / "trace", 0, 3), "a step of three ranks", 240)
+def start(hosts: Hosts, work: Path, nodes: int) -> str:
+    """Submit the job, and wait until it has saved on all of its nodes; its number."""
+    size = ["--nodes", nodes, "--tasks-per-node", "1", "--cpus-per-task", "1", "--interface", "eth0", "--max-restarts", "3"]
+    keys = [text for name, value in KEYS.items() for text in (f"++{name}", value)]
+    job = submit_slowly(hosts, work, nodes, *size, *keys)
     folder = CheckpointFolder(work / "exp" / "model")
     wait_until(lambda: folder.newest() is not None, "a checkpoint that is complete")  # its files are written one by one
-    return done.out.split()[-1]
+    return job
 
 
 def finish(hosts: Hosts, work: Path, job: str) -> str:
@@ -91,7 +82,7 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
     """A pulled cable looks to the others as a node without power does: nothing comes from there, and its kernel does not answer
     either. Its processes continue running.
     """
-    job = start(hosts, work)
+    job = start(hosts, work, nodes=3)
     time.sleep(SECONDS_TO_ASK)
     (end_host if how == "restart" else Hosts.pull_cable)(hosts, "host2")
     began = time.monotonic()
@@ -104,7 +95,7 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
         wait_until_idle(hosts, patience=120)
         # Slurm's own process of the step was cut off, too, and tries now and then to report its end.
         wait_until(lambda: not hosts.processes("slurmstepd"), "the end of the step", 180)
-    assert " Restarts=0 " in hosts.run(["scontrol", "show", "job", job]).out
+    assert restarts(hosts, job) == 0
     assert "training continues in epoch" in printed
     print(f"{how}: {seconds:.1f} s to the next step")
     assert seconds < 45, printed
@@ -114,12 +105,13 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
 def test_hosts_that_lose_each_other_end_their_ranks_if_torchrun_starts_them_again(hosts: Hosts, work: Path) -> None:
     """Rank 0's host and another one, each of which takes the other for lost."""
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29511", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    slow_down(work)
     command = "exec python -m hvdtrain config.py ++torch_distributed {} ++num_epochs 100000 ++watchdog_timeout 600"
     ranks = [
         hosts.start(command, f"host{rank + 1}", variables | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}, work)
         for rank in (0, 1)
     ]
-    wait_for(work / "exp" / "model.001.pt", ranks[0])
+    wait_until(lambda: has_begun(work / "trace", 0, 2), "a step")
     time.sleep(SECONDS_TO_ASK)
     hosts.pull_cable("host2")
     began = time.monotonic()
@@ -133,33 +125,30 @@ def test_hosts_that_lose_each_other_end_their_ranks_if_torchrun_starts_them_agai
         assert len(re.findall(f"{lost} has not answered for \\d+ s, so it has lost power or", one.err)) == 1, one.err
 
 
-def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
-    """The script ran there, and torchrun's agents met there. It starts when there are three nodes again."""
-    job = start(hosts, work)
-    end_host(hosts, "host1")
+def test_a_job_that_is_stopped_or_loses_its_first_node_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
+    """As before its time limit; test_submit.py does it with other launchers. On the first node, the script runs, and torchrun's
+    agents meet there.
+    """
+    job = start(hosts, work, nodes=2)
+    stop(hosts, job)
+    wait_until(lambda: has_begun(work / "trace", 1, 2), "a step after the stop", 300)
+    first = hosts.run(["scontrol", "show", "job", job]).out.split("BatchHost=")[1].split()[0]
+    end_host(hosts, first)
     try:
-        wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
+        wait_until(lambda: restarts(hosts, job) == 2, "back in the queue", 120)
     finally:
-        hosts.daemon(["slurmd"], host="host1")
-    wait_until(lambda: has_begun(work / "trace", 1, 3), "a step of three ranks", 300)
-    assert "training continues in epoch" in finish(hosts, work, job)
-    wait_until_idle(hosts, patience=60)
-
-
-def test_a_job_that_is_stopped_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
-    """As before its time limit; test_submit.py does it with other launchers."""
-    job = start(hosts, work)
-    hosts.run(["scancel", "--batch", "--signal=USR1", job])
-    wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
+        hosts.daemon(["slurmd"], host=first)
+    wait_until(lambda: has_begun(work / "trace", 2, 2), "a step after the loss", 300)
     printed = finish(hosts, work, job)
     assert "stopped by SIGTERM in epoch" in printed
+    assert printed.count("training continues in epoch") == 2
+    wait_until_idle(hosts, patience=60)
 
 
 def test_ranks_that_srun_started_itself_end_with_a_lost_node(hosts: Hosts, work: Path) -> None:
     """Also with --no-kill."""
     keys = "++use_horovod 1 ++num_epochs 100000 ++watchdog_timeout 20"
-    started = hosts.start(f"srun --no-kill -N3 -n3 python -m hvdtrain config.py {keys}", folder=work)
-    wait_for(work / "exp" / "model.001.pt", started)
+    started = start_slowly(hosts, work, f"srun --no-kill -N2 -n2 python -m hvdtrain config.py {keys}")
     end_host(hosts, "host2")
     try:
         finished = started.finish(200)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.hosts import Hosts
@@ -11,17 +12,36 @@ from launching_page import Command, read_page
 
 from hvdtrain.comm.launch import KEEPALIVE
 
-TRAININGS = [command for command in read_page() if command.mode == "runs"]
-DEMOS = [command for command in read_page() if command.mode == "demo"]
-REFUSED = [command for command in read_page() if command.mode == "refused"]
+AGAIN = (
+    "mpirun -np 4 -bind-to none -map-by slot -x NCCL",  # as in tests/launchers/test_job_manager.py
+    "mpirun -np 4 -H host1:2,host2:2",  # as with 3 ranks
+    "mpirun -np 8 -mca pml ob1",  # the demo on one host: tests/test_demo.py
+    "python -m hvdtrain config.py ++ngpu 4",  # as on two hosts, and with CUDA_VISIBLE_DEVICES; what is refused: as with 2
+    "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2",  # as on one host, and with --use_env
+    "torchrun --nnodes=1",  # as in tests/launchers/test_elastic.py, and on two hosts
+    "srun -K --mpi=pmix -N2 --ntasks-per-node=2",  # as in the first script
+    "srun -K -N2 --ntasks-per-node=2",  # as with 3 ranks
+    "srun -K -n5 -N3 --gpus-per-task 1 python -m hvdtrain config.py ++use_horovod",  # as with torch.distributed
+)
+"""How commands begin that only combine what other ones prove."""
+
 TIMEOUT = 240
 
 
-def name_of(command: Command) -> str:
-    return f"{command.name} ({command.ranks} ranks)"
+def commands(mode: str) -> list[Any]:
+    """Parameters of a test: the page's commands of a kind."""
+    return [
+        pytest.param(
+            command,
+            marks=[pytest.mark.again] if command.name.startswith(AGAIN) else [],
+            id=f"{command.name} ({command.ranks} ranks)",
+        )
+        for command in read_page()
+        if command.mode == mode
+    ]
 
 
-@pytest.mark.parametrize("command", TRAININGS, ids=name_of)
+@pytest.mark.parametrize("command", commands("runs"))
 def test_a_training(hosts: Hosts, work: Path, alone: dict[str, float], command: Command) -> None:
     status, printed = run(hosts, work, command)
     assert status == 0, printed
@@ -30,13 +50,14 @@ def test_a_training(hosts: Hosts, work: Path, alone: dict[str, float], command: 
     if command.name.startswith("mpirun"):
         several = " on host2 " in printed
         assert ("mpirun does not notice when a host is lost" in printed) == (several and KEEPALIVE not in command.name)
+    assert not (work / ".dist_init").exists()  # at which they may have met
     reached = scores(work / "exp")
     assert reached.keys() == alone.keys()
     if command.same_losses:
         assert reached == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("command", REFUSED, ids=name_of)
+@pytest.mark.parametrize("command", commands("refused"))
 def test_what_is_refused(hosts: Hosts, work: Path, command: Command) -> None:
     status, printed = run(hosts, work, command)
     assert status == 2
@@ -45,7 +66,7 @@ def test_what_is_refused(hosts: Hosts, work: Path, command: Command) -> None:
     assert not (work / "exp").exists()
 
 
-@pytest.mark.parametrize("command", DEMOS, ids=name_of)
+@pytest.mark.parametrize("command", commands("demo"))
 def test_the_demo(hosts: Hosts, work: Path, command: Command) -> None:
     (work / "demos").symlink_to(ROOT / "demos")
     status, printed = run(hosts, work, command)

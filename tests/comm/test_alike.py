@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from launching import TOY, hvdtrain
 from thread_ranks import ThreadCommunicator, on_ranks
 
-import hvdtrain
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.torch_dist import TorchCommunicator
 from hvdtrain.comm.torch_pickled import gather_pickled
 from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.settings import read_settings
+from hvdtrain.start_up.job import check_ranks, open_session
 
 
 def test_a_value_that_differs_is_named_with_its_rank() -> None:
@@ -81,39 +83,39 @@ def test_a_call_on_one_rank_only_does_not_get_the_answers_to_another(monkeypatch
     assert comm.gather(2, name="all_reduce") == [2, 1]
 
 
-CONFIG = """
-import numpy
-import torch
-from torch import nn
+@pytest.mark.parametrize(
+    ("on_rank_1", "expected"),
+    [
+        ({"learning_rate": 0.02}, "learning_rate: expected the same on all ranks, got 0.01 on rank 0 and 0.02 on rank 1"),
+        ({"optimizer": {"class": "adam"}}, "optimizer: expected .* got {class: .sgd.*} on rank 0"),
+        (
+            {"layers": "statistics"},
+            r"get_model: parameters\[5\]: expected .* got nothing on rank 0 and torch.float32 \(4,\) on rank 1",
+        ),
+    ],
+)
+def test_ranks_with_other_keys_or_models_are_refused(
+    on_rank_1: dict[str, object], expected: str, corpus: Path, tmp_path: Path
+) -> None:
+    settings = []
+    for more in ({}, on_rank_1):
+        given = {"corpus": corpus, "model": tmp_path / "model", "num_threads": 1, **more}
+        settings.append(read_settings([TOY], {name: str(value) for name, value in given.items()}))
 
-import hvdtrain
+    def work(comm: Communicator) -> str:
+        with open_session(settings[comm.rank], "measure", comm) as session, pytest.raises(ConfigError, match=expected) as caught:
+            check_ranks(settings[comm.rank], comm, session.learner, update_together=True)
+        return str(caught.value)
 
-train = [numpy.full((4, 3), number, numpy.float32) for number in range(6)]
-max_seqs, num_epochs, num_threads, learning_rate = 2, 1, 1, 0.01
-apart = hvdtrain.rank() == 1
-DIFFERENCE
-
-
-def get_model(**_):
-    return nn.Linear(3, width)
+    one, other = on_ranks(2, work)
+    assert one == other
 
 
-def train_step(*, model, extern_data, **_):
-    hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().mean(-1), "loss")
-"""
-
-DIFFERENCES = {
-    "width, learning_rate = 2, 0.02 if apart else 0.01": "learning_rate: expected the same on all ranks, got 0.01 on rank",
-    "width, optimizer = 2, {'class': 'adam' if apart else 'sgd'}": "optimizer: expected .* got {class: .sgd.} on rank 0",
-    "width = 3 if apart else 2": r"get_model: parameters\[0\]: expected .* got torch.float32 \(2, 3\) on rank 0",
-}
-
-
-@pytest.mark.launches
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_ranks_with_other_keys_or_models_are_refused(difference: str, tmp_path: Path) -> None:
-    config = tmp_path / "small.py"
-    config.write_text(CONFIG.replace("DIFFERENCE", difference))
-    with pytest.raises(ConfigError, match=DIFFERENCES[difference]):
-        hvdtrain.train(config, ranks=2, model=str(tmp_path / "model"))
+@pytest.mark.slow
+def test_real_ranks_are_compared_before_anything_is_trained(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "apart.py").write_text("learning_rate = 0.1 + hvdtrain.rank()\n")
+    keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True}
+    ended = hvdtrain(TOY, keys, ranks=2, options=[str(tmp_path / "apart.py")])
+    assert ended.status == 2
+    assert "learning_rate: expected the same on all ranks, got 0.1 on rank 0 and 1.1 on rank 1" in ended.err
     assert not list(tmp_path.glob("model.0*"))

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launching import clean_environment
 
 from hvdtrain.comm.launchers import Launch, variables
@@ -29,6 +30,7 @@ except PeerFailure as error:
 """
 
 
+@pytest.mark.slow
 def test_rank_zero_is_killed_while_the_ranks_meet(tmp_path: Path) -> None:
     """The store, which it serves, has gone: the others say that, and do not fail by themselves, so that they are restarted."""
     ranks: list[subprocess.Popen[str]] = []

@@ -8,29 +8,29 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ROOT, clean_environment
+from launching import FAST, ROOT, TOY, clean_environment
 
-CONFIG = ROOT / "configs" / "smallest.py"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 MPIRUN = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe"]
 
 
-def command(config: Path, folder: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "hvdtrain", str(config), "++num_epochs", "1", "++model", f"{folder}/model", *more]
+def command(config: Path, corpus: Path, folder: Path, **more: object) -> list[str]:
+    keys = {"corpus": corpus, "model": folder / "model", **FAST, **more}
+    return [sys.executable, "-m", "hvdtrain", str(config), *(text for key in keys for text in (f"++{key}", str(keys[key])))]
 
 
 @pytest.mark.parametrize("launcher", ["ngpu", "mpirun"])
-def test_a_breakpoint_of_rank_1_gets_input(tmp_path: Path, launcher: str) -> None:
-    source = CONFIG.read_text(encoding="utf-8")
-    body = '    digits = extern_data["data"]'
+def test_a_breakpoint_of_rank_1_gets_input(corpus: Path, tmp_path: Path, launcher: str) -> None:
+    source = TOY.read_text(encoding="utf-8")
+    body = "    context = hvdtrain.get_run_ctx()"
     assert body in source
     stop = "    if hvdtrain.rank() == 1 and not hasattr(model, 'seen'):\n        model.seen = True\n        breakpoint()\n"
     config = tmp_path / "config.py"
     config.write_text(source.replace(body, stop + body), encoding="utf-8")
     if launcher == "ngpu":
-        arguments = command(config, tmp_path, "++ngpu", "2")
+        arguments = command(config, corpus, tmp_path, ngpu=2)
     else:
-        arguments = [*MPIRUN, "--stdin", "1", *command(config, tmp_path, "++use_horovod", "1")]
+        arguments = [*MPIRUN, "--stdin", "1", *command(config, corpus, tmp_path, use_horovod=1)]
     finished = subprocess.run(
         arguments,
         input="p 'rows', len(extern_data['data'].seq_lens)\nc\n",
@@ -41,15 +41,15 @@ def test_a_breakpoint_of_rank_1_gets_input(tmp_path: Path, launcher: str) -> Non
         timeout=120,
         check=True,
     )
-    assert "(Pdb) ('rows', 25)" in finished.stdout
+    assert "(Pdb) ('rows', 6)" in finished.stdout
     assert "Finished training in epoch 1." in finished.stdout
 
 
-def test_a_signal_prints_the_stacks_of_a_process_that_goes_on(tmp_path: Path) -> None:
+def test_a_signal_prints_the_stacks_of_a_process_that_goes_on(corpus: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file:
         training = subprocess.Popen(
-            command(CONFIG, tmp_path, "++num_epochs", "1000", "++log_verbosity", "4"),
+            command(TOY, corpus, tmp_path, num_epochs=100_000),
             env=clean_environment(),
             cwd=ROOT,
             stdout=file,

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from elastic import (
     command,
     horovodrun,
     keys_of,
+    torchrun_agents,
     wait_until,
     write_config,
 )
@@ -34,6 +34,7 @@ from hvdtrain.comm.local import processes
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
 from hvdtrain.errors import LaunchError
+from hvdtrain.report.ends import read_state
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
@@ -44,7 +45,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
-    keys = keys_of(corpus, tmp_path)
+    """Its ranks are forked, and so is the process that saves for one of them."""
+    config.write_text(config.read_text() + CHILDREN)
+    keys = keys_of(corpus, tmp_path, save_in_background=True)
     planted = "2,5,SIGKILL,1,6,SIGSEGV,1,11,raise"
     finished = launch(command(config, {**keys, "planted": planted, "ngpu": 3, "max_restarts": 5, "min_ngpu": 2}), timeout=300)
     newest = tmp_path / "model.001.step-4.pt"
@@ -57,8 +60,16 @@ def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpu
     ]
     assert finished.err.count("rank 1 of 2: Traceback (most recent call last):") == 1
     assert finished.err.count("RuntimeError: planted by the test") == 1
+    ended = read_state(tmp_path, "model", is_complete=False)
+    assert (ended.name, ended.why, ended.by) == ("failed", "RuntimeError: planted by the test", "rank 1")
     assert num_runs(tmp_path / "trace") == 3
     assert "ranks start as new programs" not in finished.err
+    children_of = [(tmp_path / f"children-of-{rank}").read_text().splitlines() for rank in range(2)]
+    steps = [int(line.split()[0]) for line in children_of[0]]
+    assert steps[0] == 0
+    assert any(after <= before for before, after in pairwise(steps)), "it was restarted"
+    assert {line.partition(" ")[2] for line in children_of[0]} == {"hvdtrain-saver"}  # before the first checkpoint, too
+    assert {line.partition(" ")[2] for line in children_of[1]} == {""}
     assert_goes_on_alone(config, keys)
     goodput = json.loads((tmp_path / "scores.jsonl").read_text())["goodput"]
     assert (goodput["starts"], goodput["failures"]) == (4, 3)
@@ -101,20 +112,6 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     assert_goes_on_alone(config, keys)
 
 
-def test_the_process_that_saves_for_a_forked_rank_is_forked(corpus: Path, tmp_path: Path, config: Path) -> None:
-    config.write_text(config.read_text() + CHILDREN)
-    keys = {**keys_of(corpus, tmp_path), "planted": "0,9,SIGKILL", "ngpu": 2, "max_restarts": 1, "save_in_background": True}
-    finished = launch(command(config, keys), timeout=300)
-    assert finished.status == 0, finished.err
-    children_of = [(tmp_path / f"children-of-{rank}").read_text().splitlines() for rank in range(2)]
-    steps = [int(line.split()[0]) for line in children_of[0]]
-    assert steps[0] == 0
-    assert any(after <= before for before, after in pairwise(steps)), "it was restarted"
-    assert {line.partition(" ")[2] for line in children_of[0]} == {"hvdtrain-saver"}  # before the first checkpoint, too
-    assert {line.partition(" ")[2] for line in children_of[1]} == {""}
-    assert trained_on(tmp_path / "trace") == {1: EPOCH}
-
-
 @pytest.mark.again
 def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "ngpu": 2, "max_restarts": 3}
@@ -147,39 +144,18 @@ def test_torchrun_restarts_whatever_ended_without_a_word(corpus: Path, tmp_path:
 def test_torchrun_goes_on_without_a_lost_host_and_with_it_when_it_is_back(corpus: Path, tmp_path: Path, config: Path) -> None:
     """Two agents on this host, as on two; one is killed with its rank, and started again."""
     keys = {**keys_of(corpus, tmp_path), "max_seqs": 1, "num_epochs": 4, "slow": "compute,-1", "torch_distributed": {}}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"]
-    patience = ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "1:2",
-        "--nproc_per_node",
-        "1",
-        "--max-restarts",
-        "3",
-        *meeting,
-        *patience,
-    ]
-
-    def agent() -> subprocess.Popen[bytes]:
-        environment = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return subprocess.Popen([sys.executable, *torchrun, *command(config, keys)], env=environment, cwd=ROOT)
-
+    port, agent = torchrun_agents(command(config, keys), patience=5)
     trace = tmp_path / "trace"
-    first = agent()
+    first = agent("first")
     wait_until(lambda: answers(port), first)  # the first one has the store, without which no one can continue
-    second = agent()
+    second = agent("second")
     wait_until(lambda: has_begun(trace, 0, 2), first)
     wait_until(lambda: bool(list(tmp_path.glob("model.*step-*"))), first)
     for victim in (second.pid, *children(second.pid)):
         os.kill(victim, signal.SIGKILL)
     second.wait()
     seconds = [wait_until(lambda: has_begun(trace, 1, 1), first)]
-    second = agent()
+    second = agent("second")
     seconds.append(wait_until(lambda: has_begun(trace, 2, 2), first))
     print("torchrun: seconds to the next step without the lost host, and with the new one: {:.1f}, {:.1f}".format(*seconds))
     assert (first.wait(300), second.wait(300)) == (0, 0)
@@ -263,31 +239,17 @@ def test_keys_that_make_no_sense_are_refused(corpus: Path, tmp_path: Path, overr
 
 
 @pytest.mark.parametrize(
-    ("keys", "launcher", "message"),
+    ("launcher", "message"),
     [
-        (
-            LaunchKeys(ngpu=1, max_restarts=1),
-            Mpirun({}, Launch("mpirun", 0, 2)),
-            "got those of mpirun (the same command continues from the newest",
-        ),
-        (
-            LaunchKeys(ngpu=1, max_restarts=1),
-            Srun({}, Launch("srun", 0, 2)),
-            "got those of srun (sbatch --requeue starts the job again)",
-        ),
-        (
-            LaunchKeys(ngpu=1, max_restarts=1),
-            Torchrun({}, Launch("torchrun", 0, 2)),
-            "got those of torchrun (torchrun --max-restarts N",
-        ),
-        (
-            LaunchKeys(ngpu=2, max_restarts=1, dist_rank=0, dist_world_size=2),
-            SingleProcess({}, Launch(None)),
-            "expected all 4 processes on this host, got 2 of them",
-        ),
+        (Mpirun({}, Launch("mpirun", 0, 2)), "got those of mpirun (the same command continues from the newest"),
+        (Srun({}, Launch("srun", 0, 2)), "got those of srun (sbatch --requeue starts the job again)"),
+        (Torchrun({}, Launch("torchrun", 0, 2)), "got those of torchrun (torchrun --max-restarts N"),
+        (SingleProcess({}, Launch(None)), "expected all 4 processes on this host, got 2 of them"),
     ],
 )
-def test_processes_of_others_are_not_restarted(keys: LaunchKeys, launcher: Launcher, message: str) -> None:
+def test_processes_of_others_are_not_restarted(launcher: Launcher, message: str) -> None:
+    alone = launcher.process.launcher is None
+    keys = LaunchKeys(ngpu=2, max_restarts=1, dist_rank=0, dist_world_size=2) if alone else LaunchKeys(ngpu=1, max_restarts=1)
     with pytest.raises(LaunchError) as caught:
         check_restarts(keys, launcher, processes(keys, launcher.process))
     assert message in str(caught.value)

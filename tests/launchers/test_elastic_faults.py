@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from elastic import EPOCH, LATE_RANKS, answers, assert_goes_on_alone, command, horovodrun, keys_of, wait_until, write_config
+from elastic import (
+    EPOCH,
+    LATE_RANKS,
+    answers,
+    assert_goes_on_alone,
+    command,
+    horovodrun,
+    keys_of,
+    torchrun_agents,
+    wait_until,
+    write_config,
+)
 from launching import EMPTY, ROOT, Finished, clean_environment, hvdtrain, launch, torchrun
 
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
@@ -149,19 +160,7 @@ def test_a_signal_to_horovodrun_ends_the_job(corpus: Path, tmp_path: Path, confi
 def test_an_error_on_one_of_two_hosts_ends_torchrun_on_both(corpus: Path, tmp_path: Path, config: Path, failing: str) -> None:
     """Two agents on this host, as on two; they meet at the first one. None continues without the other."""
     keys = keys_of(corpus, tmp_path, torch_distributed={}, planted=f"{failing},5,raise")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = (
-        f"--nnodes 1:2 --nproc_per_node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id two"
-    )
-    options += " --rdzv-conf last_call_timeout=20,keep_alive_interval=2,keep_alive_max_attempt=3"
-
-    def agent(name: str) -> subprocess.Popen[bytes]:
-        environment = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOROVOD_HOSTNAME": name}
-        run = [sys.executable, "-m", "torch.distributed.run", *options.split(), *command(config, keys)]
-        return subprocess.Popen(run, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
+    port, agent = torchrun_agents(command(config, keys), patience=20, err=subprocess.PIPE)
     first = agent("first")
     wait_until(lambda: answers(port), first)
     second = agent("second")

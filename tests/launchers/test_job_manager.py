@@ -1,6 +1,7 @@
 """What a job manager (i6_core's ReturnnTrainingJob) does with the folder that stands for RETURNN's: its commands, one after the
 other in one work folder, and how it reads what they leave."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import ROOT, Finished, clean_environment, finish
+from launching import ROOT, TOY, Finished, clean_environment, finish, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -27,7 +28,7 @@ train = {"class": "HDFDataset", "files": [DATA], "seq_ordering": "random"}
 learning_rate = 0.1
 learning_rate_file = "learning_rates"
 max_seqs = 2
-optimizer = {"class": "sgd"}
+optimizer = lambda parameters: Momentum(parameters)
 target = "classes"
 task = "train"
 device = "cpu"
@@ -48,7 +49,10 @@ def train_step(*, model, extern_data, **_kwargs):
     scores = model(data.raw_tensor)[mask]
     loss = torch.nn.functional.cross_entropy(scores, targets.raw_tensor[mask].long(), reduction="sum")
     get_run_ctx().mark_as_loss(loss, name="ce", custom_inv_norm_factor=mask.sum())
+
+
 """
+CONFIG += re.search(r"^class Momentum:.*?(?=\n\n# )", TOY.read_text(), re.DOTALL | re.MULTILINE)[0]  # type: ignore[index]
 
 
 def read_as_the_job_does(path: Path) -> dict[int, Any]:
@@ -119,11 +123,8 @@ def test_a_training_job(job: Path) -> None:
     assert mpirun.status == 0, mpirun.err
     torchrun = run(job, 3, [sys.executable, *TORCHRUN], "use_horovod = True")
     assert torchrun.status == 0, torchrun.err
-    assert [path.name for path in sorted(models.glob("epoch.*.pt")) if ".opt" not in path.name] == [
-        "epoch.001.pt",
-        "epoch.002.pt",
-        "epoch.003.pt",
-    ]
+    saved = {path.name for path in models.glob("epoch.*.pt") if ".opt" not in path.name}
+    assert saved == {f"epoch.{epoch:03d}.pt" for epoch in (1, 2, 3)}
     last = read_as_the_job_does(rates)
     assert last[1] == first[1], "what was noted of an earlier epoch stays"
     assert [data["learningRate"] for data in last.values()] == [0.1, 0.1, 0.1]
@@ -140,7 +141,9 @@ def test_a_training_job(job: Path) -> None:
 
 def test_a_job_that_fails(job: Path) -> None:
     """`check_call` raises for any other status than 0."""
-    broken = run(job, 9, [sys.executable], "torch_distributed = None\nlearning_rate = 'fast'")
+    config = job / "output" / "broken.config"
+    config.write_text("#!returnn/rnn.py\nlearning_rate = 'fast'\n", encoding="utf-8")
+    broken = launch([RNN / "rnn.py", config])
     assert broken.status == 2
     assert "learning_rate" in broken.err
 

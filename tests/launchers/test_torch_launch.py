@@ -1,4 +1,7 @@
-"""Every way of starting torch.distributed's processes, and what happens when one of them fails."""
+"""Processes of torch.distributed: where they meet, and what happens when one of them fails.
+
+Ways of starting them are in tests/cluster/test_launching_page.py.
+"""
 
 import os
 import random
@@ -8,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from fuzzing import SEED
-from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
+from launching import FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
 from strangers import strangers
 
 from hvdtrain.comm.torch_rendezvous import Address, SharedFile, meet
@@ -36,71 +38,9 @@ def command(corpus: Path, folder: Path, **overrides: object) -> list[str]:
     return ["-m", "hvdtrain", str(TOY), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
 
 
-def by_hand(commands: list[list[str]], environments: list[Mapping[str, str]] | None = None, pause: float = 0.0) -> list[Finished]:
-    """Start several processes as a user does in several terminals, the last first; how they ended, in order."""
-    started = time.monotonic()
-    running = []
-    for arguments, environment in reversed(list(zip(commands, environments or [EMPTY] * len(commands), strict=True))):
-        environment = clean_environment() | dict(environment)
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
-        time.sleep(pause)
-    ended = []
-    for process in reversed(running):
-        out, err = process.communicate(timeout=120)
-        ended.append(Finished(process.returncode, out, err, time.monotonic() - started))
-    return ended
-
-
 def port(number: int) -> int:
     """One that other tests at the same time hardly take."""
     return 10000 + (2 * os.getpid() + number) % 10000
-
-
-def assert_trained(finished: Finished, ranks: int) -> None:
-    assert finished.status == 0, finished.err
-    assert f"torch: {ranks} ranks, {ranks} on" in finished.out
-    assert finished.out.count("Finished training in epoch 1.") == 1
-
-
-@pytest.mark.parametrize("options", [[], pytest.param(["--use_env"], marks=pytest.mark.again)])  # which is what torchrun does
-def test_torch_distributed_launch(corpus: Path, tmp_path: Path, options: list[str]) -> None:
-    launcher = ["-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", *options]
-    finished = launch([*launcher, *command(corpus, tmp_path, torch_distributed={})])
-    assert_trained(finished, 2)
-
-
-def test_torchrun_on_two_hosts_with_two_processes_and_one(corpus: Path, tmp_path: Path) -> None:
-    common = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_addr", "localhost", "--master_port", str(port(1))]
-    train = command(corpus, tmp_path, torch_distributed={})
-    ended = by_hand([[*common, "--node_rank", str(host), "--nproc_per_node", str(2 - host), *train] for host in (0, 1)])
-    assert [one.status for one in ended] == [0, 0], ended
-    assert "torch: 3 ranks, 3 on" in "".join(one.out for one in ended)
-
-
-@pytest.mark.again  # trainings of test_contract.py under mpirun
-def test_mpirun(corpus: Path, tmp_path: Path) -> None:
-    assert_trained(launch(command(corpus, tmp_path, torch_distributed={}), ranks=2), 2)
-
-
-def test_mpirun_over_several_hosts_asks_mpi_where_rank_0_is(corpus: Path, tmp_path: Path) -> None:
-    arguments = command(corpus, tmp_path, torch_distributed={})[2:]
-    alone_on_its_host = "import os, sys; os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'] = '1'; from hvdtrain.cli import main; "
-    assert_trained(launch(["-c", f"{alone_on_its_host} sys.exit(main({arguments}))"], ranks=2), 2)
-
-
-def test_mpirun_whose_processes_start_others(corpus: Path, tmp_path: Path) -> None:
-    keys = {
-        "ngpu": 2,
-        "multiprocessing_distributed": "true",
-        "dist_launcher": "mpi",
-        "dist_init_method": f"file://{tmp_path}/meet",
-    }
-    assert_trained(launch(command(corpus, tmp_path, **keys), ranks=2), 4)
-    assert not (tmp_path / "meet").exists()
 
 
 def test_srun(corpus: Path, tmp_path: Path) -> None:
@@ -108,17 +48,12 @@ def test_srun(corpus: Path, tmp_path: Path) -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "no-such-node[1-2]"}
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", **step}
     tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"} for rank in (0, 1)]
-    assert_trained(by_hand([command(corpus, tmp_path, torch_distributed={})] * 2, tasks)[0], 2)
-
-
-def test_processes_whose_ranks_are_given(corpus: Path, tmp_path: Path) -> None:
-    """As ESPnet2 documents it: each process is started with its rank."""
-    where = {"dist_world_size": 2, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
-    commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(2)]
-    ended = by_hand(commands)
-    assert_trained(ended[0], 2)
-    assert [one.status for one in ended] == [0, 0]
-    assert ended[1].out == ""
+    arguments = command(corpus, tmp_path, torch_distributed={})
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(lambda task: launch(arguments, environment=task), tasks)
+    assert first.status == 0, first.err
+    assert "torch: 2 ranks, 2 on" in first.out
+    assert first.out.count("Finished training in epoch 1.") == 1
 
 
 def meeting(path: Path, ranks: list[tuple[int, int]], timeout: float = 60.0) -> list[str]:
@@ -168,7 +103,7 @@ def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(tmp_pat
 
 def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
     keys = {"torch_distributed": {"timeout_sec": 2}, "dist_init_method": f"file://{tmp_path}/meet", "dist_world_size": 2}
-    [first] = by_hand([command(corpus, tmp_path, **keys, dist_rank=0)])
+    first = launch(command(corpus, tmp_path, **keys, dist_rank=0))
     assert first.status == 2
     assert f"file://{tmp_path}/meet: expected 2 processes, got none with rank 1 in time" in first.err
     [second] = meeting(tmp_path / "meet", [(1, 2)], timeout=2.0)
@@ -176,7 +111,6 @@ def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Path) -> None:
-    """That such processes train is in test_mpirun_whose_processes_start_others."""
     arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
     process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
     wait_for(tmp_path / "record.fault")
@@ -246,16 +180,16 @@ def wait_for(path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "launcher"),
     [
-        ("raise", "ngpu"),
         ("kill", "ngpu"),
         ("exit0", "ngpu"),
         pytest.param("SIGSTOP", "torchrun", marks=pytest.mark.fuzz),
         pytest.param("SIGSTOP", "ngpu", marks=pytest.mark.again),
-        pytest.param("raise", "torchrun", marks=pytest.mark.again),
+        *(pytest.param("raise", launcher, marks=pytest.mark.again) for launcher in ("ngpu", "torchrun")),
         pytest.param("kill", "torchrun", marks=pytest.mark.again),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:
+    """One that raises an error: test_elastic.py."""
     keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
     if fault == "SIGSTOP":
         keys["watchdog_timeout"] = 15
@@ -275,8 +209,6 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
     if fault == "raise":
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
-        ended = read_state(tmp_path, "model", is_complete=False)
-        assert (ended.name, ended.why, ended.by) == ("failed", "RuntimeError: planted by the test", "rank 1")
     if fault == "SIGSTOP":
         stopped = r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
@@ -299,12 +231,12 @@ def test_a_mapped_file_that_is_cut_off_is_named(corpus: Path, tmp_path: Path) ->
     next start."""
     shutil.copytree(corpus, tmp_path / "corpus")
     file = tmp_path / "corpus" / "train.hdf"
-    keys = {"record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4, "ngpu": 2}
-    finished = launch(command(tmp_path / "corpus", tmp_path, fault="cut,1,3", **keys))
+    keys = {"record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4, "ngpu": 2, "fault": "cut,1,3"}
+    finished = launch(command(tmp_path / "corpus", tmp_path, **keys))
     assert finished.status != 0
     named = f"{file}: expected the file that was opened at the start, got one of 4096 bytes instead of "
     assert named in finished.err, finished.err
-    again = launch(command(tmp_path / "corpus", tmp_path, **keys))
+    again = hvdtrain(TOY, {"corpus": tmp_path / "corpus", "model": tmp_path / "model"})
     assert again.status == 2
     assert f"{file}: expected a whole HDF5 file" in again.err
 
@@ -315,15 +247,6 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
     assert finished.status != 0
     assert "rank 0 of 2: stopped, because another rank did not respond within timeout_sec of torch_distributed" in finished.err
     assert failure_in(finished) - float((tmp_path / "record.fault").read_text()) < 2 * PATIENCE
-
-
-def test_several_processes_without_a_key_get_a_hint_at_both_keys(corpus: Path, tmp_path: Path) -> None:
-    """Each of them finds out by itself, one of them with torchrun's variables."""
-    started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
-    finished = launch(command(corpus, tmp_path), environment=started)
-    assert finished.status == 2
-    assert "use_horovod or torch_distributed to connect the 2 processes that torchrun started, got neither" in finished.err
-    assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,20 @@ import numpy
 import pytest
 import torch
 from launching import hvdtrain
-from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, saved_model, trains
+from learners import batch_of, learner_of
+from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, marked, saved_model, trains
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.weight_average import retained_share
-from hvdtrain.runtime.timer import Timer
 
 SUFFIX = {"torch": "pt", "tensorflow": "npz"}
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
+ALONE, TWO, OF_TENSORFLOW = Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
+RUNS = [TWO, *marked([OF_TENSORFLOW], pytest.mark.slow)]
 
-BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
+BATCH = batch_of(numpy.ones((1, 1, 1), numpy.float32))
 
 
-def learner(decay: float) -> TorchLearner:
+def learner(decay: float) -> Any:
     """One weight, 8 at first; an update with the rate 0.5 halves it, twice the rate makes it zero."""
 
     def get_model(**_: Any) -> torch.nn.Module:
@@ -38,9 +33,7 @@ def learner(decay: float) -> TorchLearner:
     def train_step(*, model: torch.nn.Module, **_: Any) -> None:
         get_run_ctx().mark_as_loss(model.weight.square().sum() / 2, "half_square")
 
-    keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, ema_decay=decay)
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    return learner_of(get_model, train_step, ema_decay=decay)
 
 
 def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
@@ -82,27 +75,29 @@ def test_several_updates_at_once_look_back_as_far_as_one_by_one() -> None:
     assert retained_share(0.999, 10**6, 100) == pytest.approx(0.999**100)
 
 
-@trains(*RUNS)
+KEYS = {"layers": "statistics", "evaluated": True, "num_epochs": 2, "optimizer": {"class": "adam"}, "ema_decay": 0.9}
+PARAM = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
+
+
+@trains(TWO, slow=[OF_TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    common = {"layers": "statistics", "evaluated": True, "num_epochs": 2, "optimizer": {"class": "adam"}, "ema_decay": 0.9}
-    common["record"] = True
-    stops = {"fault": "SIGTERM,0,3,19,24"}
-    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
-    if run.framework == "tensorflow":  # which traces its graphs anew after every stop; test_update_together.py has the param mode
-        stops["fault"] = "SIGTERM,0,3,19"
+    common = {**KEYS, "record": True, "parts": 2}  # epochs of 10 steps
+    stops = {"fault": "SIGTERM,0,3,9,13" if run.framework == "torch" else "SIGTERM,0,9"}  # TensorFlow traces anew after each
     preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[run.framework]}"), "init_for_train": True}
-    return {
+    made = {
         "plain": {**common, "ema_decay": None},
         "whole": common,
-        **({"stopped": {**common, **stops}} if run.framework == "torch" else {}),
         "background": {**common, **stops, "save_in_background": True, "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0}},
-        **(
-            {"param.whole": {**common, **param}, "param.stopped": {**common, **param, **stops}}
-            if run.framework == "torch"
-            else {}
-        ),
         "preloaded": {**common, "preload_from_files": {"all": preload}, "learning_rate": 0.0, "num_epochs": 1},
     }
+    if run.framework == "torch":  # test_update_together.py has the param mode of TensorFlow
+        made |= {"param.whole": {**common, **PARAM}, "param.stopped": {**common, **PARAM, **stops}}
+    return made
+
+
+@trains(ALONE)
+def seldom(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return {"each": KEYS, "seldom": {**KEYS, **PARAM}}
 
 
 @pytest.fixture
@@ -138,8 +133,7 @@ def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) 
     made = results(run)
     told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("background"))
     assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
-    pairs = [("whole", "background"), ("param.whole", "param.stopped"), ("whole", "stopped")]
-    for whole, stopped in pairs if run.framework == "torch" else pairs[:1]:
+    for whole, stopped in (("whole", "background"), ("param.whole", "param.stopped"))[: 2 if run.framework == "torch" else 1]:
         for rank in range(run.size):
             assert_same(made.weights(whole, rank), made.weights(stopped, rank))
         assert_same(saved(made, whole), saved(made, stopped))
@@ -151,15 +145,14 @@ def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) 
     assert left == [f"model.002.{SUFFIX[run.framework]}"]
 
 
-def test_where_ranks_sync_seldom_it_looks_back_as_far(results: ResultsOf) -> None:
+def test_where_ranks_sync_seldom_it_looks_back_as_far(trained: Trained) -> None:
     """In one process an average after every 7 updates and one after each are of the same weights, and close to each other."""
-    made = results(Run("torch", "horovod", 1))
-    assert_same(made.weights("whole"), made.weights("param.whole"))
-    each, seldom = saved(made, "whole"), saved(made, "param.whole")
-    trained = made.weights("whole")
+    made = trained(seldom, ALONE)
+    assert_same(made.weights("each"), made.weights("seldom"))
+    last = made.weights("each")
     for name in ("first.weight", "last.weight"):
-        lag = numpy.abs(each[name] - trained[name]).mean()
-        assert 0.3 * lag < numpy.abs(seldom[name] - trained[name]).mean() < 1.5 * lag
+        lag = numpy.abs(saved(made, "each")[name] - last[name]).mean()
+        assert 0.3 * lag < numpy.abs(saved(made, "seldom")[name] - last[name]).mean() < 1.5 * lag
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -170,10 +163,10 @@ def test_it_begins_with_preloaded_weights(results: ResultsOf, run: Run) -> None:
             assert numpy.allclose(preloaded[name], average[name], rtol=1e-5, atol=1e-7), name
 
 
-@pytest.mark.parametrize("run", RUNS[1:], ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, results: ResultsOf, run: Run) -> None:
     made = results(run)
-    keys = {"corpus": corpus, "evaluated": True, "layers": "statistics", "optimizer": {"class": "adam"}, "ema_decay": 0.9}
+    keys = {**KEYS, "corpus": corpus, "parts": 2}
     evaluated = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["whole"], "task": "eval"})
     found = re.search(r"epoch 2 evaluation: dev: ce ([0-9.]+)", evaluated.out)
     assert found is not None, evaluated.out + evaluated.err

@@ -64,8 +64,7 @@ def test_mistakes_are_told_together(corpus: Path, tmp_path: Path) -> None:
     assert ended.status == 2
     for got in ("'decoder.*'", "ModuleList encoder", "got norm"):
         assert ended.names("checkpoint_modules", got)
-    given = {"model": tmp_path / "model", "checkpoint_modules": ["encoder.*"]}
-    compiled = hvdtrain(TOY, given | {"torch_compile": True})
-    assert compiled.names("checkpoint_modules", "torch_compile")
-    other = hvdtrain(TOY, given | {"backend": "tensorflow"})
+    both = "checkpoint_modules, torch_compile = ['encoder.*'], True\n"
+    assert train(corpus, tmp_path / "compiled", both).names("checkpoint_modules", "torch_compile")
+    other = hvdtrain(TOY, {"model": tmp_path / "model", "checkpoint_modules": ["encoder.*"], "backend": "tensorflow"})
     assert other.names("checkpoint_modules", "'tensorflow'")

@@ -7,22 +7,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import faults
+from learners import batch_of, learner_of, problems
 from thread_ranks import ThreadCommunicator, on_ranks
 from torch_ranks import small_model, step
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
-from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.data.types import Batch
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.settings import read_settings
 
 ROWS = numpy.random.default_rng(1).normal(size=(12, 3, 4)).astype(numpy.float32)
 TOLERANCE = {"fp16": 2e-3, "bf16": 2e-2}
@@ -30,8 +25,7 @@ TOLERANCE = {"fp16": 2e-3, "bf16": 2e-2}
 
 def batch(rank: int, size: int) -> Batch:
     """A rank's share of the rows."""
-    values = ROWS[rank::size]
-    return Batch({"data": Padded(values, numpy.full(len(values), 3, numpy.int32))}, numpy.arange(len(values)))
+    return batch_of(ROWS[rank::size])
 
 
 def small(**_: Any) -> torch.nn.Module:
@@ -46,24 +40,19 @@ def learner(
     learning: dict[str, Any] | None = None,
     scale: float | None = None,
     **keys: Any,
-) -> TorchLearner:
+) -> Any:
     """A learner on one of the ranks. `scale`: the first loss scale; None: that of the keys."""
     reduce = ReduceKeys(**keys)
     narrow = reduce.has_narrow_range and comm.size > 1
     scaling = ScaleOptions(init_scale=scale) if narrow and scale is not None else "auto"
-    options = BuildOptions(
-        rank=comm.rank,
-        local_rank=0,
-        threads=1,
-        seed=1,
-        precision=Precision(scaling=scaling, narrow_gradients=narrow),
-        sharded=comm if sharded else None,
-        bucket_bytes=comm.bucket_bytes,
-    )
+    options = {
+        "precision": Precision(scaling=scaling, narrow_gradients=narrow),
+        "sharded": comm if sharded else None,
+        "bucket_bytes": comm.bucket_bytes,
+    }
     given = {"optimizer": {"class": "adam"}, **(learning or {})}
-    return build_learner(
-        LearnerKeys(get_model=get_model, train_step=train_step, **given), reduce.reducer(comm, Timer()).gradients, options
-    )
+    gradients = reduce.reducer(comm, Timer()).gradients
+    return learner_of(get_model, train_step, comm, gradients=gradients, options=options, **given)
 
 
 def trained(comm: Communicator, updates: int = 3, **keys: Any) -> list[torch.Tensor]:
@@ -231,16 +220,6 @@ def test_a_gradient_of_another_rank_that_is_not_finite_skips_the_update_of_a_sha
     before = [parameter.detach() for parameter in small().parameters()]
     for after in on_ranks(2, work):
         assert all(map(torch.equal, before, after))
-
-
-def problems(tmp_path: Path, text: str) -> list[str]:
-    """What is wrong with a config."""
-    path = tmp_path / "config.py"
-    necessary = "train = 'a.hdf'\nmodel = 'b'\nget_model = train_step = lambda **_: None\nbatch_size = 1\nlearning_rate = 0.1\n"
-    path.write_text(necessary + text)
-    with pytest.raises(ConfigError) as caught:
-        read_settings([path], {})
-    return faults(caught.value.problems)
 
 
 def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> None:

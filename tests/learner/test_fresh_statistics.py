@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy
 import torch
+from learners import batch_of, learner_of
 from thread_ranks import on_ranks
 
 import hvdtrain
 from hvdtrain.comm.base import Communicator, SingleCommunicator, all_reduce
-from hvdtrain.data.types import Batch, Padded
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
 BATCHES = [numpy.random.default_rng(number).normal(number, 2, (3 + number, 4, 2)).astype("float32") for number in range(5)]
@@ -37,23 +34,16 @@ def train_step(*, model: Norms, extern_data: dict[str, Any], **_: object) -> Non
     hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square(), "loss")
 
 
-def learner(comm: Communicator, synchronized: bool) -> TorchLearner:
-    keys = LearnerKeys(get_model=lambda **_: Norms(), train_step=train_step, optimizer={"class": "sgd"})
-    channel = comm.channel("sync") if synchronized else None
-    options = BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1, batch_norm=channel)
-    return build_learner(keys, GradientExchange(comm, Timer(), steps=0), options)
-
-
-def batch(values: numpy.ndarray) -> Batch:
-    lengths = numpy.full(len(values), values.shape[1], numpy.int32)
-    return Batch({"data": Padded(values, lengths)}, numpy.arange(len(values)))
+def learner(comm: Communicator, synchronized: bool) -> Any:
+    options = {"batch_norm": comm.channel("sync") if synchronized else None}
+    return learner_of(lambda **_: Norms(), train_step, comm, gradients=GradientExchange(comm, Timer(), steps=0), options=options)
 
 
 def statistics_on(comm: Communicator, batches: Sequence[numpy.ndarray], synchronized: bool = False) -> dict[str, torch.Tensor]:
     made = learner(comm, synchronized)
     rounds = -(-len(batches) // comm.size)
     own = list(batches[comm.rank :: comm.size])
-    given = [batch(own[number]) if number < len(own) else None for number in range(rounds)]
+    given = [batch_of(own[number]) if number < len(own) else None for number in range(rounds)]
     names = made.fresh_statistics(given, partial(all_reduce, comm, op="sum", name="statistics"))
     assert names == ["first", "twice", "unreached"]
     assert made.model.first.momentum == 0.1

@@ -6,26 +6,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed
 from launching import refused
+from learners import BATCH, learner_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner, check_import_order
+from hvdtrain.learner.torch.learner import check_import_order
 from hvdtrain.learner.torch.optimizer import make_optimizer
-from hvdtrain.runtime.timer import Timer
-
-FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
-BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
 
 
 def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
@@ -34,7 +25,7 @@ def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) ->
     get_run_ctx().mark_as_loss(model(data.raw_tensor)[data.mask].square().sum(-1), "square")
 
 
-def learner(train_step: Callable[..., None] = squares, **keys: Any) -> TorchLearner:
+def learner(train_step: Callable[..., None] = squares, **keys: Any) -> Any:
     """A linear layer from 2 to 1 feature, weights 1 and 1, no bias."""
 
     def get_model(**_: Any) -> torch.nn.Module:
@@ -42,9 +33,7 @@ def learner(train_step: Callable[..., None] = squares, **keys: Any) -> TorchLear
         torch.nn.init.ones_(layer.weight)
         return layer
 
-    options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    return learner_of(get_model, train_step, **keys)
 
 
 def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
@@ -154,10 +143,8 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
             learner(device="cuda")
     with refused("device: unknown-value"):
         learner(device="tpux")
-    keys = LearnerKeys(get_model=lambda **_: 3, train_step=squares)
-    gradients = GradientExchange(SingleCommunicator(), Timer())
     with refused("get_model: wrong-result"):
-        build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+        learner_of(lambda **_: 3, squares)
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
@@ -167,10 +154,8 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
     try:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
         fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-        keys = LearnerKeys(get_model=lambda **_: model, train_step=squares)
-        gradients = GradientExchange(SingleCommunicator(), Timer())
         with refused("get_model: wrong-result"):
-            build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+            learner_of(lambda **_: model, squares)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -183,9 +168,7 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
         get_run_ctx().mark_as_loss(model.weight.sum(), "any")
 
     for rank, first_step in ((0, 0), (1, 0), (0, 1)):
-        options = LearnerKeys(get_model=lambda **_: torch.nn.Linear(2, 1), train_step=step)
-        gradients = GradientExchange(SingleCommunicator(), Timer())
-        made = build_learner(options, gradients, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
+        made = learner_of(lambda **_: torch.nn.Linear(2, 1), step, options={"rank": rank})
         made.begin_epoch(1, first_step)
         for _ in range(2 - first_step):
             made.backward(BATCH)

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from launching import refused
+from learners import learner_of
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
@@ -16,11 +17,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.model_file import write_model
-from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, changed_scales_line
 
@@ -40,10 +37,8 @@ class Linear(torch.nn.Linear):
             self.bias.zero_()
 
 
-def learner(comm: Communicator, train_step: Callable[..., None], **keys: Any) -> TorchLearner:
-    given = LearnerKeys(get_model=lambda **_: Linear(), train_step=train_step, optimizer={"class": "sgd"}, **keys)
-    options = BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1)
-    return build_learner(given, GradientExchange(comm, Timer()), options)
+def learner(comm: Communicator, train_step: Callable[..., None], **keys: Any) -> Any:
+    return learner_of(lambda **_: Linear(), train_step, comm, **keys)
 
 
 def batch(number: int) -> Batch:
@@ -205,12 +200,8 @@ def distill_teacher(**_: Any) -> torch.nn.Module:
 def test_mistakes_of_extra_models(tmp_path: Path) -> None:
     model = Linear()
 
-    def build(**entry: Any) -> TorchLearner:
-        keys = LearnerKeys(
-            get_model=lambda **_: model, train_step=distill, optimizer={"class": "sgd"}, extra_models={"teacher": entry}
-        )
-        options = BuildOptions(rank=0, local_rank=0, threads=1, seed=1)
-        return build_learner(keys, GradientExchange(SingleCommunicator(), Timer()), options)
+    def build(**entry: Any) -> Any:
+        return learner_of(lambda **_: model, distill, extra_models={"teacher": entry})
 
     with refused("extra_models.teacher.get_model: wrong-result"):
         build(get_model=lambda **_: model)

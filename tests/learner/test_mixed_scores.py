@@ -4,19 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from learners import learner_of
 from mixed_batches import EXPECTED, mixed_batches
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
-from hvdtrain.runtime.timer import Timer
 
 
-def learner(wrong: int = 0) -> TorchLearner:
+def learner(wrong: int = 0) -> Any:
     """Its train_step marks the frames without padding as one loss, and as they come as others."""
 
     def train_step(*, extern_data: dict[str, Any], **_: Any) -> None:
@@ -27,10 +22,7 @@ def learner(wrong: int = 0) -> TorchLearner:
         context.mark_as_loss(rows, "rows", seq_lens=data.seq_lens)
         context.mark_as_loss(data.raw_tensor.expand(*rows.shape, 2), "wide", seq_lens=data.seq_lens)
 
-    keys = LearnerKeys(get_model=lambda **_: torch.nn.Linear(1, 1), train_step=train_step)
-    return build_learner(
-        keys, GradientExchange(SingleCommunicator(), Timer()), BuildOptions(rank=0, local_rank=0, threads=1, seed=1)
-    )
+    return learner_of(lambda **_: torch.nn.Linear(1, 1), train_step)
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "joined"])

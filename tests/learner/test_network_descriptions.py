@@ -6,12 +6,16 @@ tests of Keras models would fail.
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from launching import ROOT, clean_environment
 
 
-def test_the_networks_and_keys_of_epochs() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", "tests/toy/network_descriptions.py"]
+@pytest.mark.slow
+def test_the_networks_and_keys_of_epochs(tmp_path: Path) -> None:
+    options = ["-q", "-o", "addopts=--import-mode=importlib", f"--basetemp={tmp_path / 'temporary'}"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/toy/network_descriptions.py"]
     finished = subprocess.run(
         command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
     )

@@ -8,16 +8,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from learners import batch_of, learner_of
 from thread_ranks import on_ranks
+from trainings import marked
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.learner.torch.shares import check_shares
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.timer import Timer
@@ -137,11 +136,11 @@ def train_step(*, model: Model, extern_data: Any, **_: Any) -> None:
 
 def learner(comm: Communicator, optimizer: Any, sharded: bool = False, **keys: Any) -> TorchLearner:
     gradients = ReduceKeys().reducer(comm, Timer()).gradients
-    options = BuildOptions(
-        rank=comm.rank, local_rank=0, threads=1, seed=1, sharded=comm if sharded else None, bucket_bytes=lambda _: 30
+    options = {"sharded": comm if sharded else None, "bucket_bytes": lambda _: 30}
+    made: TorchLearner = learner_of(
+        lambda **_: Model(), train_step, comm, gradients=gradients, options=options, optimizer=optimizer, **keys
     )
-    given = LearnerKeys(get_model=lambda **_: Model(), train_step=train_step, optimizer=optimizer, **keys)
-    return build_learner(given, gradients, options)
+    return made
 
 
 def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> TorchLearner:
@@ -151,8 +150,7 @@ def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> To
         without = number % 3 == 2 and comm.size > 1
         size, rank = (comm.size - 1, comm.rank) if without else (comm.size, comm.rank)
         own = FRAMES[rank::size] if rank < size else FRAMES[:0]
-        lengths = numpy.full(len(own), own.shape[1], numpy.int32)
-        made.backward(Batch({"data": Padded(own, lengths)}, numpy.arange(len(own))) if len(own) else None)
+        made.backward(batch_of(own) if len(own) else None)
         made.update(0.01)
     return made
 
@@ -184,7 +182,10 @@ def there_and_back(comm: Communicator, optimizer: Any, folder: Path, sharded: bo
     return [weights(updated(one, comm, first, 6)) for one, first in ((whole, 6), (resumed, 3), (stopped, 3))]
 
 
-@pytest.mark.parametrize("name", SPECS)
+FEW = ["Adam", "SGD with momentum", "Adafactor", "Lion", "Growing", "ScheduleFree", "Muon and AdamW", "several with modes"]
+
+
+@pytest.mark.parametrize("name", [*FEW, *marked(sorted(SPECS.keys() - set(FEW)), pytest.mark.slow)])
 def test_every_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     alone, *others = there_and_back(SingleCommunicator(), SPECS[name], tmp_path, sharded=False)
     assert not same(alone, weights(learner(SingleCommunicator(), SPECS[name])))

@@ -6,17 +6,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from learners import batch_of, learner_of
 from thread_ranks import on_ranks
 from torch_ranks import SavedRank, small_model, step
+from trainings import marked
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer
 
 UPDATES = 17
@@ -40,11 +38,7 @@ class Job(SavedRank):
     def __init__(self, comm: Communicator, optimizer: str = "adam", **keys: Any) -> None:
         self.comm = comm
         self.reducer = ReduceKeys(**keys).reducer(comm, Timer())
-        self.learner = build_learner(
-            LearnerKeys(get_model=small, train_step=step, optimizer={"class": optimizer}),
-            self.reducer.gradients,
-            BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1),
-        )
+        self.learner = learner_of(small, step, comm, gradients=self.reducer.gradients, optimizer={"class": optimizer})
         self.state = self.learner.state
         self.done = 0
 
@@ -61,9 +55,8 @@ class Job(SavedRank):
             rows = numpy.random.default_rng(self.done).normal(size=(ROWS, 3, 4)).astype(numpy.float32)
             own = rows[self.comm.rank * ROWS // size :][: ROWS // size]
             has_batch = [rank < (size // 2 if self.done % 5 == 4 else size) for rank in range(size)]
-            batch = Batch({"data": Padded(own, numpy.full(len(own), 3, numpy.int32))}, numpy.arange(len(own)))
             self.reducer.gradients.begin_update(has_batch)
-            self.learner.backward(batch if has_batch[self.comm.rank] else None)
+            self.learner.backward(batch_of(own) if has_batch[self.comm.rank] else None)
             self.learner.update(0.05)
             self.done += 1
             self.reducer.sync.after_update(state, FinishedUpdate(has_batch, self.done, 0.05))
@@ -102,7 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["delayed parts", "quadratic", *marked(["plain", "outer", "narrow"], pytest.mark.slow)])
 def test_groups_of_ranks_learn_what_single_ranks_learn_from_the_batches_of_the_groups(kind: str) -> None:
     keys = {"reduce_type": "param", **KINDS[kind]}
     singles, ranks = trained(2, **keys), trained(4, **keys, group=2)

@@ -6,18 +6,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from learners import batch_of, learner_of
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
-from hvdtrain.runtime.timer import Timer
 
 
 class Norm(torch.nn.Module):
@@ -138,13 +133,9 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
             rest = [one for one in model.parameters() if one is not own[0]]
             return [{"params": own, "learning_rate_multiplier": multiplier}, {"params": rest}]
 
-        keys = LearnerKeys(
-            get_model=lambda **_: Model(), train_step=step, optimizer={"class": "sgd", "param_groups_custom": groups}
-        )
-        gradients = GradientExchange(SingleCommunicator(), Timer())
-        return build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+        return learner_of(lambda **_: Model(), step, optimizer={"class": "sgd", "param_groups_custom": groups})
 
-    batch = Batch({"data": Padded(numpy.zeros((1, 1, 2), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
+    batch = batch_of(numpy.zeros((1, 1, 2), numpy.float32))
     first, second = made(0.1), made(2.0)
     for learner, scale in ((first, 0.95), (second, -0.05)):
         learner.backward(batch)

@@ -8,13 +8,10 @@ import numpy
 import pytest
 import torch
 from launching import faults, refused
+from learners import BATCH, learner_of
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import TrainingError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import (
     FLOAT32,
     LARGEST,
@@ -26,9 +23,6 @@ from hvdtrain.learner.precision import (
     cpu_emulates_bfloat16,
     parse_scale_options,
 )
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
-from hvdtrain.runtime.timer import Timer
 
 
 def problems(**keys: Any) -> list[str]:
@@ -121,7 +115,6 @@ def test_mistakes_in_the_keys() -> None:
 
 
 FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
-BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
 
 
 def linear(**_: Any) -> torch.nn.Module:
@@ -131,10 +124,8 @@ def linear(**_: Any) -> torch.nn.Module:
     return layer
 
 
-def learner(train_step: Callable[..., None], precision: Precision, **keys: Any) -> TorchLearner:
-    options = LearnerKeys(get_model=linear, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
+def learner(train_step: Callable[..., None], precision: Precision, **keys: Any) -> Any:
+    return learner_of(linear, train_step, options={"precision": precision}, **keys)
 
 
 def times(factor: list[float]) -> Callable[..., None]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import refused
+from learners import problems
 from thread_ranks import ThreadCommunicator, on_ranks
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
@@ -12,7 +12,6 @@ from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.quantized import BLOCK, Quantized, decode, encode
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.settings import read_settings
 
 ERRORS = {8: 0.01, 4: 0.15, 2: 0.4}
 """By the number of bits, more than the relative error of one message of normally distributed values."""
@@ -127,12 +126,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> None:
-    necessary = "train = 'a.hdf'\nmodel = 'b'\nget_model = train_step = lambda **_: None\nbatch_size = 1\nlearning_rate = 0.1\n"
-    averaging = "horovod_reduce_type = 'param'\n"
-    for text, rule in {"": "conflict", f"{averaging}backend = 'tensorflow'\n": "needs-backend"}.items():
-        path = tmp_path / "config.py"
-        path.write_text(necessary + "horovod_compression = 'int4'\n" + text)
-        with refused(f"horovod_compression: {rule}"):
-            read_settings([path], {})
-    path.write_text(necessary + averaging + "horovod_compression = 'int2'\nmixed_precision = 'float16'\n")
-    read_settings([path], {})
+    averaging, given = "horovod_reduce_type = 'param'\n", "horovod_compression = 'int4'\n"
+    assert problems(tmp_path, given) == ["horovod_compression: conflict"]
+    assert problems(tmp_path, f"{averaging}{given}backend = 'tensorflow'\n") == ["horovod_compression: needs-backend"]
+    assert problems(tmp_path, f"{averaging}horovod_compression = 'int2'\nmixed_precision = 'float16'\n") == []

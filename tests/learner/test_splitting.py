@@ -1,25 +1,27 @@
 """Batches that do not fit into memory are split: the gradients are those of the whole batch, and nothing else changes."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from learners import learner_of
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.padding import join, pack, pad
 from hvdtrain.data.types import Batch, BatchParts
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import split_batch
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
-from hvdtrain.runtime.timer import Timer
 
 LENGTHS = [4, 9, 1, 6, 2, 9, 3]
+
+
+@pytest.fixture(autouse=True)
+def little_garbage() -> None:
+    """What was imported need not be searched for garbage after every batch that does not fit."""
+    gc.freeze()
 
 
 def batch_of(make: Callable[..., Any], seed: int = 1) -> Batch:
@@ -68,7 +70,7 @@ def test_halves_of_a_row_have_all_pieces() -> None:
     assert [tag for piece in pieces for tag in piece.seq_tags()] == list("abcdefg")  # type: ignore[misc]
 
 
-def learner(most: int, losses: str = "sum", **keys: Any) -> TorchLearner:
+def learner(most: int, losses: str = "sum", **keys: Any) -> Any:
     """A small model. Memory does not suffice for more than this number of padded frames, in forward or in backward."""
 
     class Limited(torch.autograd.Function):
@@ -104,13 +106,10 @@ def learner(most: int, losses: str = "sum", **keys: Any) -> TorchLearner:
             context.mark_as_loss(scores[targets > 1].square().sum(-1), "energy", scale=0.1, use_normalized_loss=True)
             context.mark_as_loss(scores[:, 0].square(), "first", scale=0.01)
 
-    options = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, **keys)
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    return learner_of(get_model, train_step, **keys)
 
 
-@pytest.mark.parametrize("losses", ["sum", "mean", "means"])
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(("losses", "accumulated"), [("sum", 1), ("mean", 2), ("means", 1), ("means", 2)])
 def test_the_weights_are_those_of_whole_batches(losses: str, accumulated: int) -> None:
     trained = []
     for most, keys in ((1000, {}), (1000, {"split_on_oom": True}), (14, {"split_on_oom": True})):
@@ -157,10 +156,7 @@ def test_statistics_are_those_of_the_pieces_that_fit() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory (planted)")
         get_run_ctx().mark_as_loss(made.square().sum(-1), "square")
 
-    options = LearnerKeys(get_model=lambda **_: Counted(), train_step=train_step, split_on_oom=True)
-    made = build_learner(
-        options, GradientExchange(SingleCommunicator(), Timer()), BuildOptions(rank=0, local_rank=0, threads=1, seed=1)
-    )
+    made = learner_of(lambda **_: Counted(), train_step, split_on_oom=True)
     made.backward(batch_of(pad))
     assert int(made.model.norm.num_batches_tracked) == 2  # not the attempt that failed
 

@@ -5,30 +5,17 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from launching import faults
+from learners import problems
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared_keys
-from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.reducers import REDUCERS, ReduceKeys
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.settings import all_keys, read_settings
+from hvdtrain.settings import all_keys
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
-CONFIG = (
-    "train = 'train.hdf'\nmodel = 'exp/model'\nget_model = train_step = lambda **_: None\nbatch_size = 1\nlearning_rate = 0.1\n"
-)
-
-
-def problems(tmp_path: Path, text: str, **overrides: str) -> list[str]:
-    """What is wrong with a config."""
-    path = tmp_path / "config.py"
-    path.write_text(CONFIG + text)
-    with pytest.raises(ConfigError) as caught:
-        read_settings([path], overrides)
-    return faults(caught.value.problems)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -12,22 +12,14 @@ import numpy
 import pytest
 import tensorflow as tf
 from launching import refused
+from learners import BATCH, FRAMES, batch_of, learner_of
 from mixed_batches import EXPECTED, NUMBERS, mixed_batches
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, BatchParts, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.preload import PreloadNames, PreloadRequest
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.learner.tensorflow.tensors import variables_of
-from hvdtrain.runtime.timer import Timer
-
-FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
-BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
 
 
 def linear(**_: Any) -> keras.Model:
@@ -49,13 +41,12 @@ def learner(
     rank: int = 0,
     model_format: str = "npz",
     **keys: Any,
-) -> TensorFlowLearner:
-    options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(options, gradients, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1, model_format=model_format))
+) -> Any:
+    options = {"rank": rank, "model_format": model_format}
+    return learner_of(get_model, train_step, framework="tensorflow", options=options, **keys)
 
 
-def kernel(made: TensorFlowLearner) -> Any:
+def kernel(made: Any) -> Any:
     return made.model.trainable_variables[0].numpy()
 
 
@@ -94,13 +85,13 @@ def test_batches_of_any_length_and_size_share_a_graph_and_another_number_of_axes
     made = learner(step)
     for length, size in ((2, 2), (5, 1), (3, 7), (1, 4)):
         frames = numpy.ones((size, length, 2), numpy.float32)
-        batch = Batch({"data": Padded(frames, numpy.full(size, length, numpy.int32))}, numpy.arange(size))
+        batch = batch_of(frames)
         made.backward(batch)
         made.update(0.01)
         made.evaluate(batch)
     assert made.graphs.traces == 2  # training and evaluation
     with_an_axis_more = numpy.ones((2, 3, 1, 2), numpy.float32)
-    made.evaluate(Batch({"data": Padded(with_an_axis_more, numpy.array([3, 1], numpy.int32))}, numpy.arange(2)))
+    made.evaluate(batch_of(with_an_axis_more, [3, 1]))
     assert made.graphs.traces == 3
 
 
@@ -470,17 +461,14 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
 
 
 class Masked(keras.Model):
-    """Recurrent layers that leave out frames of zeros, and those that a mask leaves out."""
+    """Leaves out what a mask leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.masking = keras.layers.Masking()
-        self.gru = keras.layers.Bidirectional(keras.layers.GRU(4, return_sequences=True))
-        self.lstm = keras.layers.LSTM(3, return_sequences=True)
         self.last = keras.layers.Dense(1)
 
     def call(self, frames: Any, mask: Any, training: bool = False) -> Any:
-        return self.last(self.lstm(self.gru(self.masking(frames)), mask=mask))
+        return self.last(frames) * tf.cast(mask[..., None], tf.float32)
 
 
 class OfDict(Masked):
@@ -490,15 +478,31 @@ class OfDict(Masked):
         return super().call(given["frames"], given["mask"])
 
 
+class Recurrent(Masked):
+    """Recurrent layers, of which one leaves out frames of zeros, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masking = keras.layers.Masking()
+        self.gru = keras.layers.Bidirectional(keras.layers.GRU(4, return_sequences=True))
+        self.lstm = keras.layers.LSTM(3, return_sequences=True)
+
+    def call(self, frames: Any, mask: Any, training: bool = False) -> Any:
+        return self.last(self.lstm(self.gru(self.masking(frames)), mask=mask))
+
+
 CALLS: dict[str, tuple[type[Masked], Callable[..., Any], str]] = {
     "keyword": (Masked, lambda model, frames, mask: model(frames, mask=mask, training=False), "frames, mask"),
+    "recurrent": (Recurrent, lambda model, frames, mask: model(frames, mask=mask, training=False), "frames, mask"),
     "positional": (Masked, lambda model, frames, mask: model(frames, mask), "frames, mask"),
     "names": (Masked, lambda model, frames, mask: model(frames=frames, mask=mask), "frames, mask"),
     "dict": (OfDict, lambda model, frames, mask: model({"frames": frames, "mask": mask}), "given_frames, given_mask"),
 }
 
 
-@pytest.mark.parametrize("called", CALLS)
+@pytest.mark.parametrize(
+    "called", [pytest.param(name, marks=pytest.mark.slow) if name == "recurrent" else name for name in CALLS]
+)
 def test_a_model_with_masks_is_exported_with_all_inputs_of_any_size(called: str, tmp_path: Path) -> None:
     made_by, call, inputs = CALLS[called]
 
@@ -525,6 +529,71 @@ def test_a_model_with_masks_is_exported_with_all_inputs_of_any_size(called: str,
         numpy.testing.assert_allclose(model.serve(frames, mask), call(made.model, frames, mask), rtol=1e-5, atol=1e-6)
 
 
+class Two(tf.Module):
+    """Two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = tf.Variable(tf.ones([2, 2])), tf.Variable(tf.ones([2, 1]))
+
+    def __call__(self, frames: Any) -> Any:
+        return frames @ self.first @ self.last
+
+
+def dense(**_: Any) -> keras.Model:
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.build((None, None, 2))
+    return model
+
+
+def frozen_at_first(**_: Any) -> keras.Model:
+    model = dense()
+    model.layers[0].trainable = False
+    return model
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], object], str]] = {
+    "replaced": (
+        lambda **_: Two(),
+        lambda model: setattr(model, "last", tf.Variable(tf.ones([2, 1]))),
+        "others since training began: last ",
+    ),
+    "made": (
+        lambda **_: Two(),
+        lambda model: setattr(model, "late", tf.Variable(tf.ones([2, 1]))),
+        "others since training began: late ",
+    ),
+    "unfrozen": (
+        frozen_at_first,
+        lambda model: setattr(model.layers[0], "trainable", True),
+        "others since training began: layers.0.kernel, layers.0.bias ",
+    ),
+    "frozen": (
+        dense,
+        lambda model: setattr(model.layers[0], "trainable", False),
+        "some that are frozen since: layers.0.kernel, layers.0.bias ",
+    ),
+}
+"""What the config's code may do to variables while it trains: the graphs would never notice."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_variables_that_the_optimizer_does_not_have_are_an_error(change: str) -> None:
+    """When an epoch begins, after its first update, and before a model is saved."""
+    get_model, apply, told = CHANGES[change]
+    made = learner(get_model=get_model)
+    made.begin_epoch(1, 0)
+    made.backward(BATCH)
+    made.update(0.01)
+    made.flush()
+    made.begin_epoch(2, 1)
+    apply(made.model)
+    made.backward(BATCH)
+    for call in (lambda: made.update(0.01), made.flush, lambda: made.begin_epoch(3, 2)):
+        with pytest.raises(ConfigError, match=f"get_model: expected the variables that are trained, got {told}"):
+            call()
+
+
 def test_fresh_statistics_are_the_mean_of_those_of_the_batches() -> None:
     def get_model(**_: Any) -> keras.Model:
         model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
@@ -537,7 +606,7 @@ def test_fresh_statistics_are_the_mean_of_those_of_the_batches() -> None:
 
     made = learner(train_step, get_model)
     arrays = [numpy.random.default_rng(number).normal(number, 2, (3, 4, 2)).astype("float32") for number in range(3)]
-    batches = [Batch({"data": Padded(values, numpy.full(3, 4, numpy.int32))}, numpy.arange(3)) for values in arrays]
+    batches = [batch_of(values) for values in arrays]
     before = made.state.model_tensors()
     [name] = made.fresh_statistics([batches[0], None, *batches[1:]], list)
     norm = dict(made.modules())[name]
@@ -567,10 +636,10 @@ def test_scores_of_each_dataset_of_a_mix_whatever_the_form_of_batches() -> None:
         in_rows = (21 / 9, 18 / 6, 3 / 3) if form == "padded" else tuple(EXPECTED.values())
         for loss in ("rows", "wide"):
             assert [scores[f"{loss}{part}"] for part in ("", ".a", ".b")] == pytest.approx(in_rows)
-        made.evaluate(replace(batch, parts=BatchParts(("c", "d"), NUMBERS)))  # as an evaluation of another mix
-        assert {name.partition(".")[2] for name in made.meter.take_scores().means()} == {"", "c", "d"}
-        made.evaluate(replace(batch, parts=None))
-        assert made.meter.take_scores().means().keys() == {"flat", "rows", "wide"}
+    made.evaluate(replace(batch, parts=BatchParts(("c", "d"), NUMBERS)))  # as an evaluation of another mix
+    assert {name.partition(".")[2] for name in made.meter.take_scores().means()} == {"", "c", "d"}
+    made.evaluate(replace(batch, parts=None))
+    assert made.meter.take_scores().means().keys() == {"flat", "rows", "wide"}
 
 
 def test_seq_lens_of_other_elements_than_a_loss_has_are_an_error() -> None:

@@ -5,20 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy
 import pytest
 import tensorflow as tf
+from learners import BATCH, FRAMES, learner_of
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
-from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
-from hvdtrain.runtime.timer import Timer
 
 
 def layers(**_: Any) -> keras.Model:
@@ -32,10 +25,9 @@ def learner(
     get_model: Callable[..., Any] = layers,
     precision: Precision = FLOAT32,
     **keys: Any,
-) -> TensorFlowLearner:
-    options = LearnerKeys(get_model=get_model, train_step=train_step or (lambda **_: None), **{"optimizer": "sgd", **keys})
-    gradients = GradientExchange(SingleCommunicator(), Timer())
-    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
+) -> Any:
+    given = train_step or (lambda **_: None)
+    return learner_of(get_model, given, framework="tensorflow", options={"precision": precision}, **keys)
 
 
 def decayed(**options: Any) -> list[str]:
@@ -63,10 +55,6 @@ def test_what_keras_cannot_do_is_told() -> None:
         learner(optimizer={"class": "sgd", "momentun": 0.9})
     with pytest.raises(ConfigError, match="weight_decay: expected a positive number"):
         learner(optimizer={"class": "sgd", "weight_decay_modules_blacklist": ["Dense"]})
-
-
-FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
-BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
 
 
 def sums(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:

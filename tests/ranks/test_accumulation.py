@@ -1,111 +1,107 @@
 """Gradients of several batches for one update: the same as one larger batch, sent once, and never needed in a checkpoint."""
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import TOY, hvdtrain
 from timeline import rows_of
-from trainings import ResultsOf, Run, Trained, assert_alike, assert_same, trains
+from trainings import ResultsOf, Run, assert_alike, assert_same, marked, trains
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.steps import AccumulationKeys, groups, rounds_per_update
 
-RUNS = [Run(framework, "horovod", size) for framework in ("torch", "tensorflow") for size in (1, 2)]
+TWO, TENSORFLOW = Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
+CASES = [TWO, *marked([TENSORFLOW], pytest.mark.slow)]
 
-STOPPED = [(name, run) for run in RUNS[:2] for name in ("resumed", "resumed_param", "saved")]
-"""What is stopped. TensorFlow traces its graphs anew every time: test_update_together.py stops it."""
+COMPARED = {"torch": ("sum", "mean", "several"), "tensorflow": ("several", "rows")}
+"""What is compared with one rank and larger batches. Only TensorFlow sends rows."""
 
 
-@trains(*RUNS)
+@trains(TWO.alone, TWO, slow=[TENSORFLOW.alone, TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    size = run.size
     made: dict[str, dict[str, object]] = {}
     # 231 sequences in batches of 5 are 47. An update takes 6 of them, the last one 5: one of 2 ranks has no last batch.
-    accumulated = {"max_seqs": 5, "accum_grad_multiple_step": 6 // size}
-    for losses in ("sum", "mean", "several"):
-        same = {"losses": losses, "gradient_clip_global_norm": 5.0}
-        same |= {"learning_rate_schedule": "one_cycle"} if losses == "mean" else {}
-        made[f"{losses}.apart"] = {**same, **accumulated}
-        if size == 1:
-            made[f"{losses}.whole"] = {**same, "max_seqs": 30}
-        else:
-            made[f"{losses}.apart"]["timeline"] = folder / f"{losses}.timeline.json"
-    plain = {"part": "even.hdf", "optimizer": {"class": "sgd"}, "max_seqs": 2, "accum_grad_multiple_step": 2}
-    made["gradients"] = {**plain, "horovod_avg_grad": True}
-    made["parameters"] = {**plain, "horovod_reduce_type": "param"}
-    made["two"] = {"part": "two.hdf", "losses": "several", "max_seqs": 1, "accum_grad_multiple_step": 3, "num_epochs": 2}
-    if run.framework == "torch":  # whose statistics are exchanged in every backward pass, of which some batches have several
-        synchronized = {"layers": "statistics", "sync_batch_norm": True}
-        made["batch_norm"] = {**synchronized, "losses": "several", **accumulated}
-    else:
-        made["rows.apart"] = {"layers": "embedding", **accumulated, "gradient_clip_global_norm": 1.0}
-        if size == 1:
-            made["rows.whole"] = {"layers": "embedding", "max_seqs": 30, "gradient_clip_global_norm": 1.0}
-    resumed = {"layers": "statistics", "losses": "several", "num_epochs": 2, "accum_grad_multiple_step": 3, "evaluated": True}
-    # 20 steps an epoch: updates after steps 3, 6, ..., 18, 20 of each
-    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 2, "optimizer": {"class": "adam"}}
-    for name, more in {"resumed": {}, "resumed_param": param, "saved": {"save_interval_steps": 5}}.items():
-        if (name, run) not in STOPPED:
-            continue
-        made[f"{name}.whole"] = {**resumed, **more, "record": True}
-        made[f"{name}.stopped"] = {**resumed, **more, "record": True, "fault": f"SIGTERM,{size - 1},4,16,25"}
+    accumulated = {"max_seqs": 5, "accum_grad_multiple_step": 6 // run.size}
+    for losses in COMPARED[run.framework]:
+        same: dict[str, object] = {"losses": losses, "gradient_clip_global_norm": 5.0}
+        if losses == "mean":
+            same["learning_rate_schedule"] = "one_cycle"
+        if losses == "rows":
+            same = {"layers": "embedding", "gradient_clip_global_norm": 1.0}
+        made[losses] = {**same, "max_seqs": 30} if run.size == 1 else {**same, **accumulated}
+        if run.size > 1:
+            made[losses]["timeline"] = folder / f"{losses}.timeline.json"
+    if run == TWO.alone:
+        made["apart"] = {"losses": "several", "gradient_clip_global_norm": 5.0, **accumulated}
+    if run == TWO:
+        made |= of_no_framework(accumulated)
     return {name: {"learning_rate": 0.002, **given} for name, given in made.items()}
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
+def of_no_framework(accumulated: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Gradients are accumulated, and TensorFlow is stopped, in test_update_together.py."""
+    plain = {"part": "even.hdf", "optimizer": {"class": "sgd"}, "max_seqs": 2, "accum_grad_multiple_step": 2}
+    made: dict[str, dict[str, object]] = {
+        "gradients": {**plain, "horovod_avg_grad": True},
+        "parameters": {**plain, "horovod_reduce_type": "param"},
+        "two": {"part": "two.hdf", "losses": "several", "max_seqs": 1, "accum_grad_multiple_step": 3, "num_epochs": 2},
+        # whose statistics are exchanged in every backward pass, of which some batches have several
+        "batch_norm": {"layers": "statistics", "sync_batch_norm": True, "losses": "several", **accumulated},
+    }
+    # 20 steps an epoch: updates after steps 3, 6, ..., 18, 20 of each
+    resumed = {"layers": "statistics", "losses": "several", "num_epochs": 2, "accum_grad_multiple_step": 3, "record": True}
+    resumed |= {"horovod_reduce_type": "param", "horovod_param_sync_step": 2, "optimizer": {"class": "adam"}}
+    made["resumed.whole"] = {**resumed, "evaluated": True, "save_interval_steps": 5}
+    return made | {"resumed.stopped": {**made["resumed.whole"], "fault": "SIGTERM,1,4,16,25"}}
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
-@pytest.mark.parametrize("losses", ["sum", "mean", "several", "rows"])
-def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: ResultsOf, losses: str, of: Run) -> None:
+@pytest.mark.parametrize("of", CASES, ids=str)
+def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: ResultsOf, of: Run) -> None:
     """Counts of means over all ranks and all batches, and a last update with fewer batches than the others, included."""
-    if losses == "rows" and of.framework == "torch":
-        pytest.skip("only TensorFlow sends rows")
-    alone, several = results(Run(of.framework, "horovod", 1)), results(of)
-    assert_alike(alone.weights(f"{losses}.whole"), several.weights(f"{losses}.apart"))
-    assert several.reports(f"{losses}.apart")[0]["steps"] == (47 if of.size == 1 else 24)  # a rank's batches, as in RETURNN
-    assert several.scores(f"{losses}.apart")[0] == pytest.approx(alone.scores(f"{losses}.apart")[0], rel=1e-5)
-    rates = [made.reports(f"{losses}.{name}")[0].get("learning_rates") for made, name in ((alone, "whole"), (several, "apart"))]
-    assert rates[0] == rates[1], "an update's place in the epoch is that of its first sequence"
+    alone, together = results(of.alone), results(of)
+    pairs = [(name, together, name) for name in COMPARED[of.framework]]
+    for whole, several, apart in pairs if of != TWO else [*pairs, ("several", alone, "apart")]:
+        assert_alike(alone.weights(whole), several.weights(apart))
+        # a rank's batches, as in RETURNN
+        assert several.reports(apart)[0]["steps"] == (47 if several is alone else 24)
+        assert several.scores(apart)[0] == pytest.approx(alone.scores(whole)[0], rel=1e-5)
+        rates = [made.reports(name)[0].get("learning_rates") for made, name in ((alone, whole), (several, apart))]
+        assert rates[0] == rates[1], "an update's place in the epoch is that of its first sequence"
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
+@pytest.mark.parametrize("of", CASES, ids=str)
 def test_all_ranks_end_with_the_same_model(results: ResultsOf, of: Run) -> None:
-    assert len(results(of).names) >= (12 if of.framework == "torch" else 7)
+    assert len(results(of).names) == (9 if of.framework == "torch" else 2)
     for name in results(of).names:
-        assert_same(results(of).weights(name), results(of).weights(name, of.size - 1))
+        assert_same(results(of).weights(name), results(of).weights(name, 1))
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
-def test_averaging_parameters_after_every_update_is_averaging_gradients(results: ResultsOf, of: Run) -> None:
-    assert_alike(results(of).weights("gradients"), results(of).weights("parameters"))
+def test_averaging_parameters_after_every_update_is_averaging_gradients(results: ResultsOf) -> None:
+    assert_alike(results(TWO).weights("gradients"), results(TWO).weights("parameters"))
 
 
-@pytest.mark.parametrize(("name", "of"), STOPPED, ids=str)
-def test_a_stop_waits_for_an_update_and_training_goes_on_bit_for_bit(results: ResultsOf, name: str, of: Run) -> None:
-    made = results(of)
-    for rank in range(of.size):
-        assert_same(made.weights(f"{name}.whole", rank), made.weights(f"{name}.stopped", rank))
-        assert made.needed(f"{name}.whole.ids.{rank}").read_text() == made.needed(f"{name}.stopped.ids.{rank}").read_text()
-    assert made.scores(f"{name}.whole") == made.scores(f"{name}.stopped")
-    told = re.findall(r"stopped by SIGTERM in epoch (\d) after step (\d+);", made.out(f"{name}.stopped"))
+def test_a_stop_waits_for_an_update_and_training_goes_on_bit_for_bit(results: ResultsOf) -> None:
+    made = results(TWO)
+    for rank in range(2):
+        assert_same(made.weights("resumed.whole", rank), made.weights("resumed.stopped", rank))
+        assert made.needed(f"resumed.whole.ids.{rank}").read_text() == made.needed(f"resumed.stopped.ids.{rank}").read_text()
+    assert made.scores("resumed.whole") == made.scores("resumed.stopped")
+    told = re.findall(r"stopped by SIGTERM in epoch (\d) after step (\d+);", made.out("resumed.stopped"))
     assert told == [("1", "9"), ("1", "20"), ("2", "9")]  # two updates after the signal, which came in the midst of a group
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_ranks_communicate_once_an_update(results: ResultsOf, framework: str) -> None:
+@pytest.mark.parametrize("of", CASES, ids=str)
+def test_ranks_communicate_once_an_update(results: ResultsOf, of: Run) -> None:
     """24 steps of 3 batches an update are 8 updates; Horovod's timeline knows what was sent.
 
     With PyTorch, the number of elements of the only loss travels with the gradients.
     """
-    for losses, counts in (("sum", False), ("mean", framework == "tensorflow"), ("several", True)):
-        sent = sent_in(results(Run(framework, "horovod", 2)).needed(f"{losses}.timeline.json"))
-        assert sent == ({"gradients.0": 8, "loss_counts": 8} if counts else {"gradients.0": 8})
+    for losses, counts in (("sum", False), ("mean", False), ("several", True)):
+        if losses in COMPARED[of.framework]:
+            sent = sent_in(results(of).needed(f"{losses}.timeline.json"))
+            assert sent == ({"gradients.0": 8, "loss_counts": 8} if counts else {"gradients.0": 8})
 
 
 def sent_in(timeline: Path) -> dict[str, int]:

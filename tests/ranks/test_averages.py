@@ -1,16 +1,15 @@
 """Averages at the end of a training are the same on any number of ranks, in both frameworks, after stops, too."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy
 import pytest
-from trainings import ResultsOf, Run, Trained, assert_alike, marked, read_model, saved_model, trains
+from trainings import ResultsOf, Run, Trained, Trainings, assert_alike, marked, read_model, saved_model, trains
 
 from hvdtrain.learner.running_average import RunningSums
 
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
+ONE, TWO, TENSORFLOW = Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
 MORE = [Run("torch", "horovod", 3)]
 
 KEYS: dict[str, object] = {
@@ -23,19 +22,22 @@ KEYS: dict[str, object] = {
 PARAM = {"horovod_reduce_type": "param", "horovod_param_sync_step": 4}
 
 
-@trains(*RUNS, again=MORE)
+STOPS = {"fault": "SIGTERM,1,5,26", "save_interval_steps": 9}
+
+
+@trains(ONE, TWO, slow=[TENSORFLOW], again=MORE)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made: dict[str, dict[str, object]] = {"grad": KEYS}
-    if run == RUNS[1]:
-        stops = {"fault": f"SIGTERM,{run.size - 1},5,26", "save_interval_steps": 9}
-        made |= {"grad.stopped": KEYS | stops, "param": KEYS | PARAM, "param.stopped": KEYS | PARAM | stops}
-        made["normed"] = KEYS | {"layers": "only_statistics", "average_checkpoints": '{"last": 2, "recompute_statistics": True}'}
+    if run == TWO:
+        made["grad.stopped"] = KEYS | STOPS
+        normed = {"layers": "only_statistics", "average_checkpoints": '{"last": 2, "recompute_statistics": True}'}
+        made["normed"] = KEYS | normed | {"num_epochs": 2}
     return made
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
+@trains(slow=[TWO])
+def apart(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return {"param": KEYS | PARAM, "param.stopped": KEYS | PARAM | STOPS}
 
 
 def model_of(results: ResultsOf, run: Run, name: str, average: str) -> dict[str, numpy.ndarray]:
@@ -44,13 +46,13 @@ def model_of(results: ResultsOf, run: Run, name: str, average: str) -> dict[str,
     return read_model(results(run).models[name].with_name(f"model.{average}.{suffix}"))
 
 
-@pytest.mark.parametrize("run", [*RUNS[1:2], *marked(MORE)], ids=str)
+@pytest.mark.parametrize("run", [TWO, *marked(MORE)], ids=str)
 @pytest.mark.parametrize("average", ["best-2", "running-2"])
 def test_any_number_of_ranks_makes_the_same_averages(results: ResultsOf, run: Run, average: str) -> None:
-    assert_alike(model_of(results, RUNS[0], "grad", average), model_of(results, run, "grad", average), 1e-4)
+    assert_alike(model_of(results, ONE, "grad", average), model_of(results, run, "grad", average), 1e-4)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", [ONE, TWO, *marked([TENSORFLOW], pytest.mark.slow)], ids=str)
 def test_the_averages_are_those_of_the_epochs(results: ResultsOf, run: Run) -> None:
     """The running average over two epochs of 20 updates: five samples of every seventh update."""
     made = {one["name"]: one for one in json.loads(results(run).models["grad"].with_name("averages.json").read_text())}
@@ -70,22 +72,23 @@ def test_the_averages_are_those_of_the_epochs(results: ResultsOf, run: Run) -> N
         assert numpy.array_equal(running[name], ((sums[1].sums[name] - sums[0].sums[name]) / 6).astype("float32"))
 
 
-@pytest.mark.parametrize("name", ["grad", "param"])
-def test_stops_change_nothing(results: ResultsOf, name: str) -> None:
-    run = RUNS[1]
-    files = [results(run).models[which].with_name("model.003.running.npz") for which in (name, f"{name}.stopped")]
-    whole, stopped = (RunningSums.read(file)[0] for file in files)
+@pytest.mark.parametrize(("function", "name"), [(trainings, "grad"), pytest.param(apart, "param", marks=pytest.mark.slow)])
+def test_stops_change_nothing(trained: Trained, function: Trainings, name: str) -> None:
+    results = trained(function, TWO)
+    results.out(f"{name}.stopped")
+    folders = [results.models[which].parent for which in (name, f"{name}.stopped")]
+    whole, stopped = (RunningSums.read(folder / "model.003.running.npz")[0] for folder in folders)
     assert (whole.samples, whole.updates) == (stopped.samples, stopped.updates)
     assert whole.samples == 8
     assert [key for key in whole.sums if not numpy.array_equal(whole.sums[key], stopped.sums[key])] == []
-    texts = [results(run).models[which].with_name("averages.json").read_text() for which in (name, f"{name}.stopped")]
+    texts = [(folder / "averages.json").read_text() for folder in folders]
     assert texts[0] == texts[1]
 
 
 def test_the_training_goes_on_with_its_own_weights(results: ResultsOf) -> None:
     """The model after the averages were evaluated is that of the last epoch."""
-    run = RUNS[1]
-    model = saved_model(results(run).models["normed"], 3)
+    run = TWO
+    model = saved_model(results(run).models["normed"], 2)
     for rank in range(run.size):
         weights = results(run).weights("normed", rank)
         assert [name for name in model if not numpy.array_equal(model[name], weights[name])] == []

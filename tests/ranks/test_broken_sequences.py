@@ -9,7 +9,7 @@ import numpy
 import pytest
 from launching import TOY, hvdtrain
 from speech_files import write_table
-from trainings import CONFIGS, Results, Run, Trained, assert_alike, assert_same, trains
+from trainings import CONFIGS, Results, Run, Trained, assert_alike, assert_same, marked, trains
 
 KALDI = TOY.with_name("kaldi.py")
 BROKEN = range(6, 12)
@@ -60,7 +60,7 @@ def write_folders(folder: Path, in_train: int = 30, broken_in_train: range = BRO
     return folder
 
 
-@trains(*RUNS, TENSORFLOW)
+@trains(*RUNS[:2], slow=[RUNS[2], TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     keys: dict[str, object] = {
         "configs": [CONFIGS[run.framework], KALDI],
@@ -92,19 +92,14 @@ def trained_well(results: Results, name: str) -> None:
     assert [report["num_sequences"] for report in results.reports(name)] == [30, 30]
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
-def test_any_number_of_ranks_learns_the_same(trained: Trained, of: Run) -> None:
+@pytest.mark.parametrize("of", [*RUNS[:2], *marked(RUNS[2:], pytest.mark.slow)], ids=str)
+def test_any_number_of_ranks_learns_the_same_and_a_stop_changes_nothing(trained: Trained, of: Run) -> None:
     results, alone = trained(trainings, of), trained(trainings, RUNS[0])
-    trained_well(results, "whole")
+    for name in ("whole", "stopped"):
+        trained_well(results, name)
     assert_alike(results.weights("whole"), alone.weights("whole"))
     for one, other in zip(results.scores("whole"), alone.scores("whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-
-
-@pytest.mark.parametrize("of", RUNS, ids=str)
-def test_a_stop_changes_nothing(trained: Trained, of: Run) -> None:
-    results = trained(trainings, of)
-    trained_well(results, "stopped")
     assert "stopped by SIGTERM" in results.out("stopped")
     assert_same(results.weights("whole"), results.weights("stopped"))
     assert results.scores("whole") == results.scores("stopped")
@@ -148,13 +143,14 @@ def test_a_broken_sequence_of_a_mix_counts_once(trained: Trained) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_tensorflow(trained: Trained) -> None:
     trained_well(trained(trainings, TENSORFLOW), "whole")
 
 
 def test_too_many_end_the_training_on_all_ranks(tmp_path: Path) -> None:
     keys = {"folder": write_folders(tmp_path / "folders"), "model": tmp_path / "model", "corpus": tmp_path, "losses": "mean"}
-    finished = hvdtrain(TOY, keys | {"skip_broken": 5, "use_horovod": True}, ranks=3, options=[str(KALDI)])
+    finished = hvdtrain(TOY, keys | {"skip_broken": 5, "use_horovod": True}, ranks=2, options=[str(KALDI)])
     assert finished.status == 2
     assert "train: expected at most 5 broken sequences (skip_broken), got 6 broken: " in finished.err
     finished = hvdtrain(TOY, keys, options=[str(KALDI)])

@@ -107,6 +107,7 @@ def dump_on_ranks(folder: Path, ranks: int, *arguments: str) -> Finished:
     return launch(["-m", "hvdtrain", "dump", *arguments, str(folder / "out" / "file.hdf")], ranks=ranks, timeout=300)
 
 
+@pytest.mark.slow
 def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     shuffled = {"class": "HDFDataset", "files": str(folder / "source.hdf"), "seq_ordering": "random", "partition_epoch": 2}
     sources: dict[str, list[str]] = {
@@ -135,9 +136,11 @@ def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     ("source", "status", "message"),
     [
         ("Wrong", 2, "rank 2: train, item 3333, 'data': expected numbers, got str 'no sequence' ("),
-        ("Broken", 1, "in mistake\n"),
-        ("uncounted", 2, "train: expected a source with a known number of sequences (__len__), to share them out among 3"),
-        ("missing", 2, "expected a name 'missing'"),
+        pytest.param("Broken", 1, "in mistake\n", marks=pytest.mark.slow),
+        pytest.param(
+            "uncounted", 2, "train: expected a source with a known number of sequences (__len__)", marks=pytest.mark.slow
+        ),
+        pytest.param("missing", 2, "expected a name 'missing'", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_on_one_rank_ends_all(folder: Path, source: str, status: int, message: str) -> None:

@@ -1,14 +1,13 @@
 """Evaluations within epochs: exact on all ranks, without an effect on the training, and the same after a stop."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import ResultsOf, Run, Trained, assert_same, trains
+from trainings import Results, Run, Trained, Trainings, assert_same, trains
 
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
+ONE, TWO, TENSORFLOW = Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
 
 WITHIN = {"eval_interval_steps": 6}
 """An epoch has 20 steps: after steps 6, 12, 18; 4, 10, 16 of the second."""
@@ -22,9 +21,7 @@ TRAININGS: dict[str, dict[str, object]] = {
         "horovod_param_sync_delay": 3,
         "horovod_param_sync_parts": 2,
     },
-    "plain": {},
 }
-
 
 ENDING: dict[str, object] = {
     "early_stopping_patience": 2,
@@ -34,67 +31,56 @@ ENDING: dict[str, object] = {
 """The third evaluation ends the epoch, and with it the training."""
 
 
-def trainings_of(run: Run) -> dict[str, dict[str, object]]:
-    names = {1: ["plain"], 2: list(TRAININGS)}[run.size] if run.framework == "torch" else ["statistics"]
-    return {name: TRAININGS[name] for name in names}
+def in_three_ways(name: str) -> dict[str, dict[str, object]]:
+    """Without evaluations within epochs, with them, and with them and stops: within an evaluation, and before one."""
+    base = {"num_epochs": 2, "evaluated": True, "record": True, **TRAININGS[name]}
+    stops = {"fault": "SIGTERM,1,5,28", "save_interval_steps": 8}
+    return {f"{name}.without": base, f"{name}.within": base | WITHIN, f"{name}.stopped": base | WITHIN | stops}
 
 
-@trains(*RUNS)
+@trains(ONE, TWO)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    """Each without evaluations within epochs, with them, and with them and stops: two within evaluations, one before one."""
-    made: dict[str, dict[str, object]] = {}
-    for name, keys in trainings_of(run).items():
-        base = {"num_epochs": 2, "evaluated": True, "record": True, **keys}
-        made[f"{name}.within"] = base | WITHIN
-        if run.framework == "torch" and run.size == 2:
-            made[f"{name}.without"] = base
-            made[f"{name}.stopped"] = base | WITHIN | {"fault": f"SIGTERM,{run.size - 1},5,22,28", "save_interval_steps": 8}
-    if run == RUNS[1]:
+    made: dict[str, dict[str, object]] = {"plain.within": {"evaluated": True, **WITHIN}}
+    if run == TWO:
+        made |= in_three_ways("statistics")
         made["ended"] = {"num_epochs": 5, "evaluated": True, **WITHIN, **ENDING}
-        made["ended.stopped"] = made["ended"] | {"fault": f"SIGTERM,{run.size - 1},17"}
+        made["ended.stopped"] = made["ended"] | {"fault": "SIGTERM,1,17"}
     return made
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
+@trains(slow=[TWO, TENSORFLOW])
+def more_trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    made = in_three_ways("param" if run == TWO else "statistics")
+    return made if run == TWO else {"statistics.within": made["statistics.within"]}
 
 
-def evaluations(results: ResultsOf, run: Run, name: str) -> list[dict[str, Any]]:
-    results(run).out(name)
-    lines = results(run).models[name].with_name("evaluations.jsonl").read_text().splitlines()
+def evaluations(results: Results, name: str) -> list[dict[str, Any]]:
+    results.out(name)
+    lines = results.models[name].with_name("evaluations.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in ("elapsed", "seconds")} for line in lines]
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_the_training_is_bit_equal_to_one_without(results: ResultsOf, name: str) -> None:
-    run, made = RUNS[1], results(RUNS[1])
-    for rank in range(run.size):
-        for other in ("within", "stopped"):
+@pytest.mark.parametrize(
+    ("function", "name"), [(trainings, "statistics"), pytest.param(more_trainings, "param", marks=pytest.mark.slow)]
+)
+def test_the_training_is_bit_equal_to_one_without_and_a_stop_within_an_evaluation_repeats_it(
+    trained: Trained, function: Trainings, name: str
+) -> None:
+    made = trained(function, TWO)
+    for other in ("within", "stopped"):
+        for rank in range(2):
             assert_same(made.weights(f"{name}.without", rank), made.weights(f"{name}.{other}", rank))
             assert made.needed(f"{name}.without.ids.{rank}").read_text() == made.needed(f"{name}.{other}.ids.{rank}").read_text()
-    for other in ("within", "stopped"):
         assert made.scores(f"{name}.without") == made.scores(f"{name}.{other}")
+    whole = evaluations(made, f"{name}.within")
+    assert whole == evaluations(made, f"{name}.stopped")
+    places = [(one["epoch"], one["step"], one["global_step"]) for one in whole]
+    assert places == [(1, 6, 6), (1, 12, 12), (1, 18, 18), (2, 4, 24), (2, 10, 30), (2, 16, 36)]
+    assert made.out(f"{name}.stopped").count("stopped by SIGTERM in epoch") == 2, made.out(f"{name}.stopped")
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_a_stop_within_an_evaluation_repeats_it(results: ResultsOf, name: str) -> None:
-    whole = evaluations(results, RUNS[1], f"{name}.within")
-    assert whole == evaluations(results, RUNS[1], f"{name}.stopped")
-    assert [(one["epoch"], one["step"], one["global_step"]) for one in whole] == [
-        (1, 6, 6),
-        (1, 12, 12),
-        (1, 18, 18),
-        (2, 4, 24),
-        (2, 10, 30),
-        (2, 16, 36),
-    ]
-    out = results(RUNS[1]).out(f"{name}.stopped")
-    assert out.count("stopped by SIGTERM in epoch") == 3, out
-
-
-def test_a_stop_within_the_evaluation_that_ends_an_epoch_changes_no_bit(results: ResultsOf) -> None:
-    made = results(RUNS[1])
+def test_a_stop_within_the_evaluation_that_ends_an_epoch_changes_no_bit(trained: Trained) -> None:
+    made = trained(trainings, TWO)
     assert_same(made.weights("ended"), made.weights("ended.stopped"))
     assert made.scores("ended") == made.scores("ended.stopped")
     assert [report["steps"] for report in made.reports("ended.stopped")] == [18]
@@ -103,15 +89,18 @@ def test_a_stop_within_the_evaluation_that_ends_an_epoch_changes_no_bit(results:
     assert "epoch 1 ends after step 18" in out.split("stopped by SIGTERM")[1], "the stop came before the end was decided"
 
 
-def test_any_number_of_ranks_has_the_same_scores(results: ResultsOf) -> None:
-    one, two = (evaluations(results, run, "plain.within") for run in RUNS[:2])
+def test_any_number_of_ranks_has_the_same_scores(trained: Trained) -> None:
+    one, two = (evaluations(trained(trainings, run), "plain.within") for run in (ONE, TWO))
+    assert len(one) == 3
     for alone, together in zip(one, two, strict=True):
         assert alone["progress"] == together["progress"]
         for name in ("dev_loss_ce", "dev_loss_fer"):
             assert alone["scores"][name] == pytest.approx(together["scores"][name], rel=1e-4)
 
 
-def test_both_frameworks_evaluate_within_epochs(results: ResultsOf) -> None:
-    assert [one["global_step"] for one in evaluations(results, RUNS[2], "statistics.within")] == [6, 12, 18, 24, 30, 36]
-    scores = [one["scores"]["dev_loss_ce"] for one in evaluations(results, RUNS[2], "statistics.within")]
+@pytest.mark.slow
+def test_both_frameworks_evaluate_within_epochs(trained: Trained) -> None:
+    made = evaluations(trained(more_trainings, TENSORFLOW), "statistics.within")
+    assert [one["global_step"] for one in made] == [6, 12, 18, 24, 30, 36]
+    scores = [one["scores"]["dev_loss_ce"] for one in made]
     assert scores[-1] < scores[0]

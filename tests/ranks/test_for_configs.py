@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy
 import pytest
-from launching import TOY, launch
+from launching import TOY
+from launching import hvdtrain as hvdtrain_command
 from trainings import Run, Trained, trains
 
 import hvdtrain
@@ -67,10 +68,11 @@ def test_in_startup_callback_one_prepares_what_all_use(trained: Trained) -> None
     assert [(folder / f"seen.{rank}").read_text() for rank in (0, 1)] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_if_the_preparation_fails_all_ranks_end_and_the_reason_is_logged_once(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(MORE.format(folder=str(tmp_path), fails=True))
-    keys = ["++corpus", str(corpus), "++model", str(tmp_path / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
-    finished = launch(["-m", "hvdtrain", str(TOY), str(tmp_path / "more.py"), *keys])
+    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "max_seqs": 1, "ngpu": 2}
+    finished = hvdtrain_command(TOY, keys, options=[str(tmp_path / "more.py")])
     assert finished.status != 0
     assert finished.err.count("OSError: the disk is full") == 1
     assert not list(tmp_path.glob("seen.*"))

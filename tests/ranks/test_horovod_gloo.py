@@ -3,7 +3,10 @@
 The whole is tested under a real srun and mpirun in tests/cluster.
 """
 
+from collections.abc import Iterator
+
 import pytest
+from horovod.runner.http.http_server import RendezvousHTTPServer
 
 from hvdtrain.comm.horovod_gloo import Job, address_of, find, gloo_environment, interface_towards, read_job, serve
 from hvdtrain.errors import LaunchError
@@ -80,6 +83,24 @@ def test_contradictions_are_refused(tasks: str) -> None:
         read_job({**TASK, "SLURM_STEP_TASKS_PER_NODE": tasks})
 
 
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End the servers of a test, which live as long as the process of a training."""
+    started: list[RendezvousHTTPServer] = []
+    forever = RendezvousHTTPServer.serve_forever
+
+    def noted(server: RendezvousHTTPServer) -> None:
+        started.append(server)
+        forever(server, 0.01)
+
+    monkeypatch.setattr(RendezvousHTTPServer, "serve_forever", noted)
+    yield
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.usefixtures("servers")
 def test_a_job_finds_its_own_rendezvous_and_no_other() -> None:
     one = Job("17.0", rank=0, local_rank=0, node=0, hosts=("localhost",), tasks=(2,))
     port = serve(one)

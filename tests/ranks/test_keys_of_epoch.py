@@ -1,19 +1,18 @@
 """Keys that change with the epoch: as if the config were edited between two epochs, on any number of ranks, also after stops."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import TOY, hvdtrain, refused
-from trainings import ResultsOf, Run, Trained, assert_same, trains
+from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import read_settings, settings_of_epoch
 
 CONFIGS = [TOY, TOY.with_name("epochs.py")]
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2)]
+TWO = Run("torch", "horovod", 2)
 
 EDITS: list[dict[str, object]] = [
     {"max_seqs": 4},
@@ -23,29 +22,23 @@ EDITS: list[dict[str, object]] = [
 ]
 """What the function of epochs.py changes, epoch by epoch, as overrides of config.py."""
 
-STOPS = {1: "10,75,110", 2: "10,35,60"}
-"""By number of ranks, the steps before which training is asked to stop, each in another epoch."""
+STOPS = "10,35,60"
+"""The steps before which training is asked to stop, each in another epoch."""
 
 
-@trains(*RUNS)
+@trains(TWO)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     shared = {"evaluated": True, "layers": "statistics", "record": True}
     whole = {"configs": CONFIGS, "num_epochs": 4, "max_seqs": 4, "average_checkpoints": {"last": 1}, **shared}
-    made = {"whole": whole, "stopped": whole | {"fault": f"SIGTERM,{run.size - 1},{STOPS[run.size]}", "save_interval_steps": 8}}
+    made = {"whole": whole, "stopped": whole | {"fault": f"SIGTERM,1,{STOPS}", "save_interval_steps": 8}}
     for number, edits in enumerate(EDITS, start=1):
         made[f"edited-{number}"] = {"num_epochs": number, "saved_as": "edited", "accept_changed_data": True, **shared, **edits}
     return made
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_an_epoch_is_that_of_a_config_with_its_keys(results: ResultsOf, run: Run) -> None:
-    made = results(run)
-    for rank in range(run.size):
+def test_an_epoch_is_that_of_a_config_with_its_keys(trained: Trained) -> None:
+    made = trained(trainings, TWO)
+    for rank in range(2):
         assert_same(made.weights("whole", rank), made.weights("edited-4", rank))
     whole, edited = made.reports("whole"), made.reports("edited-4")
     for number, (one, other) in enumerate(zip(whole, edited, strict=True), start=1):
@@ -61,16 +54,16 @@ def test_an_epoch_is_that_of_a_config_with_its_keys(results: ResultsOf, run: Run
     assert "epoch 2: max_seqs = 6, learning_rate = 0.005, train = {" in made.out("whole")
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_stop_within_an_epoch_changes_no_bit(results: ResultsOf, run: Run) -> None:
-    made = results(run)
+def test_a_stop_within_an_epoch_changes_no_bit(trained: Trained) -> None:
+    made = trained(trainings, TWO)
     assert made.out("stopped").count("stopped by SIGTERM in epoch") >= 3
     assert made.scores("whole") == made.scores("stopped")
-    for rank in range(run.size):
+    for rank in range(2):
         assert_same(made.weights("whole", rank), made.weights("stopped", rank))
         assert made.needed(f"whole.ids.{rank}").read_text() == made.needed(f"stopped.ids.{rank}").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_with_other_keys_are_refused_by_all(corpus: Path, tmp_path: Path) -> None:
     keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True, "changing": "by_rank"}
     ended = hvdtrain(TOY, keys, ranks=2, options=[str(CONFIGS[1])])

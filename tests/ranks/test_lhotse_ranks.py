@@ -10,6 +10,8 @@ from trainings import Run, Trained, trains
 
 lhotse = pytest.importorskip("lhotse")
 
+pytestmark = pytest.mark.slow
+
 CUTS = 90
 FIRST, SECOND = Run("torch", "horovod", 3), Run("torch", "horovod", 2)
 STOP = 2
@@ -49,12 +51,12 @@ def keys(folder: Path) -> dict[str, object]:
     }
 
 
-@trains(FIRST)
+@trains(slow=[FIRST])
 def stopped(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"chain": keys(folder) | {"fault": f"SIGTERM,0,{STOP}", "once": True}}
 
 
-@trains(SECOND, after=FIRST)
+@trains(slow=[SECOND], after=FIRST)
 def resumed(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"chain": keys(folder)}
 

@@ -8,6 +8,8 @@ import pytest
 from launching import TOY, launch
 from trainings import ResultsOf, Run, Trained, assert_alike, assert_same, marked, trains
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = [TOY.with_name("network_config.py"), TOY.with_name("growing_config.py")]
 ALONE, TWO = (Run("tensorflow-net-dict", "single" if size == 1 else "horovod", size) for size in (1, 2))
 AVERAGED = {
@@ -21,7 +23,7 @@ AVERAGED = {
 WHOLE: dict[str, object] = {"configs": CONFIGS, "evaluated": True, "watchdog_timeout": 150}
 
 
-@trains(ALONE, TWO)
+@trains(slow=[ALONE, TWO])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"whole": WHOLE}
 

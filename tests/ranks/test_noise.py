@@ -1,13 +1,12 @@
 """Noise on gradients: its distribution, the same on all ranks where gradients are, and the same again after a stop."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from trainings import ResultsOf, Run, Trained, assert_same, trains
+from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -18,7 +17,7 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer
 
-RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
+TENSORFLOW = Run("tensorflow", "horovod", 2)
 
 BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
 
@@ -34,8 +33,13 @@ def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: flo
         drawn.append(torch.rand(3).tolist())
         get_run_ctx().mark_as_loss(model.weight.sum() * 0.0, "nothing")
 
+    def get_model(**_: Any) -> torch.nn.Module:
+        model = torch.nn.Linear(300, 200)
+        model.unused = torch.nn.Parameter(torch.ones(3))
+        return model
+
     keys = LearnerKeys(
-        get_model=lambda **_: torch.nn.Linear(300, 200),
+        get_model=get_model,
         train_step=train_step,
         optimizer={"class": "sgd"},
         gradient_noise=0.5,
@@ -49,6 +53,7 @@ def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: flo
         before = learner.model.weight.detach().numpy().copy()
         learner.backward(BATCH)
         learner.update(1.0)
+    assert learner.model.unused.tolist() == [1.0] * 3, "a parameter without a gradient gets no noise either"
     return before - learner.model.weight.detach().numpy(), drawn
 
 
@@ -81,39 +86,17 @@ def test_it_follows_from_the_step_and_where_ranks_train_apart_from_the_rank() ->
     assert numpy.abs(apart[0] - apart[1]).max() > 0.1
 
 
-@trains(*RUNS)
+@trains(slow=[TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    """TensorFlow is stopped with noise, and trained in param mode, in test_update_together.py."""
-    if run.framework == "tensorflow":
-        only_noise = {"part": "two.hdf", "max_seqs": 1, "learning_rate": 1.0, "gradient_noise": 0.5}
-        return {"idle": {"layers": "embedding", **only_noise, "optimizer": {"class": "sgd"}}}
-    noisy = {"layers": "statistics", "gradient_noise": 0.05}
-    return {
-        "clean": {"layers": "statistics"},
-        "whole": noisy,
-        "stopped": {**noisy, "fault": "SIGTERM,1,9", "record": True},
-        "param": {**noisy, "horovod_reduce_type": "param", "horovod_param_sync_step": 7},
-    }
+    """test_update_together.py trains both frameworks with noise, together and apart, and stops them."""
+    only_noise = {"part": "two.hdf", "max_seqs": 1, "learning_rate": 1.0, "gradient_noise": 0.5, "optimizer": {"class": "sgd"}}
+    return {"idle": {"layers": "embedding", **only_noise}}
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_ranks_stay_the_same_and_a_continued_training_goes_on_with_the_same_noise(results: ResultsOf, run: Run) -> None:
-    made = results(run)
-    for name in made.names:
-        assert_same(made.weights(name), made.weights(name, 1))
-    if run.framework == "tensorflow":
-        first, second = (1 - made.weights("idle")[f"idle.{number}"] for number in (0, 1))
-        assert_cut_off_normal(first, 0.5)
-        assert abs(numpy.corrcoef(first, second)[0, 1]) < 0.01
-        return
-    assert "stopped by SIGTERM" in made.out("stopped")
-    assert_same(made.weights("whole"), made.weights("stopped"))
-    weights = made.weights("whole")
-    assert not all(numpy.array_equal(values, weights[name]) for name, values in made.weights("clean").items())
-    # A parameter without a gradient gets no noise either.
-    assert_same(*({"unused": made.weights(name)["unused"]} for name in ("whole", "clean")))
+@pytest.mark.slow
+def test_ranks_of_tensorflow_have_the_same_noise_and_every_parameter_its_own(trained: Trained) -> None:
+    made = trained(trainings, TENSORFLOW)
+    assert_same(made.weights("idle"), made.weights("idle", 1))
+    first, second = (1 - made.weights("idle")[f"idle.{number}"] for number in (0, 1))
+    assert_cut_off_normal(first, 0.5)
+    assert abs(numpy.corrcoef(first, second)[0, 1]) < 0.01

@@ -4,7 +4,6 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy
@@ -12,19 +11,20 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from object_store import ObjectStore, object_store
-from trainings import ResultsOf, Run, Trained, assert_same, marked, trains
+from trainings import ResultsOf, Run, assert_same, marked, trains
 
 from hvdtrain.data.hdf.dataset import open_hdf
 
-RUNS = [Run("torch", "horovod", 2), Run("torch", "horovod", 3)]
-AGAIN = [Run("torch", "horovod", 1)]
+pytestmark = pytest.mark.slow
+
+TWO = Run("torch", "horovod", 2)
+AGAIN = [Run("torch", "horovod", size) for size in (1, 3)]
 
 SHARDS = 5
 
 ENTRIES = {"data": "npy", "classes": "cls.npy", "id": "id"}
 
-SOURCES: dict[str, object] = {
-    "hdf": "s3://bucket/train.hdf",
+SOURCES: dict[str, dict[str, object]] = {
     "tar": {"class": "TarDataset", "files": "s3://bucket/train-{0..4}.tar", "entries": ENTRIES},
     "parquet": {"class": "ParquetDataset", "files": "s3://bucket/train-{0..4}.parquet", "tag": "name"},
     "arrow": {"class": "ArrowDataset", "files": "s3://bucket/train-{0..4}.arrow", "tag": "name"},
@@ -44,17 +44,16 @@ SYNCED = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7, "layers"
 """With which the ranks differ within an epoch, so that each has a file."""
 
 
-@trains(*RUNS, apart=True, again=AGAIN)
+@trains(slow=[TWO], apart=True, again=AGAIN)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """A local HDF file, and the same sequences from elsewhere."""
-    common = {"optimizer": {"class": "adam"}, "num_epochs": 2, "lengths_dir": folder / "lengths"}
+    common = {"optimizer": {"class": "adam"}, "num_epochs": 2, "parts": 2, "lengths_dir": folder / "lengths"}
     made: dict[str, dict[str, object]] = {"local": common}
     for name in sources_of(run):
-        value = SOURCES[name]
-        train = {**value, "seq_ordering": "random"} if isinstance(value, dict) else {"files": value, "seq_ordering": "random"}
+        train = {**SOURCES[name], "seq_ordering": "random", "partition_epoch": 2}
         made[name] = {**common, "train": train, "cache_dir": folder / "near"}
         if run.size == 2 and name in STOPPED:
-            made[name] |= {"fault": "SIGTERM,1,3,25", "save_interval_steps": 8}
+            made[name] |= {"fault": "SIGTERM,1,3,14", "save_interval_steps": 8}
     if run.size == 2:
         made["whole"] = common | SYNCED
         mirrored = common | SYNCED | {"checkpoint_mirror": "s3://bucket/exp/synced/"}
@@ -71,7 +70,7 @@ def npy(array: numpy.ndarray) -> bytes:
 
 def shards(corpus: Path) -> dict[str, bytes]:
     """The corpus as objects of a store, by name."""
-    found = {"train.hdf": (corpus / "train.hdf").read_bytes()}
+    found = {}
     dataset = open_hdf([corpus / "train.hdf"])
     for number, indices in enumerate(numpy.array_split(numpy.arange(dataset.num_sequences), SHARDS)):
         tags = dataset.tags(indices.tolist())
@@ -118,12 +117,7 @@ def store(corpus: Path) -> Iterator[ObjectStore]:
         yield running
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
-
-
-@pytest.mark.parametrize("run", [*RUNS, *marked(AGAIN)], ids=str)
+@pytest.mark.parametrize("run", [TWO, *marked(AGAIN)], ids=str)
 def test_weights_and_scores_are_those_of_the_local_file(results: ResultsOf, store: ObjectStore, run: Run) -> None:
     store.forget()
     made = results(run)
@@ -141,7 +135,7 @@ def test_weights_and_scores_are_those_of_the_local_file(results: ResultsOf, stor
 
 
 def test_a_training_goes_on_elsewhere_from_its_mirror(results: ResultsOf, store: ObjectStore) -> None:
-    made = results(RUNS[0])
+    made = results(TWO)
     assert "Fetched " not in made.out("stopped")
     assert "Fetched " in made.out("moved")
     assert re.search(r"Loaded .*/moved/model.001.step-5.pt: training continues", made.out("moved"))

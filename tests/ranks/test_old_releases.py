@@ -54,7 +54,7 @@ def expected(release: str, name: str) -> list[dict[str, float]]:
     return scores
 
 
-@trains(*CASES)
+@trains(slow=list(CASES))
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """Each continues with what the release left."""
     made: dict[str, dict[str, object]] = {}
@@ -67,6 +67,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("release", "run", "name"), ALL)
 def test_a_training_goes_on_from_an_old_checkpoint_with_the_same_numbers(
     trained: Trained, release: str, run: Run, name: str
@@ -92,12 +93,6 @@ def test_an_old_checkpoint_is_evaluated_with_the_same_numbers(tmp_path: Path, re
     assert [float(number) for number in found] == pytest.approx([scores["dev_loss_ce"], scores["dev_loss_fer"]], rel=1e-3)
 
 
-def shown_keys(release: str, config: str) -> list[str]:
-    """The lines of --print-config about the keys, as tests/releases/write.py keeps them."""
-    text = print_config(read_settings([folder_of(release) / "configs" / config], {}))
-    return text.replace(str(folder_of(release)), "FOLDER").splitlines()
-
-
 def kept_keys(release: str) -> dict[str, list[str]]:
     kept: dict[str, list[str]] = json.loads((folder_of(release) / "keys.json").read_text())
     return kept
@@ -113,16 +108,30 @@ SHOWN = "log_verbosity "
 @pytest.mark.parametrize(("release", "config"), [one for one in CONFIGS if one[1] not in TENSORFLOW])
 def test_an_old_config_means_the_same(release: str, config: str) -> None:
     """Of the first config, all keys with their defaults are compared."""
+    kept = {line for line in kept_keys(release)[config] if not line.startswith(SHOWN)}
     with nothing_changes():
-        kept = [line for line in kept_keys(release)[config] if not line.startswith(SHOWN)]
-        assert [line for line in kept if line not in shown_keys(release, config)] == []
+        text = print_config(read_settings([folder_of(release) / "configs" / config], {}))
+    assert kept - set(text.replace(str(folder_of(release)), "FOLDER").splitlines()) == set()
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_an_old_config_with_tensorflow_means_the_same(release: str) -> None:
+PRINT_ALL = """
+import sys
+from pathlib import Path
+from hvdtrain.settings import print_config, read_settings
+for config in sys.argv[1:]:
+    print("of", config)
+    print(print_config(read_settings([Path(config)], {})))
+"""
+"""In one process, which imports TensorFlow once."""
+
+
+@pytest.mark.slow
+def test_an_old_config_with_tensorflow_means_the_same() -> None:
     """In a process that does not import PyTorch."""
-    for config in TENSORFLOW:
-        finished = launch(["-m", "hvdtrain", str(folder_of(release) / "configs" / config), "--print-config"])
-        assert finished.status == 0, finished.err
-        lines = finished.out.replace(str(folder_of(release)), "FOLDER").splitlines()
-        assert [line for line in kept_keys(release)[config] if line not in lines] == []
+    configs = [(release, folder_of(release) / "configs" / name) for release in RELEASES for name in TENSORFLOW]
+    finished = launch(["-c", PRINT_ALL, *(str(config) for _, config in configs)])
+    assert finished.status == 0, finished.err
+    printed = re.split(r"^of .*\n", finished.out, flags=re.MULTILINE)[1:]
+    for (release, config), text in zip(configs, printed, strict=True):
+        lines = text.replace(str(folder_of(release)), "FOLDER").splitlines()
+        assert [line for line in kept_keys(release)[config.name] if line not in lines] == []

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from trainings import Run, Trained, assert_alike, assert_same, trains
 
+pytestmark = pytest.mark.slow
+
 ALONE, TWO, THREE = Run("torch", "single", 1), Run("torch", "torch.distributed", 2), Run("torch", "torch.distributed", 3)
 
 SPECS: dict[str, Any] = {
@@ -15,8 +17,7 @@ SPECS: dict[str, Any] = {
         {"class": "adamw", "learning_rate_multipliers": {"last.bias": 2.0}},
     ],
     "schedule_free": {"class": "schedulefree.AdamWScheduleFree", "warmup_steps": 5},
-    "lion": {"class": "lion_pytorch.Lion", "learning_rate_multiplier": 0.1},
-    "lamb": {"class": "torch_optimizer.Lamb"},
+    "lamb": {"class": "torch_optimizer.Lamb", "learning_rate_multiplier": 0.5},
     "frozen": {"class": "adamw"},
     "random": {"class": "pytorch_optimizer.Kron"},
 }
@@ -25,17 +26,19 @@ SPECS: dict[str, Any] = {
 KEYS: dict[str, dict[str, object]] = {"frozen": {"freeze_until_step": {"first.*": 9}, "gradient_clip_global_norm": 1.0}}
 """More keys of some of these trainings."""
 
+SHORT: dict[str, object] = {"losses": "mean", "ordering": "sorted", "parts": 2}
+"""Epochs of ten steps."""
+
 SHARDED = "{'backend': 'gloo', 'sharded': True}"
 
 
-@trains(ALONE, TWO)
+@trains(slow=[ALONE, TWO])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     for name, spec in SPECS.items():
-        keys: dict[str, object] = {"optimizer": spec, "num_epochs": 2, "evaluated": True, "losses": "mean", "ordering": "sorted"}
-        made[name] = keys | KEYS.get(name, {})
+        made[name] = {**SHORT, "optimizer": spec, "num_epochs": 2, "evaluated": True, **KEYS.get(name, {})}
         if name != "random":
-            stops = {"fault": f"SIGTERM,{run.size - 1},3,24", "save_interval_steps": 8}
+            stops = {"fault": f"SIGTERM,{run.size - 1},14", "save_interval_steps": 4}
             made[f"{name}.stopped"] = made[name] | stops | ({"torch_distributed": SHARDED} if run == TWO else {})
     return made
 
@@ -59,12 +62,12 @@ def test_two_ranks_compute_what_one_does(trained: Trained, name: str) -> None:
         assert_alike(alone.weights(name), two.weights(name), 0.02 if name == "muon" else 1e-3)
 
 
-@trains(THREE)
+@trains(slow=[THREE])
 def first_epoch(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return changing(run, folder)
 
 
-@trains(ALONE, after=THREE)
+@trains(slow=[ALONE], after=THREE)
 def second_epoch(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return changing(run, folder)
 
@@ -74,13 +77,7 @@ def changing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = {}
     for name in ("muon", "schedule_free"):
         model = folder.parent.parent / f"changing-{name}" / "model"
-        keys = {
-            "optimizer": SPECS[name],
-            "losses": "mean",
-            "ordering": "sorted",
-            "model": model,
-            "num_epochs": 2 if run == ALONE else 1,
-        }
+        keys = {**SHORT, "optimizer": SPECS[name], "model": model, "num_epochs": 2 if run == ALONE else 1}
         made[name] = keys | ({} if run == ALONE else {"torch_distributed": SHARDED})
     return made
 

@@ -1,4 +1,4 @@
-"""Trainings without padding compute what those with padding compute, with PyTorch and TensorFlow, on one rank and on two.
+"""Trainings without padding compute what those with padding compute, with PyTorch and TensorFlow.
 
 And those in which one rank runs out of memory and splits its batches.
 """
@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 from launching import TOY, hvdtrain
-from trainings import CONFIGS, Run, Trained, assert_alike, trains
+from trainings import CONFIGS, Run, Trained, assert_alike, marked, trains
 
 from hvdtrain.data.hdf.dataset import open_hdf
 
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2)]
-TENSORFLOW = Run("tensorflow", "horovod", 2)
+TWO, TENSORFLOW = Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
 FILES = {"torch": "packed.py", "tensorflow": "ragged.py"}
 
 
-@trains(*RUNS, TENSORFLOW)
+@trains(TWO, slow=[TENSORFLOW])
 def packing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     config = CONFIGS[run.framework]
     made: dict[str, dict[str, object]] = {
@@ -25,7 +24,7 @@ def packing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         "packed": {"evaluated": True, "configs": [config, config.with_name(FILES[run.framework])]},
     }
     if run.framework == "torch":
-        small = {"configs": [config, config.with_name("oom.py")], "max_seqs": 20 // run.size, "record": True}
+        small = {"configs": [config, config.with_name("oom.py")], "max_seqs": 10, "parts": 4, "record": True}
         made["whole"] = small | {"learning_rate": 0.002}
         made["split"] = made["whole"] | {"split_on_oom": True, "most": 30}
         made["means"] = small | {"losses": "several", "accum_grad_multiple_step": 2}
@@ -33,7 +32,7 @@ def packing(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
-@pytest.mark.parametrize("run", [*RUNS, TENSORFLOW], ids=str)
+@pytest.mark.parametrize("run", [TWO, *marked([TENSORFLOW], pytest.mark.slow)], ids=str)
 def test_packed_batches_give_the_same_model(trained: Trained, run: Run) -> None:
     results = trained(packing, run)
     assert_alike(results.weights("packed"), results.weights("padded"), 1e-6)
@@ -44,11 +43,9 @@ def test_packed_batches_give_the_same_model(trained: Trained, run: Run) -> None:
     assert padding["data"] == padding["classes"] == 0.0 < results.reports("padded")[0]["padding"]["data"]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("losses", [("whole", "split"), ("means", "split_means")], ids=str)
-def test_a_rank_that_runs_out_of_memory_splits_its_batches(trained: Trained, run: Run, losses: tuple[str, str]) -> None:
-    results = trained(packing, run)
-    whole, split = losses
+@pytest.mark.parametrize(("whole", "split"), [("whole", "split"), ("means", "split_means")])
+def test_a_rank_that_runs_out_of_memory_splits_its_batches(trained: Trained, whole: str, split: str) -> None:
+    results = trained(packing, TWO)
     assert_alike(results.weights(split), results.weights(whole), 1e-6)
     assert results.trained_on(split) == results.trained_on(whole)
     [one], [other] = results.scores(split), results.scores(whole)
@@ -60,7 +57,7 @@ def test_a_rank_that_runs_out_of_memory_splits_its_batches(trained: Trained, run
 
 
 def test_packed_outputs_are_written_sequence_by_sequence(corpus: Path, trained: Trained, tmp_path: Path) -> None:
-    results = trained(packing, RUNS[0])
+    results = trained(packing, TWO)
     keys = {
         "corpus": corpus,
         "load": results.models["packed"].with_name("model.001"),

@@ -5,7 +5,6 @@ Every run draws others (fuzzing.py), with PyTorch and Keras, over Horovod and to
 
 import math
 import random
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from fuzzing import cases, generator
 from torch import nn
-from trainings import ResultsOf, Run, Trained, assert_same, saved_model, trains
+from trainings import ResultsOf, Run, assert_same, marked, saved_model, trains
 
 pytestmark = pytest.mark.fuzz
 
@@ -53,8 +52,10 @@ SCHEDULES: list[Any] = [
 
 NOT_IN_THE_LOOP = ("ema_decay", "gradient_noise")
 
-TORCH = [Run("torch", "single", 1), Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3)]
+TORCH = [Run("torch", "single", 1), Run("torch", "horovod", 2)]
 KERAS = [Run("tensorflow", "single", 1), Run("tensorflow", "horovod", 2)]
+DISTRIBUTED = Run("torch", "torch.distributed", 2)
+CASES = [*TORCH, *marked([DISTRIBUTED], pytest.mark.slow)]
 
 
 def drawn(framework: str, case: int) -> dict[str, Any]:
@@ -79,10 +80,10 @@ def drawn(framework: str, case: int) -> dict[str, Any]:
 
 
 def all_cases(framework: str) -> range:
-    return range(cases(3 if framework == "torch" else 1))
+    return range(cases(2 if framework == "torch" else 1))
 
 
-@trains(*TORCH, *KERAS)
+@trains(*TORCH, slow=[DISTRIBUTED, *KERAS])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """Every training twice: in one go, and stopped twice."""
     made: dict[str, dict[str, object]] = {}
@@ -95,11 +96,6 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         stops = (chance.randrange(2, 7), chance.randrange(11, 16))
         made[f"{case}.stopped"] = {**given, "fault": f"SIGTERM,{run.size - 1},{stops[0]},{stops[1]}"}
     return made
-
-
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
 
 
 class Plain(nn.Module):
@@ -185,7 +181,7 @@ def assert_close(
         assert difference <= 3e-4 * change + 1e-7, f"{name} differs by {difference:.3g} of {change:.3g} with {what}"
 
 
-@pytest.mark.parametrize("run", TORCH, ids=str)
+@pytest.mark.parametrize("run", CASES, ids=str)
 def test_random_configs_train_what_a_loop_of_pytorch_trains(results: ResultsOf, corpus: Path, run: Run) -> None:
     """Where the loop has what they use; a config with noise or an average is compared with the same on one rank."""
     for case in all_cases("torch"):
@@ -200,6 +196,7 @@ def test_random_configs_train_what_a_loop_of_pytorch_trains(results: ResultsOf, 
         assert_close(expected, results(run).weights(name), first_weights(), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", KERAS[1:], ids=str)
 def test_random_configs_of_keras_train_the_same_on_any_number_of_ranks(results: ResultsOf, run: Run) -> None:
     for case in all_cases("tensorflow"):
@@ -208,7 +205,7 @@ def test_random_configs_of_keras_train_the_same_on_any_number_of_ranks(results: 
         assert_close(results(run.alone).weights(name), results(run).weights(name), None, drawn("tensorflow", case))
 
 
-@pytest.mark.parametrize("run", [*TORCH, *KERAS], ids=str)
+@pytest.mark.parametrize("run", [*CASES, *marked(KERAS, pytest.mark.slow)], ids=str)
 def test_random_configs_that_are_stopped_end_bit_for_bit_as_if_they_were_not(results: ResultsOf, run: Run) -> None:
     for case in all_cases(run.framework):
         whole, stopped = f"{case}.whole", f"{case}.stopped"

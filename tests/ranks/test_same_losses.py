@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
-from trainings import Run, Trained, trains
+from trainings import Run, Trained, marked, trains
 from words import LAST, words_in
 
 STEPS = 20
@@ -13,7 +13,8 @@ CONFIGS = {
     "tensorflow": [ROOT / "configs" / "g2p_tf.py", ROOT / "tests" / "toy" / "g2p_tf_weights.py"],
 }
 FIRST = Run("torch", "horovod", 1)  # which writes the initial weights
-OTHERS = [Run("torch", "horovod", 2), Run("tensorflow", "horovod", 1), Run("tensorflow", "horovod", 2)]
+TWO, OF_TENSORFLOW = Run("torch", "horovod", 2), Run("tensorflow", "horovod", 1)
+BOTH = Run("tensorflow", "horovod", 2)  # test_contract.py compares them with one rank
 
 
 @trains(FIRST)
@@ -33,12 +34,12 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"demo": keys}
 
 
-@trains(*OTHERS, after=FIRST)
+@trains(TWO, slow=[OF_TENSORFLOW], again=[BOTH], after=FIRST)
 def others(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return trainings(run, folder)
 
 
-@trains(FIRST_OF_TENSORFLOW := Run("tensorflow", "horovod", 1))
+@trains(slow=[OF_TENSORFLOW])
 def whole_demo(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     words = words_in(folder.parent.parent)
     keys: dict[str, object] = {
@@ -54,7 +55,7 @@ def whole_demo(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"whole": keys}
 
 
-@pytest.mark.parametrize("run", OTHERS, ids=str)
+@pytest.mark.parametrize("run", [TWO, *marked([OF_TENSORFLOW], pytest.mark.slow), *marked([BOTH])], ids=str)
 def test_every_step_has_the_same_loss(trained: Trained, run: Run) -> None:
     assert (LAST["train"] + 1) == 64 * STEPS
     reference, other = trained(trainings, FIRST), trained(others, run)
@@ -65,8 +66,9 @@ def test_every_step_has_the_same_loss(trained: Trained, run: Run) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_tensorflow_demo_learns_and_reports_error_rates(trained: Trained) -> None:
-    epochs = trained(whole_demo, FIRST_OF_TENSORFLOW).scores("whole")
+    epochs = trained(whole_demo, OF_TENSORFLOW).scores("whole")
     assert epochs[1]["train_loss_ctc"] < 0.5 * epochs[0]["train_loss_ctc"]
     assert {"dev_loss_ctc", "dev_loss_per", "dev_loss_wer"} <= set(epochs[1])
     assert 0 < epochs[1]["dev_loss_per"] < 1.0

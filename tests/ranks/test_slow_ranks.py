@@ -1,11 +1,12 @@
 """A rank that is slower than the others is named with the cause, and none is named if none is slower: on real ranks."""
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-from trainings import ResultsOf, Run, Trained, trains
+from trainings import ResultsOf, Run, trains
+
+pytestmark = pytest.mark.slow
 
 RUN = Run("torch", "horovod", 2)
 
@@ -15,17 +16,12 @@ CASES = [("grad", name) for name in PACES] + [("param", "computing"), ("param", 
 CAUSES = {"computing": "computing", "reading": "waiting for data"}
 
 
-@trains(RUN, apart=True)
+@trains(slow=[RUN], apart=True)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {
         f"{mode}-{name}": {"slow": list(PACES[name]), "horovod_reduce_type": mode, "horovod_param_sync_step": 3}
         for mode, name in CASES
     }
-
-
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
 
 
 @pytest.mark.quiet

@@ -1,18 +1,16 @@
 """Everything that may happen to a gradient at once: several batches, half precision with a scale, noise, clipping, an average."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy
 import pytest
-from trainings import ResultsOf, Run, Trained, assert_same, saved_model, trains
+from trainings import Results, Run, Trained, assert_same, saved_model, trains
 
-RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
+TORCH, TENSORFLOW = (Run(framework, "horovod", 2) for framework in ("torch", "tensorflow"))
 
 TOGETHER: dict[str, object] = {
     "layers": "statistics",
     "losses": "several",
-    "num_epochs": 2,
     "accum_grad_multiple_step": 3,
     "mixed_precision": "float16",
     "grad_scaler": {"init_scale": 2.0**18, "growth_interval": 3},  # the first updates overflow, and later ones now and then
@@ -22,32 +20,36 @@ TOGETHER: dict[str, object] = {
 }
 
 
-@trains(*RUNS)
+def whole_and_stopped(run: Run, reduce: str) -> dict[str, dict[str, object]]:
+    """TensorFlow traces its graphs anew after a stop."""
+    epochs, steps = (2, "4,16,25") if run == TORCH else (1, "9")
+    whole = {"horovod_reduce_type": reduce, "horovod_param_sync_step": 2, "num_epochs": epochs, "record": True, **TOGETHER}
+    return {f"{reduce}.whole": whole, f"{reduce}.stopped": {**whole, "fault": f"SIGTERM,0,{steps}"}}
+
+
+@trains(TORCH, TENSORFLOW)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    made: dict[str, dict[str, object]] = {}
-    for reduce in ("grad", "param"):
-        made[f"{reduce}.whole"] = {"horovod_reduce_type": reduce, "horovod_param_sync_step": 2, "record": True, **TOGETHER}
-        steps = "4,16,25" if run.framework == "torch" else "16"  # TensorFlow traces its graphs anew after a stop
-        made[f"{reduce}.stopped"] = {**made[f"{reduce}.whole"], "fault": f"SIGTERM,0,{steps}"}
-    return made
+    """TensorFlow trains apart in test_exact_resume.py."""
+    return whole_and_stopped(run, "grad") | (whole_and_stopped(run, "param") if run == TORCH else {})
 
 
-@pytest.fixture
-def results(trained: Trained) -> ResultsOf:
-    return partial(trained, trainings)
+@pytest.mark.parametrize("run", [TORCH, TENSORFLOW], ids=str)
+def test_ranks_agree_and_a_stop_changes_nothing(trained: Trained, run: Run) -> None:
+    made = trained(trainings, run)
+    for whole, stopped in zip(made.names[::2], made.names[1::2], strict=True):
+        check(made, whole, stopped)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_ranks_agree_and_a_stop_changes_nothing(results: ResultsOf, run: Run) -> None:
-    made = results(run)
-    for reduce in ("grad", "param"):
-        assert made.out(f"{reduce}.stopped").count("stopped by SIGTERM") >= (2 if run.framework == "torch" else 1)
-        first = made.weights(f"{reduce}.whole")
-        assert all(numpy.isfinite(array.astype(float)).all() for array in first.values())
-        for how in ("whole", "stopped"):
-            for rank in (0, 1):
-                assert_same(first, made.weights(f"{reduce}.{how}", rank))
-        whole, stopped = (saved_model(made.models[f"{reduce}.{how}"], 2) for how in ("whole", "stopped"))
-        assert_same(whole, stopped)  # the average of the weights
-        assert any(not numpy.array_equal(array, first[name]) for name, array in whole.items())
-    assert any("the update is skipped" in made.out(name) for name in made.names)
+def check(made: Results, whole: str, stopped: str) -> None:
+    run = made.run
+    assert made.out(stopped).count("stopped by SIGTERM") >= (2 if run == TORCH else 1)
+    first = made.weights(whole)
+    assert all(numpy.isfinite(array.astype(float)).all() for array in first.values())
+    for name in (whole, stopped):
+        for rank in (0, 1):
+            assert_same(first, made.weights(name, rank))
+        assert made.reports(name)[-1]["loss_scale"] == made.reports(whole)[-1]["loss_scale"]
+    average, average_after_stops = (saved_model(made.models[name], 2 if run == TORCH else 1) for name in (whole, stopped))
+    assert_same(average, average_after_stops)
+    assert any(not numpy.array_equal(array, first[name]) for name, array in average.items())
+    assert "the update is skipped" in made.out(whole)

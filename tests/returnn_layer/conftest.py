@@ -1,5 +1,7 @@
 """Data for configs written for RETURNN, and an environment without the package."""
 
+import getpass
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,9 @@ from launching import ROOT
 from rf_words import write_words
 
 from hvdtrain.hdf_tools.dump import main as hdf_dump
+
+# Where RETURNN by itself keeps what it compiles; a process that runs tests has another folder for temporary files.
+os.environ.setdefault("RETURNN_CACHE_DIR", f"{os.environ.get('TMPDIR', '/var/tmp')}/{getpass.getuser()}")
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

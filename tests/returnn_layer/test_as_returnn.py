@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from inside import run_inside
-from launching import ROOT, clean_environment, hvdtrain
+from launching import ROOT, clean_environment, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.schedule.file import read_learning_rate_file
+
+pytestmark = pytest.mark.slow
 
 TOY = ROOT / "tests" / "toy" / "returnn.config"
 WORDS = ROOT / "tests" / "toy" / "rf.config"
@@ -78,7 +80,8 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
     for name, (config, overrides) in jobs.items():
         (made / name).mkdir(exist_ok=True)
         model = {"model": made / name / "model", "learning_rate_file": made / name / "model.learning_rates"}
-        lines.append([str(config), *arguments({"folder": folder, **model, "cache_size": 0, **overrides})])
+        lines.append([str(config), str(made / "more.py"), *arguments({"folder": folder, **model, "cache_size": 0, **overrides})])
+    (made / "more.py").write_text("torch_dataloader_opts = {'num_workers': 0}\n")  # each worker would import all of it
     (made / "jobs.json").write_text(json.dumps(lines))
     environment = clean_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
     command = [sys.executable, str(Path(__file__).with_name("returnn_jobs.py")), str(made / "jobs.json")]
@@ -119,26 +122,48 @@ def test_losses_in_every_form(folder: Path, by_returnn: Trainings, tmp_path: Pat
     assert 0 < final["dev_loss_bad"] < 1
 
 
-def test_forward_gives_a_callback_what_returnn_gives_it(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
-    """On two ranks and on one; and into an HDF file."""
-    options = {"folder": folder, "load": folder / "trained.001", "task": "forward", "model": tmp_path / "model"}
-    out = tmp_path / "out.hdf"
-    more = {"kept": tmp_path / "two", "use_horovod": 1, "output_file": out, "num_threads": 1}
-    ended = hvdtrain(TOY, {**options, **more}, ranks=2, environment={"OMP_NUM_THREADS": "1"})
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left NAME/model... of a training, and of a forward, both in one launch."""
+    made = tmp_path_factory.mktemp("two")
+    common = {"folder": folder, "use_horovod": 1, "num_threads": 1}
+    forward = {"load": folder / "trained.001", "task": "forward", "kept": made / "kept", "output_file": made / "out.hdf"}
+    jobs = []
+    for name, keys in {"train": {**BATCHES, "max_seqs": 3}, "forward": forward}.items():
+        texts = {key: str(value) for key, value in {**common, **keys, "model": made / name / "model"}.items()}
+        jobs.append({"name": name, "folder": str(made), "configs": [str(TOY)], "overrides": texts})
+    (made / "jobs.json").write_text(json.dumps(jobs))
+    ended = launch([TOY.with_name("several.py"), made / "jobs.json"], 2, environment={"OMP_NUM_THREADS": "1"})
     assert ended.status == 0, ended.err
-    ours(TOY, **options, kept=tmp_path / "one")
+    return made
+
+
+BATCHES = {"batching": "default", "batch_size": 10_000, "num_epochs": 1}
+
+
+def test_two_ranks_reach_what_one_reaches(folder: Path, on_two_ranks: Path, tmp_path: Path) -> None:
+    ours(TOY, **BATCHES, folder=folder, max_seqs=6, model=tmp_path / "model")
+    one, other = (json.loads((path / "scores.jsonl").read_text())["scores"] for path in (tmp_path, on_two_ranks / "train"))
+    whole = {loss: value for loss, value in one.items() if not loss.endswith("mean")}  # a mean over a batch, not over frames
+    assert whole == pytest.approx({loss: other[loss] for loss in whole}, rel=1e-4)
+
+
+def test_forward_gives_a_callback_what_returnn_gives_it(
+    folder: Path, by_returnn: Trainings, on_two_ranks: Path, tmp_path: Path
+) -> None:
+    """On two ranks and on one; and into an HDF file."""
+    keys = {"folder": folder, "load": folder / "trained.001", "task": "forward", "model": tmp_path / "model"}
+    ours(TOY, **keys, kept=tmp_path / "one")
     two, one, theirs = (
-        eval(path.read_text()) for path in (tmp_path / "two", tmp_path / "one", by_returnn.folder / "forwarded.kept")
+        eval(path.read_text()) for path in (on_two_ranks / "kept", tmp_path / "one", by_returnn.folder / "forwarded.kept")
     )
     assert len(two) == 20
-    assert two.keys() == theirs.keys()
-    for tag, (output, longest) in one.items():
-        torch.testing.assert_close(torch.tensor(output), torch.tensor(theirs[tag][0]))
-        assert longest == theirs[tag][1]
-    read = open_hdf([out])
+    assert two.keys() == one.keys() == theirs.keys()
+    read = open_hdf([on_two_ranks / "out.hdf"])
     for number, tag in enumerate(read.tags(range(20))):
-        torch.testing.assert_close(torch.tensor(two[tag][0]), torch.tensor(theirs[tag][0]))
-        assert two[tag][1] == theirs[tag][1]
+        for output, longest in (one[tag], two[tag]):
+            torch.testing.assert_close(torch.tensor(output), torch.tensor(theirs[tag][0]))
+            assert longest == theirs[tag][1]
         assert read.sequence(number)["data"].tolist() == two[tag][0]
         assert read.sequence(number)["longest"].tolist() == [two[tag][1]]
     read.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.older_steps import with_older_arguments
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
@@ -27,7 +28,8 @@ def test_names_of_recipes_and_of_older_versions(tmp_path: Path) -> None:
         IMPORTS
         + f"""
 assert returnn.torch.context.get_run_ctx is get_run_ctx is returnn.frontend.get_run_ctx
-assert TrainCtx is RunCtx and SimpleHDFWriter is returnn.datasets.hdf.SimpleHDFWriter and SameVocabulary is Vocabulary
+assert TrainCtx is RunCtx is returnn.frontend.RunCtx
+assert SimpleHDFWriter is returnn.datasets.hdf.SimpleHDFWriter and SameVocabulary is Vocabulary
 assert get_run_ctx().stage == "init"
 train = {{"class": "HDFDataset", "files": [CachedFile("a.hdf")]}}
 model, task, learning_rate, max_seqs = {str(tmp_path / "model")!r}, "config:nothing", 0.1, 3
@@ -37,6 +39,9 @@ def nothing(): pass
 """
     )
     assert read_settings([tmp_path / "my.config"], {}).train.files == ("a.hdf",)
+    (tmp_path / "my.config").write_text("from returnn.torch.contexts import RunCtx")
+    with pytest.raises(ConfigError, match=r"line 1: ModuleNotFoundError: .*contexts"):
+        read_settings([tmp_path / "my.config"], {})
 
 
 STEPS = """

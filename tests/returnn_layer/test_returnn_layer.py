@@ -8,40 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, hvdtrain, launch, torchrun
+from inside import run_inside
+from launching import ROOT, hvdtrain, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.run import train
 from hvdtrain.settings import print_config, read_settings
 
-TOY = ROOT / "tests" / "toy" / "returnn.config"
 DEMO = ROOT / "demos" / "demo_returnn.config"
 THEIRS = ROOT / "data" / "returnn" / "demo-torch.config"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def scores(model: Path) -> list[dict[str, float]]:
     lines = (model.parent / "scores.jsonl").read_text().splitlines()
     return [json.loads(line)["scores"] for line in lines]
-
-
-def test_two_ranks_reach_what_one_reaches(folder: Path, tmp_path: Path) -> None:
-    options = {"folder": folder, "batching": "default", "max_seqs": 6, "batch_size": 10_000, "num_threads": 1}
-    alone = hvdtrain(TOY, {**options, "model": tmp_path / "alone" / "model"}, environment=ONE_THREAD)
-    options["max_seqs"] = 3
-    by_horovod = {**options, "model": tmp_path / "horovod" / "model", "use_horovod": 1}
-    horovod = hvdtrain(TOY, by_horovod, ranks=2, environment=ONE_THREAD)
-    by_torch = {**options, "model": tmp_path / "torch" / "model", "torch_distributed": "{}"}
-    texts = [text for name, value in by_torch.items() for text in (f"++{name}", str(value))]
-    distributed = torchrun(["-m", "hvdtrain", str(TOY), *texts], 2, environment=ONE_THREAD)
-    for ended in (alone, horovod, distributed):
-        assert ended.status == 0, ended.err
-    for name in ("horovod", "torch"):
-        for one, other in zip(scores(tmp_path / "alone" / "model"), scores(tmp_path / name / "model"), strict=True):
-            whole = {
-                loss: value for loss, value in one.items() if not loss.endswith("mean")
-            }  # a mean over a batch, not over frames
-            assert whole == pytest.approx({loss: other[loss] for loss in whole}, rel=1e-4)
 
 
 def test_dump_reads_the_dataset_of_such_a_config(tmp_path: Path) -> None:
@@ -54,33 +34,42 @@ def test_dump_reads_the_dataset_of_such_a_config(tmp_path: Path) -> None:
         "inside = {'class': 'Task12AXDataset', 'num_seqs': get_global_config().int('num_seqs', 1)}\n"
         "dev = {'class': 'ReturnnDataset', 'dataset': inside}\n"
     )
-    ended = launch(["-m", "hvdtrain", "dump", str(tmp_path / "my.config"), str(tmp_path / "out.hdf"), "--dataset", "dev"])
+    ended = run_inside(["dump", tmp_path / "my.config", tmp_path / "out.hdf", "--dataset", "dev"])
     assert "out.hdf: 6 sequences" in ended.out, ended.err
 
 
 EXPECTED = "expected the package returnn, got none (pip install returnn dm-tree rapidfuzz soundfile), imported by "
 
 
-@pytest.mark.parametrize("blocked", ["by a finder", "by None"])
-@pytest.mark.parametrize("command", [[], ["dump"]])
-def test_without_the_package(tmp_path: Path, without_returnn: dict[str, str], command: list[str], blocked: str) -> None:
+DIRECT, BY_A_RECIPE = "import torch\nimport returnn.frontend as rf", "import their_recipe"
+
+
+@pytest.mark.parametrize(
+    ("command", "blocked", "text"),
+    [
+        ([], "by a finder", DIRECT),
+        (["dump"], "by None", BY_A_RECIPE),
+        pytest.param([], "by None", BY_A_RECIPE, marks=pytest.mark.slow),
+        pytest.param(["dump"], "by a finder", DIRECT, marks=pytest.mark.slow),
+    ],
+)
+def test_without_the_package(
+    tmp_path: Path, without_returnn: dict[str, str], command: list[str], blocked: str, text: str
+) -> None:
     """One line that says what imports it, and how to install it."""
     if blocked == "by None":
         (tmp_path / "blocked" / "sitecustomize.py").write_text("import sys\nsys.modules['returnn'] = None\n")
     config, recipe = tmp_path / "my.config", tmp_path / "their_recipe.py"
     recipe.write_text("import os\nfrom returnn.torch.context import get_run_ctx\n")
+    config.write_text(text)
     out = [str(tmp_path / "out.hdf")] if command else []
-    for text, importer in {
-        "import torch\nimport returnn.frontend as rf": f"{config}, line 2",
-        "import their_recipe": f"{recipe}, line 2",
-    }.items():
-        config.write_text(text)
-        ended = launch(["-m", "hvdtrain", *command, str(config), *out], environment=without_returnn)
-        assert ended.status == 2
-        line = text.count("\n") + 1
-        assert ended.err == f"1 problem in the config:\n  my.config, line {line}: {EXPECTED}{importer}\n"
+    ended = launch(["-m", "hvdtrain", *command, str(config), *out], environment=without_returnn)
+    assert ended.status == 2
+    line, importer = (2, config) if text == DIRECT else (1, recipe)
+    assert ended.err == f"1 problem in the config:\n  my.config, line {line}: {EXPECTED}{importer}, line 2\n"
 
 
+@pytest.mark.slow
 def test_configs_that_do_without_the_package(tmp_path: Path, without_returnn: dict[str, str]) -> None:
     """One with RETURNN's keys, and an import that may fail. One in a step fails there, with the same advice."""
     text = """
@@ -106,22 +95,23 @@ def train_step(*, model, extern_data, **_):
 def test_the_demo(tmp_path: Path) -> None:
     model = tmp_path / "model"
     options = {"model": model, "learning_rate_file": tmp_path / "rates", "num_threads": 1}
-    ended = hvdtrain(DEMO, {**options, "num_epochs": 2, "train.num_seqs": 800}, environment=ONE_THREAD)
+    ended = hvdtrain(DEMO, {**options, "num_epochs": 2, "train.num_seqs": 800})
     assert ended.status == 0, ended.err
     first, last = scores(model)
     assert last["dev_loss_ce"] < first["dev_loss_ce"] < 0.65
     assert last["dev_loss_fer"] < 0.15
-    ended = hvdtrain(DEMO, {**options, "task": "forward"}, environment=ONE_THREAD)
+    ended = hvdtrain(DEMO, {**options, "task": "forward"})
     assert ended.status == 0, ended.err
     assert len(re.findall(r"^seq-\d+ [LR]{10,99}$", ended.out, re.MULTILINE)) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not THEIRS.exists(), reason="make test fetches it")
 def test_the_demo_of_returnn_itself(tmp_path: Path) -> None:
     """As it stands, its own paths included."""
     config = tmp_path / "demo-torch.config"
     shutil.copy(THEIRS, config)
-    ended = hvdtrain(config, {"num_threads": 1, "use_horovod": 1, "log_verbosity": 5}, ranks=2, environment=ONE_THREAD)
+    ended = hvdtrain(config, {"num_threads": 1, "log_verbosity": 5})
     assert ended.status == 0, ended.err
     [line] = re.findall(r"epoch 5 evaluation: dev: ce ([0-9.]+), fer ([0-9.]+)", ended.out)
     assert float(line[0]) < 0.1
@@ -177,6 +167,7 @@ def train_step(*, model, extern_data, **_):
     assert scores(tmp_path / "model")[0].keys() == {"train_loss_some"}
 
 
+@pytest.mark.slow
 def test_the_installed_returnn_is_left_alone(tmp_path: Path) -> None:
     """In a process that has imported it, trains such a config, with a recipe that looks for RETURNN late, and then needs it."""
     config = written(tmp_path, "from recipe import train_step")

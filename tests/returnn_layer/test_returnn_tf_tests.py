@@ -123,13 +123,13 @@ UPDATES = (
 )
 """Of the updater: after the updates, all variables are equal."""
 
-FEW = ("test_engine_train", "test_engine_search", "test_Updater_decouple_constraints", "test_Updater_CustomUpdate")
-"""Those of `make test`."""
+FEW = ("test_engine_train", "test_Updater_decouple_constraints", "test_Updater_CustomUpdate")
+"""Those of `make test-all`."""
 
 
 def some(tests: Any) -> list[Any]:
     """Parameters: the others prove again what few prove."""
-    return [test if test in FEW else pytest.param(test, marks=pytest.mark.again) for test in tests]
+    return [pytest.param(test, marks=pytest.mark.slow if test in FEW else pytest.mark.again) for test in tests]
 
 
 Results = Mapping[tuple[str, str], dict[str, Any]]

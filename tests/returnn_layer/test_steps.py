@@ -202,23 +202,6 @@ def train_step(*, model, extern_data, **_):
     train(read(tmp_path, body))
 
 
-def test_names_that_todays_returnn_does_not_have(tmp_path: Path) -> None:
-    """Recipes of earlier years import them. What RETURNN has is RETURNN's own."""
-    body = """
-from returnn.torch.context import RunCtx, get_run_ctx
-import returnn.torch.context
-from returnn.datasets.util.hdf import SimpleHDFWriter
-from returnn.torch.engine import TrainCtx
-assert returnn.torch.context.get_run_ctx is get_run_ctx is rf.get_run_ctx and TrainCtx is RunCtx is rf.RunCtx
-assert SimpleHDFWriter.__module__ == "returnn.datasets.hdf"
-"""
-    with nothing_changes():
-        read(tmp_path, body)
-    (tmp_path / "my.config").write_text("from returnn.torch.contexts import RunCtx")
-    with pytest.raises(ConfigError, match=r"line 1: ModuleNotFoundError: .*contexts"):
-        read_settings([tmp_path / "my.config"], {})
-
-
 def test_a_recipe_that_imports_returnn_is_noticed(tmp_path: Path) -> None:
     """Even if this process has RETURNN already; a config without RETURNN does not get its tensors."""
     (tmp_path / "their_steps.py").write_text("from returnn.tensor import Tensor\nkinds = []\n")

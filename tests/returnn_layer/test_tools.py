@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from inside import run_inside
 from launching import ROOT, clean_environment, finish
 
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -200,20 +201,24 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     pytest.importorskip("returnn")
     shutil.copy(ROOT / "data" / "returnn" / "demo-rf.config", folder / "demo.config")
-    command = [str(TOOLS.parent / "rnn.py"), str(folder / "demo.config"), "++num_epochs", "1", "++model", str(folder / "model")]
-    trained = finish([sys.executable, *command], 120, clean_environment() | {"OMP_NUM_THREADS": "1"})
+    trained = run_inside([folder / "demo.config", "++num_epochs", 1, "++num_threads", 1, "++model", folder / "model"])
     assert trained.status == 0, trained.err
     return folder
 
 
+@pytest.mark.slow
 def test_onnx(demo: Path) -> None:
     """What the exported model computes for other sizes than those it was traced with."""
     reference = pytest.importorskip("onnx.reference")
     names = ["--input_names", "data:size1,data", "--output_names", "output,output:size1"]
-    options = ["--device", "cpu", "--verbosity", "5"]
-    command = [str(demo / "demo.config"), str(demo / "model.001.pt"), str(demo / "model.onnx"), *options, *names]
-    exported = finish([sys.executable, str(TOOLS / "torch_export_to_onnx.py"), *command], 120, clean_environment())
+    given = [str(demo / "demo.config"), str(demo / "model.001.pt")]
+    wrong = [*given, str(demo / "other.onnx"), "--input_names", "audio"]  # names that the model does not have
+    right = [*given, str(demo / "model.onnx"), "--device", "cpu", "--verbosity", "5", *names]
+    code = f"from torch_export_to_onnx import main; assert main({wrong!r}) == 2; raise SystemExit(main({right!r}))"
+    exported = finish([sys.executable, "-c", code], 120, clean_environment() | {"PYTHONPATH": str(TOOLS)})
     assert exported.status == 0, exported.err
+    assert "--input_names: expected data,data:size1 in any order, got audio" in exported.err
+    assert not (demo / "other.onnx").exists()
     session = reference.ReferenceEvaluator(str(demo / "model.onnx"))
     assert session.input_names == ["data:size1", "data"]
     assert session.output_names == ["output", "output:size1"]
@@ -232,14 +237,6 @@ def test_onnx(demo: Path) -> None:
     assert numpy.allclose(values.transpose(1, 2).numpy(), output, rtol=1e-5, atol=1e-5)
 
 
-def test_names_that_the_model_does_not_have(demo: Path) -> None:
-    command = [str(demo / "demo.config"), str(demo / "model.001.pt"), str(demo / "other.onnx"), "--input_names", "audio"]
-    refused = finish([sys.executable, str(TOOLS / "torch_export_to_onnx.py"), *command], 120, clean_environment())
-    assert refused.status == 2
-    assert "--input_names: expected data,data:size1 in any order, got audio" in refused.err
-    assert not (demo / "other.onnx").exists()
-
-
 AVERAGED = """
 import numpy, sys
 sys.path.insert(0, TOOLS)
@@ -256,6 +253,7 @@ assert main(["--checkpoints", "001,004", *prefix, "--output_path", f"{FOLDER}/no
 """
 
 
+@pytest.mark.slow
 def test_the_average_of_tensorflow_checkpoints(tmp_path: Path) -> None:
     """In a process with no environment but what AverageTFCheckpointsJob gives it; it finds all three files afterwards."""
     (tmp_path / "out").mkdir()

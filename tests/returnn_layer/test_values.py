@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from launching import ROOT, faults
 
 from hvdtrain.config.missing import import_failure
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.returnn_layer.names import ALIASES, NO_OPS, UNSUPPORTED
+from hvdtrain.returnn_layer.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.returnn_layer.values import OFF, convert_values, is_off
 from hvdtrain.run import train
 from hvdtrain.settings import BOOLEAN_KEYS, Settings, all_keys, read_settings
@@ -37,16 +38,19 @@ def settings(folder: Path, more: str = "", **overrides: str) -> Settings:
     return read_settings([folder / "my.config"], overrides)
 
 
+@cache
 def tool() -> ModuleType:
-    """tools/returnn_keys.py."""
+    """tools/returnn_keys.py, which reads RETURNN's source once."""
     spec = importlib.util.spec_from_file_location("returnn_keys", ROOT / "tools" / "returnn_keys.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
+    made.reads = cache(made.reads)  # type: ignore[attr-defined]
     return made
 
 
+@pytest.mark.slow
 def test_the_page_is_that_of_the_installed_returnn() -> None:
     """All but a few lines, as another version may be installed; those of hvdtrain's own keys are as the code says now."""
     page = (ROOT / "docs" / "returnn_keys.md").read_text().splitlines()
@@ -57,6 +61,12 @@ def test_the_page_is_that_of_the_installed_returnn() -> None:
     for line in page:
         if line.startswith("| `") and line.split("|")[1] in own:
             assert line.split("|")[3:] == own[line.split("|")[1]], "tools/returnn_keys.py --page > docs/returnn_keys.md"
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_the_installed_returnn() -> None:
+    """All but a few, as another version may be installed."""
+    assert len(READ_BY_RETURNN ^ set(tool().names())) < 15
 
 
 def rejected(folder: Path, name: str, value: Any) -> list[str]:
@@ -79,6 +89,7 @@ NOT_TRIED = {"backend", "batch_size", "cache_size", "device", "log", "max_seqs",
 """Keys that a training needs, or whose defaults in the source are what RETURNN continues with, and no values of the key."""
 
 
+@pytest.mark.slow
 def test_returnns_own_defaults_are_taken(tmp_path: Path) -> None:
     """Those that its source says as constants."""
     own = ({key.name for key in all_keys()} | set(ALIASES)) - NOT_TRIED

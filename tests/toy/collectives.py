@@ -1,6 +1,6 @@
-"""Every collective on several ranks of a real job: `collectives.py TRANSPORT FOLDER`, under its launcher.
+"""Every collective on several ranks of a real job: `collectives.py FOLDER`, over one transport after the other.
 
-Each rank leaves FOLDER/RANK.ok when everything was as it should be; what was not is in its traceback.
+Each rank leaves FOLDER/TRANSPORT.RANK.ok when everything was as it should be; what was not is in its traceback.
 """
 
 import sys
@@ -20,10 +20,7 @@ from hvdtrain.learner.torch.sync_batch_norm import synchronize
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.ranks import open_communicator
 
-transport, folder = sys.argv[1], Path(sys.argv[2])
-overrides = {"corpus": str(folder), "model": str(folder / "model"), transport: "1" if transport == "use_horovod" else "{}"}
-overrides |= {"horovod_reduce_type": "param", "horovod_param_group": "3"}  # Horovod is initialized for `split`
-settings = read_settings([Path(__file__).parent / "config.py"], overrides)
+folder = Path(sys.argv[1])
 
 
 def test_sums(comm) -> None:
@@ -297,10 +294,15 @@ def test_sharded_optimizer(comm) -> None:
     assert max(shares) < 1.2 * sum(shares) / comm.size
 
 
-with open_communicator(settings) as connection:
-    for name, test in sorted(globals().copy().items()):
-        if name.startswith("test_"):
-            test(connection)
-names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-assert "pt_gloo_runloop" not in names, names  # a thread that outlives the interpreter can abort the process with SIGABRT
-(folder / f"{connection.rank}.ok").write_text("")
+for transport, value in (("use_horovod", "1"), ("torch_distributed", "{}")):
+    overrides = {"corpus": str(folder), "model": str(folder / "model"), transport: value}
+    overrides |= {"horovod_reduce_type": "param", "horovod_param_group": "3"}  # Horovod is initialized for `split`
+    with open_communicator(read_settings([Path(__file__).parent / "config.py"], overrides)) as connection:
+        for name, test in sorted(globals().copy().items()):
+            if name.startswith("test_"):
+                test(connection)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert "pt_gloo_runloop" not in names, names  # a thread that outlives the interpreter can abort the process with SIGABRT
+    for called in folder.glob(f"called.{connection.rank}"):
+        called.unlink()
+    (folder / f"{transport}.{connection.rank}.ok").write_text("")

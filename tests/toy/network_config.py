@@ -57,6 +57,12 @@ if layers == "embedding":  # its gradient has rows
     network["aligned"] = {"class": "reinterpret_data", "from": "data:classes", "size_base": "data"}
     network["words"] = {"class": "linear", "activation": None, "with_bias": False, "n_out": 3, "from": "aligned"}
     network["output"]["from"] = ["lstm", "words"]
+if layers in ("conv", "conv_statistics"):  # without the loop, whose graph takes time
+    network["output"]["from"] = "conv"
+    del network["lstm"]
+if layers == "conv_statistics":
+    network["norm"] = {"class": "batch_norm", "from": "conv", "momentum": 0.1}
+    network["output"] |= {"from": "norm", "dropout": 0.3}
 if layers == "frames":  # each by itself
     network["conv"] = {"class": "linear", "n_out": 8, "activation": "relu", "from": ["data"]}
     network["output"]["from"] = "conv"

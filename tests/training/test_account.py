@@ -104,6 +104,7 @@ def test_an_iterator_of_the_users_that_ends_is_not_the_end_of_the_data(fault: st
     assert not list(tmp_path.glob("model.002*"))
 
 
+@pytest.mark.slow
 def test_the_same_on_two_ranks(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(f"""
 import hvdtrain

@@ -48,6 +48,7 @@ def test_every_rank_writes_a_trace(trained: Trained) -> None:
     assert "grouped_allreduce.gradients" in (folder / "horovod.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_profile_of_tensorflow_with_its_op_determinism(corpus: Path, tmp_path: Path) -> None:
     """Determinism is for the whole process, so this training runs in a separate one. The log has the layers, too."""
     keys = {"profile_steps": 3, "deterministic": True, "log_verbosity": 5, "corpus": corpus, "model": tmp_path / "model"}

@@ -73,7 +73,7 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
 @pytest.mark.parametrize(
     ("kind", "kills", "told"),
     [
-        ("saves", 200, "after each, the newest checkpoint was complete"),
+        pytest.param("saves", 200, "after each, the newest checkpoint was complete", marks=pytest.mark.slow),
         ("starts", 50, "training resumed 50 times"),
         ("soak", 20, "exactly the sequences of an undisturbed run, each once"),
         ("elastic", 20, "all scores are those of the undisturbed run, to the last bit"),

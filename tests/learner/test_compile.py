@@ -112,7 +112,8 @@ def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs(
     logger.setLevel(1)
     logger.addHandler(said)
     try:
-        plain, compiled = learner([], False), learner([], {"backend": backend, "modules": None if is_whole else ["Block"]})
+        wanted = {"backend": backend} | ({} if is_whole else {"modules": ["Block"]})
+        plain, compiled = learner([], False), learner([], wanted)
         assert plain.model.state_dict().keys() == compiled.model.state_dict().keys()
         assert type(compiled.model) is Model
         told = []

@@ -83,7 +83,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
 def in_background(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """With TensorFlow, everything at once; test_update_together.py stops it within an epoch."""
     half = {"mixed_precision": "float16", "grad_scaler": {"init_scale": 64.0}}
-    together = TRAININGS["local"] | BACKGROUND | half
+    together = TRAININGS["local"] | BACKGROUND | half | {"save_interval_minutes": None}
     return whole_and_stopped(run, {"background": BACKGROUND} if run == TWO else {"local": together})
 
 

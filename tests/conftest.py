@@ -176,8 +176,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def sharing(file: str) -> set[str]:
-        """The functions of a file that ask for the fixture `trained`, or for another one of the file that does."""
-        found, tree = {"trained"}, ast.parse(text_of(file))
+        """The functions of a file that ask for the fixture `trained`, or for another one that does."""
+        found, tree = {"trained", "results"}, ast.parse(text_of(file))  # `results`: of tests/ranks/conftest.py
         functions = {one.name: {each.arg for each in one.args.args} for one in tree.body if isinstance(one, ast.FunctionDef)}
         while more := {name for name, arguments in functions.items() if arguments & found} - found:
             found |= more

@@ -148,8 +148,8 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         added = 0 if context is None else sum(context.of(name))
         if added and len(here) and here.max() + added >= FRAMES_END:
             raise DataError(
-                f"context_window: expected less than 2**31 frames with those before and after, got {added} of the data key {name} "
-                f"with sequences of up to {here.max()}"
+                f"context_window: expected less than 2**31 frames with those before and after, got {added} of the data key "
+                f"{name} with sequences of up to {here.max()}"
             )
         chunk_lengths[name] = (here + added).astype(numpy.int32)
     return Chunks(first, sequences, numbers, chunk_lengths, steps, context)

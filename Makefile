@@ -33,8 +33,8 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 tools/run_tests.sh $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-# What the tests took: exp/tests/*.json, which tests/times.py reads.
-TIMES_OF = mkdir -p exp/tests && $(PYTEST) --times exp/tests
+# What the tests took: exp/tests/*.json, which tests/times.py reads. (With a blank before the file, pytest takes one that exists for tests.)
+TIMES_OF = mkdir -p exp/tests && $(PYTEST) --times=exp/tests
 
 .PHONY: setup setup-tests data train demo-speech test test-all test-rest test-launchers test-times test-gpu test-soak soak-faults fuzz check format \
 	docs help-time benchmark benchmark-data clean

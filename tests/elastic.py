@@ -13,6 +13,8 @@ from launching import FAST, ROOT, TOY, clean_environment, hvdtrain
 from hvdtrain.training.trace import trained_on
 
 PLANTED = """
+from hvdtrain.checkpoint.folder import CheckpointFolder
+
 _train_step = train_step
 planted = config.list("planted", [])  # rank, first step and what happens then, one after the other
 has_failed = False
@@ -26,6 +28,8 @@ def train_step(**arguments):
         rank, step, what = planted[3 * before : 3 * before + 3]
         if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) <= context.step:
             has_failed = True  # a job that is asked to stop may do so many steps later
+            while config.bool("save_in_background", False) and CheckpointFolder(Path(config.value("model"))).newest() is None:
+                time.sleep(0.05)  # steps may be faster than the process that saves
             Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
             if what == "raise":
                 raise RuntimeError("planted by the test")

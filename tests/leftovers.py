@@ -38,6 +38,7 @@ CACHES = (
     ".pytest_cache",
     ".mypy_cache",
     ".ruff_cache",
+    "torchelastic_",  # torchrun's logs
     "torchinductor_",
     "__autograph_",
     "pymp-",

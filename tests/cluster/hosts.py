@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from launching import ROOT, TOY, Finished
+from trainings import take_naps
 
 HEAD = "head"
 NETWORK = "10.77.0"
@@ -211,10 +212,13 @@ class Hosts:
         self.folder.chmod(0o755)  # munged insists
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
+        self.environment |= take_naps(self.folder)  # ranks of MPI whose host is lost would else compute until they are ended
         mine = environment_of_a_user() | self.environment
-        named = ("TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
+        named = ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
         (self.folder / "sshd_config").write_text(
-            SSHD_CONFIG.format(folder=self.folder, environment=" ".join(f"{name}={mine[name]}" for name in named))
+            SSHD_CONFIG.format(
+                folder=self.folder, environment=" ".join(f"{name}={mine[name]}" for name in (*self.environment, *named))
+            )
         )
         (self.folder / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
         lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in [HEAD, *self.names])]

@@ -17,7 +17,10 @@ AGAIN = (
     "mpirun -np 4 -H host1:2,host2:2",  # as with 3 ranks
     "mpirun -np 8 -mca pml ob1",  # the demo on one host: tests/test_demo.py
     "python -m hvdtrain config.py ++ngpu 4",  # as on two hosts, and with CUDA_VISIBLE_DEVICES; what is refused: as with 2
-    "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2",  # as on one host, and with --use_env
+    "python -m hvdtrain config.py ++ngpu 1",  # as on two hosts with ++ngpu 2, and as under srun
+    "srun -K -c2",  # as under mpirun with ++ngpu 2, and as under srun with ++ngpu 1
+    "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2",  # as on one host, and as with torchrun on two
+    "python -m torch.distributed.launch --nnodes=2",  # the same with --use_env, as torchrun does
     "torchrun --nnodes=1",  # as in tests/launchers/test_elastic.py, and on two hosts
     "srun -K --mpi=pmix -N2 --ntasks-per-node=2",  # as in the first script
     "srun -K -N2 --ntasks-per-node=2",  # as with 3 ranks

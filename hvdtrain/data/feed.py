@@ -157,6 +157,11 @@ class Feed:
         """The name, with the files if there are any."""
         return source_of(self.name, list(dict.fromkeys(path for part in self.parts for path in part.files)))
 
+    @property
+    def passes(self) -> int:
+        """How often the ranks together go through the data in an epoch."""
+        return 1 if self.distribution == "shard" else self.size
+
     def check_files(self) -> None:
         """Raises: DataError, if a data file has changed since the start."""
         if self.files is not None:

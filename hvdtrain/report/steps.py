@@ -108,22 +108,25 @@ WorkCounter = Callable[[int, int], tuple[int, Mapping[str, int]]]
 """Counts the sequences in the batches between two positions of an epoch's plan, and their frames by data key."""
 
 
-def work_counter(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len) -> WorkCounter:
+def work_counter(
+    plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len, passes: int = 1
+) -> WorkCounter:
     """A function that counts the sequences and frames in some batches of a plan.
 
     Args:
         lengths: by data key, the frames of the sequences or chunks that the plan's indices refer to.
         num_sequences: counts the sequences among such indices.
+        passes: how many ranks have about as many in their own plans.
 
     >>> import numpy
     >>> plan = Plan(numpy.array([2, 0, 1]), numpy.array([0, 1, 3]))
-    >>> work_counter(plan, {"data": numpy.array([5, 6, 7])})(1, 2)
+    >>> work_counter(plan, {"data": numpy.array([5, 6, 7])})(1, 9)
     (2, {'data': 11})
     """
 
     def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
-        indices = plan.order[plan.bounds[start] : plan.bounds[end]]
-        return num_sequences(indices), {name: plan.num_frames(column, start, end) for name, column in lengths.items()}
+        frames = {name: passes * plan.num_frames(column, start, end) for name, column in lengths.items()}
+        return passes * num_sequences(plan.between(start, end)), frames
 
     return work
 

@@ -47,11 +47,10 @@ def usage_of_indices(batches: int, indices: Array) -> Usage:
 
 def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
     """The usage of the batches of a plan from `start` up to `stop` (exclusive)."""
-    stop = min(stop, plan.num_batches)
-    first, last = int(plan.bounds[start]), int(plan.bounds[max(start, stop)])
-    total = Usage(batches=max(0, stop - start))
-    for place in range(first, last, BLOCK):
-        total += usage_of_indices(0, feed.sequences_of(plan.order[place : min(place + BLOCK, last)]))
+    total = Usage(batches=max(0, min(stop, plan.num_batches) - start))
+    order = plan.between(start, stop)
+    for place in range(0, len(order), BLOCK):
+        total += usage_of_indices(0, feed.sequences_of(order[place : place + BLOCK]))
     return total
 
 

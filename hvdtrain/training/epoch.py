@@ -141,7 +141,8 @@ class StepListener:
         self._epoch = epoch
         self._clock = clock
         current = epoch.current
-        numbers.begin(work_counter(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among), current.position)
+        counter = work_counter(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among, feed.passes)
+        numbers.begin(counter, current.position)
 
     def __call__(self, report: StepReport, scores: Mapping[str, float]) -> StepRecord:
         current = self._epoch.current
@@ -172,8 +173,7 @@ def epoch_report(
         seconds: the seconds of every rank, by activity.
     """
     current, rates, step = epoch.current, epoch.current.rates, session.progress.step
-    end = min(current.position, epoch.plan.num_batches)
-    order = epoch.plan.order[: epoch.plan.bounds[end]] if current.ended_by else None
+    end = current.position if current.ended_by else epoch.plan.num_batches
     last_rate = rates.last if rates.updates else epoch.learning_rate
     columns = feed.lengths_in(current.epoch) if session.comm.rank == 0 else {}  # only rank 0 shows the speed
     return EpochReport(
@@ -183,7 +183,7 @@ def epoch_report(
         elapsed=current.elapsed,
         computing=current.computing / current.elapsed,
         learning_rate=last_rate,
-        num_sequences=feed.num_sequences(epoch.plan) if order is None else feed.sequences_among(order),
+        num_sequences=feed.passes * feed.sequences_among(epoch.plan.between(0, end)),
         scores=scores,
         padding=feed.padding(epoch.plan, current.epoch),
         seconds=seconds,
@@ -199,7 +199,7 @@ def epoch_report(
         broken=current.left_out or None,
         goodput=session.goodput.entries(),
         flops=None if session.flops is None else flops_of(session.flops, epoch, feed, step),
-        num_frames={name: epoch.plan.num_frames(column, 0, end) for name, column in columns.items()},
+        num_frames={name: feed.passes * epoch.plan.num_frames(column, 0, end) for name, column in columns.items()},
         memory=peak_memory(session.learner.meter),
     )
 

@@ -33,8 +33,6 @@ class FlopRate:
             seconds: those of training, with everything that is not computing.
         """
         frames = plan.num_frames(feed.lengths_in(epoch)[self.key], 0, min(position, plan.num_batches))
-        total = frames / (1 - feed.padding(plan, epoch)[self.key]) * self.per_frame
-        if feed.distribution != "shard":
-            total *= self.num_ranks  # every rank goes through all data
+        total = feed.passes * frames / (1 - feed.padding(plan, epoch)[self.key]) * self.per_frame
         share = total / (max(seconds, 1e-9) * self.num_ranks * self.peak)
         return {"epoch": total, "step": total / max(steps, 1), "peak": self.num_ranks * self.peak, "share": share}

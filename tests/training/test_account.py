@@ -227,6 +227,17 @@ def test_ranks_with_separate_plans() -> None:
     assert "expected the 7 sequences in 3 batches of the plan, got 6 sequences in 2 batches by rank 1" in str(first)
 
 
+def test_a_rank_that_has_fewer_batches_than_another_with_a_plan_of_its_own() -> None:
+    def work(comm: Communicator) -> None:
+        account = Account(feed_of(comm, "random_seed_offset"), PLAN)
+        for number in range(PLAN.num_batches):
+            account.add(PLAN.batch(number))
+        for more in (1, 2):
+            account.check("epoch 1", [account.take(PLAN.num_batches + more)])
+
+    on_ranks(1, work)
+
+
 def scores_in(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
 

@@ -70,6 +70,12 @@ class Plan:
         sequences or chunks, or of frames if batches are cut anywhere."""
         return numpy.append(0, numpy.cumsum(frames_of(self.order)))[self.bounds] if self.cuts_frames else self.bounds
 
+    def between(self, start: int, stop: int) -> Array:
+        """The part of `order` that is in the batches from `start` up to `stop` (exclusive). Both may lie beyond the end, as does
+        the position of a rank that has fewer batches than another, where each has its own plan."""
+        first, last = self.bounds[[min(start, self.num_batches), min(stop, self.num_batches)]]
+        return self.order[first:last]
+
     def with_batches(self, batches: Array) -> Plan:
         """A plan of these batches, in this order; they may repeat."""
         return Plan(*rearrange(self.order, self.bounds, batches))
@@ -105,8 +111,8 @@ class Plan:
         Args:
             lengths: number of frames of every sequence, or chunk.
         """
-        first, last = int(self.bounds[start]), int(self.bounds[stop])
-        parts = (self.order[i : min(i + BLOCK, last)] for i in range(first, last, BLOCK))
+        found = self.between(start, stop)
+        parts = (found[i : i + BLOCK] for i in range(0, len(found), BLOCK))
         count = frames_of if self.cuts_frames else lengths.__getitem__
         return sum(int(count(part).sum(dtype=numpy.int64)) for part in parts)
 

@@ -364,6 +364,10 @@ def resolve(
     started, learner = built[LaunchKeys], built[LearnerKeys]
     if started is not None and learner is not None and started.ngpu == 0 and learner.device is None:
         result[LearnerKeys] = replace(learner, device="cpu")
+    chunks, run = built[ChunkKeys], built[RunKeys]
+    if chunks is not None and run is not None:
+        drops = run.backend == "torch" and bool(chunks.min_chunk_size)  # without a minimum, both rules are the same
+        result[ChunkKeys] = replace(chunks, chunking_tail=chunks.chunking_tail or ("drop_short" if drops else "keep"))
     if torch_distributed is None:
         return result, None
     rank = started.dist_rank if torch_distributed.rank is None else torch_distributed.rank

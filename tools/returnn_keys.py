@@ -7,6 +7,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import sys
 import textwrap
@@ -42,6 +43,7 @@ def sources() -> list[Path]:
 def names() -> list[str]:
     """All names, sorted."""
     found = {name for file in sources() for match in READ.findall(file.read_text(encoding="utf-8")) for name in match if name}
+    found |= reads().keys()  # also names that are put together
     ours = {key.name for key in all_keys()} | set(ALIASES) | set(UNSUPPORTED) | BY_THE_LAYER
     return sorted(name for name in found - ours if not name.startswith(("_", *OF_THE_FRONTEND)))
 
@@ -53,13 +55,29 @@ def reads() -> dict[str, list[tuple[str, str]]]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
                 continue
-            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-            if not isinstance(name, str) or node.func.attr not in METHODS.split("|"):
+            if node.func.attr not in METHODS.split("|") or "config" not in ast.unparse(node.func.value).lower():
                 continue
-            if "config" in ast.unparse(node.func.value).lower() and not name.startswith("_"):
-                defaults = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "default")]
-                found[name].add((node.func.attr, ast.unparse(defaults[0]) if defaults else ""))
+            defaults = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "default")]
+            for name in texts(node.args[0]):
+                if not name.startswith("_"):
+                    found[name].add((node.func.attr, ast.unparse(defaults[0]) if defaults else ""))
     return {name: sorted(found[name]) for name in sorted(found)}
+
+
+def texts(node: ast.expr) -> list[str]:
+    """The values that an expression may have, if it consists of strings: of constants, f-strings, sums and conditions."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return [value]
+        case ast.FormattedValue(value=value, format_spec=None):
+            return texts(value)
+        case ast.IfExp(body=body, orelse=otherwise):
+            return texts(body) + texts(otherwise)
+        case ast.JoinedStr(values=parts):
+            return ["".join(some) for some in itertools.product(*map(texts, parts))]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return ["".join(some) for some in itertools.product(texts(left), texts(right))]
+    return []
 
 
 PAGE = """# The keys that RETURNN reads

@@ -28,6 +28,8 @@ UNSUPPORTED = {
     "gradient_clip_avg_norm": "set gradient_clip_global_norm",
     "inc_seq_length": "set max_seq_length",
     "packed_batch_cost": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size",
+    "packed_batch_cost_train": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size_train",
+    "packed_batch_cost_dev": "set batch_cost, a function of the lengths of all sequences, and packed_batch_size_dev",
     "torch_batching": "batches are planned from the lengths, on every rank, not made from a stream: set batch_size, max_seqs or "
     "max_pad_size, seq_ordering in the dataset's dict, shuffle_batches; docs/batches.md has all limits",
     "seq_drop": "none",

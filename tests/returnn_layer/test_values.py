@@ -8,11 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from launching import ROOT, faults
 
 from hvdtrain.config.missing import import_failure
+from hvdtrain.data.plan.chunks import cut
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.returnn_layer.values import OFF, convert_values, is_off
@@ -67,6 +69,18 @@ def test_the_page_is_that_of_the_installed_returnn() -> None:
 def test_the_names_are_those_of_the_installed_returnn() -> None:
     """All but a few, as another version may be installed."""
     assert len(READ_BY_RETURNN ^ set(tool().names())) < 15
+
+
+def test_chunks_and_packed_batches_are_those_of_the_engine_for_pytorch(tmp_path: Path) -> None:
+    """In RETURNN 1.2026: torch/data/pipeline.py. Its engine for TensorFlow has another rule for the last chunk."""
+    found = settings(tmp_path, "chunking = '5:5'\nmin_chunk_size = 3\npacked_batch_size_train = 7\n")
+    made = cut({"data": numpy.array([13, 2])}, found.chunks)
+    assert made is not None
+    assert made.lengths["data"].tolist() == [5, 5, 3]
+    assert found.batch.of_training().limits(1).packed_batch_size == 7
+    assert found.batch.of_evaluation().limits(1).packed_batch_size is None
+    (problem,) = rejected(tmp_path, "packed_batch_cost_dev", {"cost": 1})
+    assert problem.startswith("packed_batch_cost_dev")
 
 
 def rejected(folder: Path, name: str, value: Any) -> list[str]:

@@ -82,6 +82,8 @@ class BatchKeys(Section):
     packed_batch_size: Frames = key(
         None, "maximal number of frames in a rank's batch without the padding, for every data key or by key", positive
     )
+    packed_batch_size_train: Frames = key(None, "packed_batch_size in training, if it differs", positive)
+    packed_batch_size_dev: Frames = key(None, "packed_batch_size in evaluation, if it differs", positive)
     max_pad_size: Frames = key(
         None,
         "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key",
@@ -140,7 +142,11 @@ class BatchKeys(Section):
             ):
                 return problem("conflict", f"{total}: expected either {total} (of all ranks) or {name} (of each rank), got both")
         if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
-            lifting = [name for name in ("batch_size_train", "max_seqs_train") if getattr(self, name) is not None]
+            lifting = [
+                name
+                for name in ("batch_size_train", "max_seqs_train", "packed_batch_size_train")
+                if getattr(self, name) is not None
+            ]
             if lifting:
                 return problem(
                     "missing",
@@ -171,12 +177,13 @@ class BatchKeys(Section):
                 found += problem(
                     "conflict", f"{name}: expected it without frame_batches, whose batches have equally many frames, got both"
                 )
-        if self.frame_batches and self.packed_batch_size is not None:
-            found += problem(
-                "conflict",
-                "packed_batch_size: expected batch_size with frame_batches, whose batches have no padding, got packed_batch_size",
-            )
-        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
+        packed_sizes = ("packed_batch_size", "packed_batch_size_train", "packed_batch_size_dev")
+        for name in packed_sizes if self.frame_batches else ():
+            if getattr(self, name) is not None:
+                found += problem(
+                    "conflict", f"{name}: expected batch_size with frame_batches, whose batches have no padding, got {name}"
+                )
+        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", *packed_sizes):
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
         for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
             found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
@@ -242,11 +249,11 @@ class BatchKeys(Section):
 
     def of_training(self) -> BatchKeys:
         """The keys that apply in training."""
-        return self._replace_sizes(self.batch_size_train, self.max_seqs_train)
+        return self._replace_sizes(self.batch_size_train, self.max_seqs_train, self.packed_batch_size_train)
 
     def of_evaluation(self) -> BatchKeys:
         """The keys that apply in evaluation, where batches stay in order."""
-        keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev)
+        keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev, self.packed_batch_size_dev)
         return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None, largest_batches_first=False)
 
     def of_whole_sequences(self) -> BatchKeys:
@@ -265,11 +272,12 @@ class BatchKeys(Section):
         names = (f"{name}_train", f"{name}_dev")
         return next((other for other in names if getattr(self, other) is getattr(self, name)), name)
 
-    def _replace_sizes(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
+    def _replace_sizes(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None, packed: Frames) -> BatchKeys:
         return replace(
             self,
             batch_size=self.batch_size if batch_size is None else batch_size,
             max_seqs=self.max_seqs if max_seqs is None else max_seqs,
+            packed_batch_size=self.packed_batch_size if packed is None else packed,
         )
 
 

@@ -131,10 +131,11 @@ class ChunkKeys(Section):
         "minimal number of frames of the last chunk of a sequence; chunking_tail determines what happens to shorter ones",
         not_negative,
     )
-    chunking_tail: Tail = key(
-        "keep",
+    chunking_tail: Tail | None = key(
+        None,
         "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence; "
-        "'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones",
+        "'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones; "
+        "None: as RETURNN does, 'drop_short' with PyTorch, 'keep' with TensorFlow",
     )
     context_window: int | dict[str, int] | tuple[Any, ...] | list[Any] | None = key(
         None,

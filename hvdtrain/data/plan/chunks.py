@@ -175,7 +175,9 @@ def _counts(
         here = by_key[name] = _counts_of(columns[name], steps[name], limit_of(keys.min_chunk_size, name), keys.chunking_tail)
         other = first_with.setdefault(steps[name], name)
         wrong = ~whole[name] & (counts >= 0) & (counts != here)
-        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames, so they should end at the same ones
+        if (
+            keys.chunking_tail != "drop_short"
+        ):  # chunks of the same step begin at the same frames, so they should end at the same ones
             wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])
@@ -189,9 +191,9 @@ def _counts(
     return counts
 
 
-def _counts_of(column: Array, step: int, least: int, tail: Tail) -> Array:
+def _counts_of(column: Array, step: int, least: int, tail: Tail | None) -> Array:
     """The number of chunks of every sequence in one data key."""
-    if tail == "keep":
+    if tail != "drop_short":
         return numpy.where(column > 0, numpy.maximum(1, -(-(column - least) // step)), 0)
     least = max(least, 1)
     return numpy.where(column >= least, (column - least) // step + 1, 0)

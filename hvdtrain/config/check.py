@@ -169,7 +169,12 @@ class Factory:
 
 
 def build_objects(
-    key: str, value: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str] = NONE_BY_NAME
+    key: str,
+    value: Any,
+    methods: Collection[str],
+    prefix: str,
+    by_name: Mapping[str, str] = NONE_BY_NAME,
+    passed_over: Collection[str] = (),
 ) -> tuple[list[Factory], list[Problem]]:
     """The objects that a key asks for, and the problems.
 
@@ -179,12 +184,15 @@ def build_objects(
         methods: an object must have at least one of them.
         prefix: a method whose name begins with this and is not in `methods` is a mistake.
         by_name: 'module:Class' by name.
+        passed_over: entries that are no objects.
     """
     several = isinstance(value, (list, tuple))
     made: list[Factory] = []
     problems: list[Problem] = []
     for number, entry in enumerate(value if several else () if value is None else (value,)):
         where = f"{key}[{number}]" if several else key
+        if isinstance(entry, str) and entry in passed_over:
+            continue
         try:
             made.append(_factory(entry, methods, prefix, by_name))
         except ConfigError as error:

@@ -14,6 +14,9 @@ from hvdtrain.errors import Problem, problem
 from hvdtrain.report.services import METHODS, SERVICES, require
 from hvdtrain.runtime import log
 
+TENSORBOARD = "tensorboard"
+"""No service, and no class for `trackers`: it reads the files that are written for it."""
+
 PLOT_PACKAGE = "plotly"
 """The package that draws the figures of the report page."""
 
@@ -26,8 +29,9 @@ class TrackerKeys(Section):
     tensorboard_histograms: bool = key(False, "also write a histogram of every parameter for TensorBoard (with use_tensorboard)")
     trackers: Any = key(
         None,
-        "experiment trackers that rank 0 reports to: 'wandb', 'mlflow', a class or an object with methods begin, log_epoch, "
-        "log_steps, artifact, end, 'module:Class', a dict of `class` and its arguments, or a list of these (docs/reports.md)",
+        "experiment trackers that rank 0 reports to: 'wandb', 'mlflow', 'tensorboard' (use_tensorboard), a class or an object "
+        "with methods begin, log_epoch, log_steps, artifact, end, 'module:Class', a dict of `class` and its arguments, or a list "
+        "of these (docs/reports.md)",
     )
     metrics_file: str | None = key(
         None,
@@ -43,14 +47,14 @@ class TrackerKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
-        if self.tensorboard_histograms and not self.use_tensorboard:
+        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES, passed_over=(TENSORBOARD,))[1]
+        if self.tensorboard_histograms and not self.writes_tensorboard:
             found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")
         return found
 
     def require_packages(self) -> None:
         """Check that the packages that rank 0 needs are installed. Raises: ConfigError."""
-        if self.use_tensorboard:
+        if self.writes_tensorboard:
             require("tensorboard", "use_tensorboard")
         for factory in self.factories:
             if factory.label in SERVICES:
@@ -59,6 +63,12 @@ class TrackerKeys(Section):
             log.warning(f"trackers: no report page will be written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
 
     @property
+    def writes_tensorboard(self) -> bool:
+        """Whether event files are written for TensorBoard, which is not a service: it reads them."""
+        entries = self.trackers if isinstance(self.trackers, (list, tuple)) else [self.trackers]
+        return self.use_tensorboard or any(isinstance(entry, str) and entry == TENSORBOARD for entry in entries)
+
+    @property
     def factories(self) -> list[Factory]:
-        """The entries of `trackers`."""
-        return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[0]
+        """The entries of `trackers`, without TensorBoard."""
+        return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES, passed_over=(TENSORBOARD,))[0]

@@ -260,7 +260,8 @@ class TensorBoard:
         self._parameters = parameters
         self._begin = [
             Event(wall_time=time.time(), file_version="brain.Event:2"),
-            Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)),
+            # What an earlier run wrote from this step on is hidden: the last epoch, at `step`, is not repeated.
+            Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)),
         ]
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         self._path = folder / name

@@ -119,7 +119,7 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     """The experiment trackers that the config asks for. Raises: ConfigError."""
     trackers: list[Reporter] = []
     boards: list[TensorBoard] = []
-    if settings.trackers.use_tensorboard:
+    if settings.trackers.writes_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
         boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")

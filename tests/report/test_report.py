@@ -17,6 +17,7 @@ import pytest
 from launching import TOY, hvdtrain
 from matplotlib import image
 from report_pages import REPORT, lines_of, run_folder, shown
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
 from trainings import Run, Trained, trains
@@ -130,9 +131,12 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     board.epoch(REPORT)
     version, start, *reports = events(tmp_path / "board")
     assert version.file_version == "brain.Event:2"
-    assert (start.step, start.session_log.status) == (20, SessionLog.START)
+    assert (start.step, start.session_log.status) == (21, SessionLog.START)
     assert [report.step for report in reports] == [30, 30]
     values = {value.tag: value.simple_value for value in reports[0].summary.value}
+    TensorBoard(tmp_path / "board", step=30).epoch(replace(REPORT, global_step=40))
+    read = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.step for event in read.Scalars("dev/ce")][-2:] == [30, 40], "a resume hides no epoch"
     assert values["dev/ce"] == 1.5
     assert values["learning_rate"] == 0.5
     assert [values[f"time of rank {rank}/compute"] for rank in range(2)] == [10.0, 8.0]

@@ -231,9 +231,11 @@ def test_mistakes(tmp_path: Path) -> None:
             read_settings([config], {"model": str(tmp_path / "model")})
         return faults(raised.value.problems)
 
-    assert problems('["wandbb", {"class": "wandb", "projekt": "p"}, {"class": "mlflow", "tracking_uri": "m"}]') == [
-        "trackers[0]: unknown-value",
-        "trackers[1]: wrong-signature",
+    assert problems(
+        '["tensorboard", "wandbb", {"class": "wandb", "projekt": "p"}, {"class": "mlflow", "tracking_uri": "m"}]'
+    ) == [
+        "trackers[1]: unknown-value",
+        "trackers[2]: wrong-signature",
     ]
     assert problems('type("T", (), {"log_step": print})') == ["trackers: wrong-type"]
     assert problems("print") == ["trackers: wrong-type"]

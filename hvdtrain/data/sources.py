@@ -34,24 +34,24 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[Problem]]
     if keys.train is None:
         problems += problem("missing", "train: expected a dataset dict or HDF files, got None")
     named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
+    named = {name: value for name, value in named.items() if value is not None or name == "train"}
     if "train" in keys.eval_datasets:
         problems += problem(
             "conflict", "eval_datasets.train: expected a name other than train, whose scores are those of the training"
         )
     for name in ("dev", "eval"):
-        if name in keys.eval_datasets and named[name] is not None and repr(named[name]) != repr(keys.eval_datasets[name]):
+        if name in keys.eval_datasets and name in named and repr(named[name]) != repr(keys.eval_datasets[name]):
             problems += problem(
                 "conflict", f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets"
             )
     specs: dict[str, DatasetSpec] = {}
-    given = {name: value for name, value in named.items() if value is not None or name not in keys.eval_datasets}
-    for name, value in {**keys.eval_datasets, **given}.items():
+    for name, value in {**named, **keys.eval_datasets, **named}.items():  # in RETURNN's order
         if value is not None:
             ordering = keys.batching if name == "train" else "sorted"
             spec, more = check_dataset(name, value, {} if ordering is None else {"seq_ordering": ordering})
             problems += more
             specs |= {} if spec is None else {name: spec}
-    return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
+    return tuple(specs.values()), problems
 
 
 def forward_dataset(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Problem]]:

@@ -83,6 +83,12 @@ def test_chunks_and_packed_batches_are_those_of_the_engine_for_pytorch(tmp_path:
     assert problem.startswith("packed_batch_cost_dev")
 
 
+def test_datasets_are_evaluated_in_returnns_order(tmp_path: Path) -> None:
+    several = "eval_datasets = {name: train for name in ('test', 'dev', 'more')}\n"
+    assert [spec.name for spec in settings(tmp_path, several).datasets] == ["train", "test", "dev", "more"]
+    assert [spec.name for spec in settings(tmp_path, several + "eval = train\n").datasets][1:] == ["eval", "test", "dev", "more"]
+
+
 def rejected(folder: Path, name: str, value: Any) -> list[str]:
     """The problems of a config in which a key has a value, in a form for RETURNN."""
     text = f"{name} = float('inf')\n" if value == float("inf") else f"{name} = {value!r}\n"

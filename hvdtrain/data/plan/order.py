@@ -45,8 +45,8 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
 
     Args:
         lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
-        subset: indices of the sequences to use (see `seq_list_filter_file` and `sampling_sizes`); None: all of them. They
-            are ordered and cut into parts as if there were no others.
+        subset: indices of the sequences to use; None: all of them. With `seq_list_filter_file`, the others are left out of the
+            epoch's part at last, as RETURNN does; else (`sampling_sizes`), these are ordered and cut as if there were no others.
         file_bounds: as in `Dataset.file_bounds`, for `partition_by`.
 
     Returns:
@@ -55,6 +55,7 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     Raises:
         DataError: there are fewer sequences than parts to cut them into, or a function of the config returns an unknown order.
     """
+    listed, subset = (None, subset) if keys.seq_list_filter_file is None else (subset, None)
     if subset is not None:
         lengths = lengths[subset]
     method = method_of(keys, epoch)
@@ -69,6 +70,15 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         part = _partition(_order_all(lengths, method, seed), keys.partition_epoch, number)
     if subset is not None:
         part = subset[part].astype(numpy.int64, copy=False)
+    if listed is not None:
+        is_listed = numpy.zeros(len(lengths), dtype=bool)
+        is_listed[listed] = True
+        part = part[is_listed[part]]
+        if not len(part):
+            raise DataError(
+                f"epoch {epoch}: expected at least one of its sequences in seq_list_filter_file, which is applied after "
+                f"partition_epoch, got none of the {len(listed)} (fewer parts, or a dataset of these sequences only)"
+            )
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
 
 

@@ -31,8 +31,11 @@ METHODS = (
 WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
 
 
-CHANGES = {2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence")}
-"""By version of the orders, the method that changed with it, and how."""
+CHANGES = {
+    2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence"),
+    3: ("seq_list_filter_file", "seq_list_filter_file is applied after partition_epoch, as in RETURNN; before, it came first"),
+}
+"""By version of the orders, the method or the key that changed with it, and how."""
 
 
 ORDER_VERSION = max(CHANGES)
@@ -57,7 +60,7 @@ class OrderKeys:
         signature="*, epoch, **_",
     )
     seq_list_filter_file: str | None = key(
-        None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied before partition_epoch"
+        None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied after partition_epoch"
     )
     partition_epoch: int = key(1, "cut the ordered sequences into this many parts; an epoch is one part", positive)
     partition_by: Literal["sequences", "files"] = key(
@@ -158,8 +161,8 @@ def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:
     >>> changed_since(1, OrderKeys(seq_ordering="random"), 3)
     ''
     """
-    method = method_of(keys, epoch).name
-    return "; ".join(how for number, (changed, how) in CHANGES.items() if number > version and changed == method)
+    in_use = {method_of(keys, epoch).name, *non_default(keys)}
+    return "; ".join(how for number, (changed, how) in CHANGES.items() if number > version and changed in in_use)
 
 
 def seed_of(keys: OrderKeys, epoch: int) -> int:

@@ -1,6 +1,7 @@
 """Leaving sequences out: by a list of tags, and by their length."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -41,6 +42,18 @@ def test_sequences_are_dropped_after_the_epoch_was_cut_into_parts() -> None:
     keys = OrderKeys(seq_ordering="random", partition_epoch=3)
     parts = [plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=9, max_seq_length=5), epoch).order.tolist() for epoch in (1, 2, 3)]
     assert parts == [[3, 10], [1, 0, 7], [11, 5]]
+
+
+@pytest.mark.parametrize("ordering", ["random", "laplace:.3", "sorted"])
+def test_a_list_leaves_out_sequences_of_the_order_without_it(ordering: str) -> None:
+    """As RETURNN does: Dataset.get_seq_order_for_epoch applies seq_tags_filter last."""
+    listed, keys = numpy.array([0, 3, 4, 9]), OrderKeys(seq_ordering=ordering, partition_epoch=2)
+    for epoch in (1, 2, 3):
+        whole = order(LENGTHS, keys, epoch)
+        filtered = order(LENGTHS, replace(keys, seq_list_filter_file="tags"), epoch, listed)
+        assert filtered.tolist() == [index for index in whole.tolist() if index in listed]
+    with pytest.raises(DataError, match="epoch 2: expected at least one of its sequences in seq_list_filter_file"):
+        order(LENGTHS, OrderKeys(partition_epoch=2, seq_list_filter_file="tags"), 2, numpy.array([0]))
 
 
 def test_an_epoch_of_which_nothing_is_left_is_an_error() -> None:

@@ -62,7 +62,7 @@ def of_tensorflow(millions: int) -> tuple[Contents, Contents]:
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
     state = TensorFlowState(variables_of(model), optimizer, None, None)
-    return lambda: state.contents(PROGRESS), lambda: state.copy_for_background(PROGRESS)
+    return lambda: state.contents(PROGRESS), lambda: state.copied(state.contents(PROGRESS))
 
 
 def main() -> None:

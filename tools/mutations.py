@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation(
         "each rank keeps the weights that it made",
         "checkpoint/saver.py",
-        'partial(comm.broadcast, name=f"initial_{kind}")',
+        'partial(comm.broadcast, name=f"initial_{role}")',
         "list",
         (TOGETHER,),
     ),
@@ -176,9 +176,9 @@ MUTATIONS = [
     ),
     Mutation(
         "BatchNorm's statistics are not averaged",
-        "learner/reducer.py",
-        'lambda tensors: average(comm, tensors, counts, "statistics")',
-        "lambda tensors: tensors",
+        "learner/buffers.py",
+        'partial(average, comm, counts=counts, name="statistics")',
+        "list",
         ("tests/learner/test_param_average.py",),
     ),
     Mutation(

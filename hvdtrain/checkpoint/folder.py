@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
-from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
@@ -227,11 +227,11 @@ class CheckpointFolder:
             for suffix in self.model_suffixes:
                 self._remove(target.model_file_as(suffix))
 
-    def write_rank(self, file: Path, contents: RankContents) -> None:
+    def write_rank(self, file: Path, write: Callable[[Path], None]) -> None:
         """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
         unfinished = _unfinished_path(file)
         with _checkpoint_error(file, [unfinished]):
-            contents.write(unfinished)
+            write(unfinished)
             _flush_to_disk(unfinished)
             os.replace(unfinished, file)
         self.copy_to_mirror(file)

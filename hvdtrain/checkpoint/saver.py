@@ -19,7 +19,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_wi
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
-from hvdtrain.learner.model_state import Kind, StatePart
+from hvdtrain.learner.model_state import Role, StatePart
 from hvdtrain.learner.reducer import EpochSync, Numbers
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
@@ -31,7 +31,7 @@ NO_AVERAGES = Averages()
 ALIKE = "alike"
 """The entry of a checkpoint with the lowest rank that has the same model and optimizer, for each rank."""
 
-MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+MODEL_ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
 
 
@@ -167,7 +167,7 @@ class Saver:
             file = target.rank_file(self._comm.rank, self._comm.size)
             together(
                 self._comm,
-                lambda: self._checkpoints.write_rank(file, self._state.rank_contents(parts, marks)),
+                lambda: self._checkpoints.write_rank(file, partial(self._state.write_rank, parts=parts, marks=marks)),
                 name="save_own",
             )
         entries = {
@@ -204,7 +204,7 @@ class Saver:
         if self._local is not None and self._is_local_awaited:
             contents = self._local.write(target, self._state.contents(entries))
         else:
-            contents = self._state.copy_for_background(entries)
+            contents = self._state.copied(self._state.contents(entries))
         self._writing = self._background.submit(self._write, target, contents, progress)
 
     @property
@@ -246,7 +246,7 @@ class Saver:
 
         def write() -> None:
             if not is_saved:
-                self._checkpoints.write_model(target, self._state.model_contents(entries))
+                self._checkpoints.write_model(target, self._state.contents(entries, model_only=True))
             self._checkpoints.tidy_models(target, self._kept_within(progress))
             self._note_best(progress)
 
@@ -424,13 +424,13 @@ class Saver:
         if self._comm.size == 1:
             return ()
         parts = self._sync.rank_local_state()
-        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.has_tensors(part))
+        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.kinds(part))
 
 
 def share_model(comm: Communicator, state: StateBase) -> None:
     """Collective. Broadcast rank 0's model."""
-    for kind in MODEL_KINDS:
-        state.map_tensors(kind, partial(comm.broadcast, name=f"initial_{kind}"))
+    for role in MODEL_ROLES:
+        state.map_tensors(role, partial(comm.broadcast, name=f"initial_{role}"))
 
 
 def clean_up(

@@ -260,14 +260,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
 
 def parameters_of(learner: Learner) -> list[Tensor]:
     """The trained parameters (not copies)."""
-    parameters: list[Tensor] = []
-
-    def note(values: list[Tensor]) -> list[Tensor]:
-        parameters.extend(values)
-        return values
-
-    learner.state.map_tensors("parameters", note)
-    return parameters
+    return list(learner.state.tensors("parameters").values())
 
 
 def check_share(share: Share) -> list[Finding]:

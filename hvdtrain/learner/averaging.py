@@ -39,7 +39,8 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
     """The mean of the models in files, in the form of `read_model`.
 
     Integers and booleans, such as BatchNorm's number of batches, and all that is not a tensor, are those of the newest model: the
-    one with the highest step, of equals the last in the list. Floating-point numbers keep their types.
+    one with the highest step, of equals the last in the list. Floating-point numbers keep their types. A tensor that is the same
+    in all files, such as a mask with -inf, stays as it is.
 
     Raises:
         CheckpointError: a file cannot be read, the models differ in names or shapes, or values are not finite.
@@ -47,6 +48,8 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
     io = framework.model_files
     sums: dict[str, Array] = {}
     newest: dict[str, Any] = {}
+    same: dict[str, Any] = {}  # tensors that have been the same so far
+    infinite: dict[str, Path] = {}
     for file in files:
         contents = io.read_model(file)
         model = contents["model"]
@@ -62,12 +65,20 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
                 continue
             if name in sums and sums[name].shape != values.shape:
                 raise CheckpointError(f"{file}: {name}: expected shape {sums[name].shape}, got {values.shape}")
+            if not newest:
+                same[name] = tensor
+            elif name in same and not numpy.array_equal(io.widen(same[name]), values):
+                del same[name]
             if not numpy.isfinite(values).all():
-                raise CheckpointError(f"{file}: {name}: expected finite numbers, got others (leave this checkpoint out)")
+                infinite.setdefault(name, file)
+            if name in infinite and (name not in same or numpy.isnan(values).any()):
+                raise CheckpointError(
+                    f"{infinite[name]}: {name}: expected finite numbers, got others (leave this checkpoint out)"
+                )
             sums[name] = sums[name] + values if name in sums else values
         if not newest or _step(contents) >= _step(newest):
             newest = contents
-    return _replace(newest, {name: total / len(files) for name, total in sums.items()}, io)
+    return _replace(newest, {name: total / len(files) for name, total in sums.items() if name not in same}, io)
 
 
 def with_parameters(file: Path, values: Mapping[str, Array], framework: Framework) -> dict[str, Any]:

@@ -16,9 +16,9 @@ OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
 """Entries next to the optimizer's state: its class (in TensorFlow's files part of the tensor names) and its options as text.
 Files of RETURNN and of hvdtrain 0.1 have neither."""
 
-TRAINED, AVERAGED = "trained", "averaged_updates"
-"""Entries with a moving average, which is then the model: the trained weights by name, and the number of updates that the average
-has followed."""
+TRAINED, AVERAGED, EXACT = "trained", "averaged_updates", "averages"
+"""Entries with a moving average, which is then the model: the trained weights by name; the number of updates that the average has
+followed; and the averages of weights in 16 bits, which are in float32."""
 
 SHAPES = "shapes"
 """An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
@@ -87,15 +87,3 @@ class CheckpointContents:
             return False
         self.running.write(file, {SAVE_ID: self.progress.get(SAVE_ID)})
         return True
-
-
-@dataclass(frozen=True)
-class RankContents:
-    """The part of a checkpoint that one rank writes: the state in which it differs from other ranks."""
-
-    entries: Mapping[str, Any]
-    format: FileFormat
-
-    def write(self, file: Path) -> None:
-        """Raises: OSError, RuntimeError, if the disk is full."""
-        self.format.write_rank(file, self.entries)

@@ -1,17 +1,25 @@
-"""The view that reducers have of a learner's state: the model's tensors by kind, and the tensors that the reducer keeps."""
+"""The roles of a model's tensors, and the view that reducers have of a learner's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
 
-Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""The kinds of tensors in a model: trained parameters, frozen parameters, floating-point buffers such as BatchNorm's running
-mean, and integer buffers."""
+Role = Literal["parameters", "frozen", "statistics", "counters"]
+"""What a tensor of a model is; these names are also in checkpoints.
 
-StatePart = Kind | Literal["optimizer", "kept"]
+- "parameters" are trained. They are averaged over ranks that train alone, and over time (in float32 or wider).
+- "frozen" parameters are the same on all ranks from the beginning, and never change.
+- "statistics" are the other tensors of numbers that are not whole, such as BatchNorm's running mean. Those that differ between
+  ranks are averaged; a mask or a table of sines is the same on all ranks, and so stays as it is to the last bit.
+- "counters" are the other tensors of integers. Where they differ, all ranks take those of rank 0.
+
+What a model does not save (a buffer of PyTorch with persistent=False) has no role: each rank has its own, and none is sent.
+"""
+
+StatePart = Role | Literal["optimizer", "kept"]
 """The parts of the state that can differ between ranks, so that each rank saves its own; "kept" are the tensors that a reducer
 keeps (`ModelState.own`)."""
 
@@ -28,8 +36,16 @@ class ModelState(Protocol):
     shared: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
 
-    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
+    def map_tensors(self, role: Role, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace the values of the model's tensors of one role by what `change` returns for them, in the model's order."""
+        ...
+
+    def kinds(self, role: Role) -> Mapping[str, str]:
+        """The type and the shape of the tensors of one role, by name in the model's order."""
+        ...
+
+    def digests(self, role: Role) -> Sequence[bytes]:
+        """Short hashes of their values."""
         ...
 
     def frozen_now(self) -> Collection[int]:

@@ -17,8 +17,9 @@ from hvdtrain.comm.groups import RankGroup, make_groups, single_rank
 from hvdtrain.config.keys import ALONE, Rule, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
-from hvdtrain.learner.model_state import Kind, ModelState, StatePart
+from hvdtrain.learner.model_state import ModelState, Role, StatePart
 from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
 from hvdtrain.learner.reducer import (
     Average,
@@ -28,8 +29,6 @@ from hvdtrain.learner.reducer import (
     Numbers,
     Reducer,
     UpdateCounts,
-    average,
-    average_buffers,
     temporarily_average,
 )
 from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
@@ -276,11 +275,11 @@ class ParamAverage:
         """See `EpochSync`. Between two syncs this is the plain average: the outer optimizer steps only at a sync."""
         if not self._counts.updates:
             return nullcontext()
-        kinds: dict[Kind, Average] = {
+        averages: dict[Role, Average] = {
             "parameters": lambda tensors: self._sync.average_to_save(state, tensors),
-            "statistics": lambda tensors: average(self._comm, tensors, self._counts, "saved.statistics"),
+            "statistics": averaged_statistics(self._comm, state, self._counts),
         }
-        return temporarily_average(state, kinds)
+        return temporarily_average(state, averages)
 
     def flush(self, state: ModelState) -> None:
         for part in self._sync.parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
@@ -17,7 +18,7 @@ from hvdtrain.errors import BrokenSequence
 from hvdtrain.learner.compression import GradientCompressor
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.model_state import Kind, ModelState, StatePart
+    from hvdtrain.learner.model_state import ModelState, Role, StatePart
     from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
@@ -317,8 +318,13 @@ class UpdateCounts:
 
 
 def apply_weight(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """The tensors times a rank's weight, for a weighted average; the same tensors if the weight is 1."""
-    return list(tensors) if weight == 1.0 else [tensor * weight for tensor in tensors]
+    """The tensors times a rank's weight, for a weighted average; the same tensors if the weight is 1.
+
+    With weight 0, they are zeros also where 0 times a value is NaN: a power of 0 is 1 of every value (IEEE 754).
+    """
+    if weight == 1.0:
+        return list(tensors)
+    return [tensor * weight if weight else tensor**0 - 1 for tensor in tensors]
 
 
 def average(comm: Communicator, tensors: Sequence[Tensor], counts: UpdateCounts, name: str) -> list[Tensor]:
@@ -326,32 +332,26 @@ def average(comm: Communicator, tensors: Sequence[Tensor], counts: UpdateCounts,
     return all_reduce(comm, apply_weight(tensors, counts.weight()), "average", name=f"average.{name}")
 
 
-def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:
-    """Collective. Average floating-point buffers; take integer buffers from rank 0."""
-    state.map_tensors("statistics", lambda tensors: average(comm, tensors, counts, "statistics"))
-    state.map_tensors("counters", lambda tensors: comm.broadcast(tensors, name="counters"))
-
-
 Average = Callable[[list[Tensor]], list[Tensor]]
 """Collective. Averages tensors over the ranks; can overwrite them."""
 
 
 @contextmanager
-def temporarily_average(state: ModelState, averages: Mapping[Kind, Average]) -> Iterator[None]:
-    """Collective. Inside the `with` block, some kinds of tensors are averages; each rank's own are restored afterwards."""
-    own: dict[Kind, list[Tensor]] = {}
+def temporarily_average(state: ModelState, averages: Mapping[Role, Average]) -> Iterator[None]:
+    """Collective. Inside the `with` block, the tensors of some roles are averages; each rank's own are restored afterwards."""
+    own: dict[Role, list[Tensor]] = {}
 
-    def replace(kind: Kind, tensors: list[Tensor]) -> list[Tensor]:
-        own[kind] = copy_tensors(tensors)
-        return averages[kind](tensors)
+    def replace(role: Role, tensors: list[Tensor]) -> list[Tensor]:
+        own[role] = copy_tensors(tensors)
+        return averages[role](tensors)
 
-    for kind in averages:
-        state.map_tensors(kind, lambda tensors, kind=kind: replace(kind, tensors))  # type: ignore[misc]
+    for role in averages:
+        state.map_tensors(role, partial(replace, role))
     try:
         yield
     finally:
-        for kind in averages:
-            state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
+        for role in averages:
+            state.map_tensors(role, partial(lambda role, _: own[role], role))
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

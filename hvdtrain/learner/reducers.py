@@ -18,6 +18,7 @@ from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
@@ -31,8 +32,6 @@ from hvdtrain.learner.reducer import (
     Reducer,
     ReducerClass,
     UpdateCounts,
-    average,
-    average_buffers,
     temporarily_average,
 )
 from hvdtrain.runtime.timer import Timer
@@ -94,7 +93,7 @@ class GradReduce:
     def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:
             return nullcontext()
-        return temporarily_average(state, {"statistics": lambda own: average(self._comm, own, self._counts, "saved.statistics")})
+        return temporarily_average(state, {"statistics": averaged_statistics(self._comm, state, self._counts)})
 
     def flush(self, state: ModelState) -> None:
         pass  # nothing is under way between updates

@@ -6,14 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.contents import (
     AVERAGED,
+    EXACT,
     NO_MARKS,
     OPTIMIZER_CLASS,
     OWN,
@@ -23,10 +27,9 @@ from hvdtrain.learner.contents import (
     CheckpointContents,
     FileFormat,
     Marks,
-    RankContents,
 )
 from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
-from hvdtrain.learner.model_state import Kind, StatePart
+from hvdtrain.learner.model_state import Role, StatePart
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest
 from hvdtrain.learner.running_average import RunningAverage
@@ -40,7 +43,12 @@ UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Val
 """What frameworks raise of values that do not belong to a model or an optimizer."""
 
 
-WITH_TENSORS = ("optimizer", TRAINED, SHARED, OWN, "parameters", "frozen", "statistics", "counters")
+DIGEST = 8
+"""The bytes of a digest: among a billion pairs of other values, the chance that two have the same one is 1e-10."""
+
+WITH_PARAMETERS: tuple[Role, ...] = ("parameters", "frozen")
+
+WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, "parameters", "frozen", "statistics", "counters")
 """Entries that hold tensors, by their names or numbers."""
 
 
@@ -70,24 +78,39 @@ class StateBase(ABC):
         self.own: dict[str, list[Tensor]] = {}
 
     @abstractmethod
-    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
+    def tensors(self, role: Role) -> dict[str, Tensor]:
+        """The model's present tensors of one role, by name in the model's order; in types that ranks can exchange. They may share
+        memory with the model."""
 
-    @abstractmethod
-    def has_tensors(self, kind: Kind) -> bool:
-        """Whether the model has tensors of a kind."""
+    def map_tensors(self, role: Role, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """See `ModelState`."""
+        named = self.tensors(role)
+        changed = zip(named.items(), change(list(named.values())), strict=True)
+        self._set_tensors(role, {name: new for (name, old), new in changed if new is not old})
+
+    def kinds(self, role: Role) -> dict[str, str]:
+        """See `ModelState`."""
+        return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in self.tensors(role).items()}
+
+    def digests(self, role: Role) -> list[bytes]:
+        """See `ModelState`."""
+        return [sha256(bits).digest()[:DIGEST] for bits in self._bits(list(self.tensors(role).values()))]
 
     def frozen_now(self) -> Collection[int]:
         """See `ModelState`."""
         return ()
 
-    @abstractmethod
     def trained_values(self) -> Iterator[tuple[str, Array]]:
-        """The names of the trained parameters, with copies of their values as float64 arrays."""
+        """The names of the trained parameters, with copies of their values as arrays of float64, or complex128."""
+        for name, tensor in self.tensors("parameters").items():
+            yield name, self._wide(tensor)
 
-    @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
+        """The names of all parameters, trained or not, with copies of their values as arrays of float32, or complex64."""
+        for role in WITH_PARAMETERS:
+            for name, tensor in self.tensors(role).items():
+                wide = self._wide(tensor)
+                yield name, wide.astype(numpy.complex64 if wide.dtype.kind == "c" else numpy.float32)
 
     @property
     def base_hash(self) -> str | None:
@@ -148,10 +171,16 @@ class StateBase(ABC):
     def gather_state(self) -> None:  # noqa: B027 few optimizers hold their state in parts
         """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 asks for the contents."""
 
-    def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written before
-        training continues."""
+    def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
+        """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written, or `copied`,
+        before training continues.
+
+        Args:
+            model_only: the present model without anything else; inside of `averaged_weights`, that is the average.
+        """
         model = self._model_tensors()
+        if model_only:
+            return CheckpointContents(model, {}, progress, self._format)
         with self._average.training_mode() if self._average is not None else nullcontext():
             optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
@@ -161,25 +190,18 @@ class StateBase(ABC):
             averages, trained = self._average.evaluated_and_trained()
             model |= averages
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
+            if exact := dict(self._average.exact()):
+                optimizer[EXACT] = exact
         optimizer[SHAPES] = _shapes(optimizer)
         running = None if self.running is None else self.running.state
         return CheckpointContents(model, optimizer, progress, self._format, running)
 
-    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        """The present model without anything else; inside of `averaged_weights`, that is the average."""
-        return CheckpointContents(self._model_tensors(), {}, progress, self._format)
-
-    def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        """The same as a copy, which training does not change and which any thread may write."""
-        contents = self.contents(progress)
+    def copied(self, contents: CheckpointContents) -> CheckpointContents:
+        """Contents that any thread may write while training goes on. They are valid until the next call."""
         return contents if contents.running is None else replace(contents, running=contents.running.copy())
 
-    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        """A snapshot that is written while training goes on. It is valid until the next call."""
-        return self.snapshot(progress)
-
     def close(self) -> None:  # noqa: B027  # most have started nothing
-        """End what `copy_for_background` has started."""
+        """End what `copied` has started."""
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.
@@ -212,14 +234,17 @@ class StateBase(ABC):
             CheckpointError: the file cannot be read, or values of another shape were made.
         """
 
-    def rank_contents(self, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> RankContents:
-        """What this rank's file holds: tensors of some kinds, and the optimizer's state if that is one of the parts."""
-        entries: dict[str, Any] = {**marks, **{kind: self._kind_tensors(kind) for kind in _kinds(parts)}}
+    def write_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
+        """Write this rank's file: tensors of some roles, and the optimizer's state if that is one of the parts. Raises: OSError,
+        RuntimeError, if the disk is full."""
+        entries: dict[str, Any] = dict(marks)
+        for role in _roles(parts):
+            entries[role] = {name: self._stored(tensor) for name, tensor in self.tensors(role).items()}
         if "optimizer" in parts:
             entries |= self._optimizer_contents()
         if self.own:
             entries[OWN] = self._stored_lists(self.own)
-        return RankContents({**entries, SHAPES: _shapes(entries)}, self._format)
+        self._format.write_rank(file, {**entries, SHAPES: _shapes(entries)})
 
     def load_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         """Read this rank's file.
@@ -234,11 +259,11 @@ class StateBase(ABC):
             self._load_optimizer(entries, file)
         else:
             self._check_shapes(file, entries)
-        for kind in _kinds(parts):
+        for role in _roles(parts):
             try:
-                self._set_kind(kind, entries[kind])
+                self._set_stored(role, self._by_name(role, entries[role]))
             except UNSUITABLE as error:
-                raise DamagedCheckpoint(f"{file}: expected the {kind} of this config's model, got others: {error}") from None
+                raise DamagedCheckpoint(f"{file}: expected the {role} of this config's model, got others: {error}") from None
 
     def _check_shapes(self, file: Path, entries: Mapping[str, Any]) -> None:
         """Whether all tensors are in a file that were saved. Raises: DamagedCheckpoint."""
@@ -275,7 +300,8 @@ class StateBase(ABC):
         try:
             if self._average is not None:
                 self._average.start(int(entries.get(AVERAGED, 0)))
-            self._set_trained(trained)
+                self._average.restore(entries.get(EXACT, {}))
+            self._set_stored("parameters", trained)
         except UNSUITABLE as error:
             raise DamagedCheckpoint(
                 f"{file}: expected the weights that were trained in {TRAINED!r}, got others: {error}"
@@ -303,19 +329,39 @@ class StateBase(ABC):
     def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...
 
     @abstractmethod
-    def _kind_tensors(self, kind: Kind) -> Any:
-        """The tensors of one kind, as a rank's file holds them."""
+    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+        """Set some tensors of one role, which are of these shapes."""
 
-    @abstractmethod
-    def _set_kind(self, kind: Kind, stored: Any) -> None: ...
+    def _set_stored(self, role: Role, stored: Mapping[str, Any]) -> None:
+        """Set all tensors of one role to what a file has; others in the file are left out."""
+        own = self.tensors(role)
+        for name, tensor in own.items():
+            if name not in stored:
+                raise ValueError(f"there is none of {name}")
+            if tuple(stored[name].shape) != tuple(tensor.shape):  # setting it might repeat a smaller one
+                raise ValueError(f"{name} has the shape {tuple(stored[name].shape)} instead of {tuple(tensor.shape)}")
+        self._set_tensors(role, {name: stored[name] for name in own})
 
-    @abstractmethod
-    def _set_trained(self, trained: Mapping[str, Tensor]) -> None:
-        """Set trained weights by name; others in the file are left out."""
+    def _by_name(self, role: Role, stored: Any) -> Mapping[str, Any]:
+        """The tensors of one role in a rank's file by name, also in files of earlier releases."""
+        named: Mapping[str, Any] = stored
+        return named
+
+    def _stored(self, tensor: Tensor) -> Any:
+        """A tensor as a file holds it."""
+        return tensor
 
     def _stored_lists(self, lists: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Any]]:
-        """Lists of tensors by name that a reducer keeps, as a file holds them."""
-        return {name: list(tensors) for name, tensors in lists.items()}
+        return {name: [self._stored(tensor) for tensor in tensors] for name, tensors in lists.items()}
+
+    def _bits(self, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+        """The bytes of each tensor."""
+        return (numpy.asarray(tensor).tobytes() for tensor in tensors)
+
+    def _wide(self, tensor: Tensor) -> Array:
+        """A copy of a tensor as an array of float64, or complex128."""
+        array = numpy.asarray(tensor)
+        return array.astype(numpy.complex128 if array.dtype.kind == "c" else numpy.float64)
 
     @abstractmethod
     def _optimizer_name(self) -> str:
@@ -334,7 +380,7 @@ class StateBase(ABC):
         """Set the optimizer's state. Returns lines about what changed."""
 
 
-def _kinds(parts: Sequence[StatePart]) -> list[Kind]:
+def _roles(parts: Sequence[StatePart]) -> list[Role]:
     return [part for part in parts if part != "optimizer" and part != "kept"]
 
 

@@ -38,12 +38,19 @@ class EvaluationWeights(Protocol):
     def evaluated_and_trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """These weights and the trained ones, by name."""
 
+    def exact(self) -> Mapping[str, Any]:
+        """By name, these weights where they are wider than the model's."""
+
+    def restore(self, exact: Mapping[str, Any]) -> None:
+        """Continue with what `exact` has returned."""
+
     def adopt(self, changed: Collection[str]) -> None:
         """Take over the values of weights that were set from outside, given their names."""
 
 
 class WeightAverageBase(ABC):
-    """A moving average of the trained weights. Buffers such as BatchNorm's running mean are averages already.
+    """A moving average of the trained weights, in float32 or wider: in bfloat16, the small share of new weights would be rounded
+    away. Buffers such as BatchNorm's running mean are averages already.
 
     Args:
         named: the trained weights by name, as objects of the framework.
@@ -52,13 +59,13 @@ class WeightAverageBase(ABC):
     def __init__(self, named: Mapping[str, Any], decay: float) -> None:
         self._weights = dict(named)
         self._decay = decay
-        self._others: dict[str, Any] = {}  # the average; inside of `use`, the trained weights
-        self._is_in_use = False
+        self._averages: dict[str, Any] = {}
+        self._trained: Mapping[str, Any] | None = None  # inside of `use`
         self.updates = 0
 
     @property
     def has_started(self) -> bool:
-        return bool(self._others)
+        return bool(self._averages)
 
     @abstractmethod
     def start(self, updates: int = 0) -> None: ...
@@ -69,36 +76,42 @@ class WeightAverageBase(ABC):
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        self._swap()
-        self._is_in_use = True
+        self._trained = self._exchange(self._averages)
         try:
             yield
         finally:
-            self._swap()
-            self._is_in_use = False
+            self._exchange(self._trained)
+            self._trained = None
 
     def training_mode(self) -> AbstractContextManager[None]:
         """The optimizer has no modes: its state does not depend on the weights in the model."""
         return nullcontext()
 
     def evaluated_and_trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        current, others = self._values(self._weights), self._values(self._others)
-        return (current, others) if self._is_in_use else (others, current)
+        return self._values(self._averages), self._values(self._weights if self._trained is None else self._trained)
+
+    def exact(self) -> dict[str, Any]:
+        """The averages of weights in 16 bits, by name, which are wider than those weights in a model's file."""
+        return {name: one for name, one in self._averages.items() if one.dtype != self._weights[name].dtype}
+
+    @abstractmethod
+    def restore(self, exact: Mapping[str, Any]) -> None:
+        """Set some averages to what `exact` has returned."""
 
     @abstractmethod
     def adopt(self, changed: Collection[str]) -> None: ...
 
     @abstractmethod
     def _values(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The values of weights, for a checkpoint."""
+        """The values of weights in the model's types, for a checkpoint."""
 
     @abstractmethod
     def _approach(self, share: float) -> None:
         """Move the average towards the weights by a share of the distance."""
 
     @abstractmethod
-    def _swap(self) -> None:
-        """Swap the model's weights and the others."""
+    def _exchange(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the model other weights, and return its own."""
 
 
 def retained_share(decay: float, done: int, updates: int) -> float:

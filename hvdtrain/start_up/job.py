@@ -19,20 +19,20 @@ from hvdtrain.checkpoint.lock import lock_model
 from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
+from hvdtrain.checkpoint.saver import MODEL_ROLES, Saver
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, Tensor, together
+from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.fork_server import Fork
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.buffers import named_kinds
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.integrity import new_save_id
-from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.running_average import RunningAverage
@@ -308,26 +308,20 @@ def build_learner(
     return framework.build(settings.learner, gradient_exchange, options)
 
 
+OF_MODEL = "every rank makes the model, and gets rank 0's values: does it iterate over a set, whose order is that of its process?"
+
+
 def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
-    """Collective. Raises: ConfigError, unless all ranks have the same keys, and models of the same shapes."""
+    """Collective. Raises: ConfigError, unless all ranks have the same keys, and models with the same tensors in one order."""
     keys = settings.shared_keys(update_together=update_together)
     check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
-    shapes: dict[str, str] = {}
-    for kind in MODEL_KINDS:
-        learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    shapes = named_kinds(learner.state, MODEL_ROLES)
     if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
         shapes["the hash of the frozen parameters"] = learner.state.base_hash
-    check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+    check_alike(comm, shapes, of="get_model: ", hint=OF_MODEL, name="model_shapes")
     if settings.learner.extra_models:
         hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
         check_alike(comm, learner.state.other_checksums(), of="extra_models: ", hint=hint, name="extra_models")
-
-
-def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
-    """Record the types and shapes of a model's tensors; return the same tensors."""
-    for number, tensor in enumerate(tensors):
-        shapes[f"{kind}[{number}]"] = f"{tensor.dtype} {tuple(tensor.shape)}"
-    return tensors
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:

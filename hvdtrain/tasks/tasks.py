@@ -345,7 +345,7 @@ def _memory_lines(session: Session) -> list[str]:
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
     learner.state.gather_state()
     if comm.rank == 0:
-        contents = learner.state.snapshot({})
+        contents = learner.state.contents({})
         model, optimizer = num_bytes(contents.model), num_bytes(contents.optimizer)
         whole = size_text(model + optimizer)
         lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(optimizer)}")

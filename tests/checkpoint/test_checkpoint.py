@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.contents import CheckpointContents, RankContents
+from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.torch.model_file import file_format
 
 TORCH = file_format(torch.device("cpu"), "pt")
@@ -25,14 +25,6 @@ class Contents(CheckpointContents):
 
     def __init__(self, write: Callable[[Path, Path], object]) -> None:
         object.__setattr__(self, "write", write)
-
-
-class EmptyFile(RankContents):
-    def __init__(self) -> None:
-        pass
-
-    def write(self, file: Path) -> None:
-        file.touch()
 
 
 def save(
@@ -97,7 +89,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     try:
         for save in (
             lambda: checkpoints.write(checkpoints.new(1), CheckpointContents(large, {}, {"step": 1}, TORCH)),
-            lambda: checkpoints.write_rank(tmp_path / "net.own", RankContents(large, TORCH)),
+            lambda: checkpoints.write_rank(tmp_path / "net.own", lambda file: TORCH.write_rank(file, large)),
         ):
             with pytest.raises(
                 CheckpointError, match=rf"^{tmp_path}/net\.\S+: expected to write a checkpoint, got: .*File too large"
@@ -209,7 +201,7 @@ def test_a_checkpoint_within_an_epoch_is_newer_than_the_epoch_before_and_older_t
     checkpoints = CheckpointFolder(tmp_path / "net")
     save(checkpoints, 3)
     own = checkpoints.at(4, 90).rank_file(1, 2)
-    checkpoints.write_rank(own, EmptyFile())
+    checkpoints.write_rank(own, Path.touch)
     for step in (80, 100, 90):  # a run that went on from an older one
         save(checkpoints, 4, step=step)
         assert checkpoints.newest() == checkpoints.at(4, step)
@@ -229,6 +221,6 @@ def test_what_ranks_write_of_their_own_belongs_to_a_checkpoint(tmp_path: Path) -
     checkpoints = CheckpointFolder(tmp_path / "net")
     for step in (80, 90):
         for rank in range(2):
-            checkpoints.write_rank(checkpoints.at(4, step).rank_file(rank, 2), EmptyFile())
+            checkpoints.write_rank(checkpoints.at(4, step).rank_file(rank, 2), Path.touch)
         save(checkpoints, 4, step=step)
         assert names(tmp_path) == [f"net.004.step-{step}.{part}pt" for part in ("opt.", "", "rank-0-of-2.", "rank-1-of-2.")]

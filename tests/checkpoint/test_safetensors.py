@@ -68,8 +68,9 @@ def test_shared_tensors_are_stored_once_and_come_back_under_all_names(
     made.begin_epoch(1, 0)
     file = tmp_path / "model.safetensors"
     progress = {"step": 3, "epoch": 1, "history": [{"score": float("nan")}]}
-    contents = made.state.snapshot(progress) if in_background else made.state.contents(progress)
-    contents.write(file, tmp_path / "model.opt.pt")
+    contents = made.state.contents(progress)
+    (made.state.copied(contents) if in_background else contents).write(file, tmp_path / "model.opt.pt")
+    made.state.close()
     with safe_open(file, framework="numpy") as stored:
         assert sorted(stored.keys()) == ["count", "embedding.weight", "empty", "output.bias", "transposed"]
         metadata = stored.metadata()

@@ -90,7 +90,7 @@ def test_a_call_on_one_rank_only_does_not_get_the_answers_to_another(monkeypatch
         ({"optimizer": {"class": "adam"}}, "optimizer: expected .* got {class: .sgd.*} on rank 0"),
         (
             {"layers": "statistics"},
-            r"get_model: parameters\[5\]: expected .* got nothing on rank 0 and torch.float32 \(4,\) on rank 1",
+            r"get_model: norm.weight: expected .* got nothing on rank 0 and parameters\[5\] torch.float32 \(4,\) on rank 1",
         ),
     ],
 )

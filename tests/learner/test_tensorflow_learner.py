@@ -341,8 +341,8 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     made = learner(optimizer="adam", model_format=suffix)
     made.backward(BATCH)
     made.update(0.1)
-    copy = made.state.snapshot if suffix == "npz" else made.state.copy_for_background
-    copied = [copy({"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]}) for _ in range(2)][1]
+    progress = {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]}
+    copied = [made.state.copied(made.state.contents(progress)) for _ in range(2)][1]
     made.state.contents(copied.progress).write(*files)
     again = learner(optimizer="adam")
     progress = again.state.load(*files)
@@ -443,7 +443,7 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
     made = learner(optimizer="adam")
     made.backward(BATCH)
     made.update(0.1)
-    made.state.rank_contents(["parameters", "optimizer"]).write(tmp_path / "own.npz")
+    made.state.write_rank(tmp_path / "own.npz", ["parameters", "optimizer"])
     again = learner(optimizer="adam")
     again.state.load_rank(tmp_path / "own.npz", ["parameters", "optimizer"])
     for one in (made, again):

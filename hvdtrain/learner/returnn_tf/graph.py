@@ -14,7 +14,7 @@ from returnn.tf.util.basic import CollectionKeys, get_global_train_flag_placehol
 from hvdtrain.context import size_name
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.gradients import (
     Compute,
@@ -187,12 +187,12 @@ class NetworkGraph:
         variables = [] if self.updater is None else self.updater.optimizer_vars
         return {variable.name.removesuffix(":0"): variable for variable in variables if variable is not self.points.helper}
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> Role:
         """The kind of one of the model's variables."""
         variable = self.variables[name]
         if any(variable is trained for trained in self._trainable):
             return "parameters"
-        if not variable.dtype.is_floating:
+        if not (variable.dtype.is_floating or variable.dtype.is_complex):
             return "counters"
         return "statistics" if name in self._changed_by_graph else "frozen"
 

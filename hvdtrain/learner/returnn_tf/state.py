@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.learner.contents import CheckpointContents
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values
 from hvdtrain.learner.returnn_tf.model_file import StoredNetwork, network_format, read_arrays
@@ -35,22 +35,10 @@ class NetworkState(StateBase):
     def num_pretrain_epochs(self) -> int:  # type: ignore[override]  # it is known once there is a config
         return self._networks.num_pretrain_epochs
 
-    def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
-        names = self._names(kind)
-        tensors = [tf.constant(array) for array in self._networks.graph.arrays(names).values()]
-        changed = zip(names, tensors, change(list(tensors)), strict=True)
-        self._networks.graph.assign({name: new.numpy() for name, old, new in changed if new is not old})
-
-    def has_tensors(self, kind: Kind) -> bool:
-        return bool(self._names(kind))
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        for name, array in self._networks.graph.arrays([*self._names("parameters"), *self._names("frozen")]).items():
-            yield name, array.astype(numpy.float32)
-
-    def trained_values(self) -> Iterator[tuple[str, Array]]:
-        for name, array in self._networks.graph.arrays(self._names("parameters")).items():
-            yield name, array.astype(numpy.float64)
+    def tensors(self, role: Role) -> dict[str, tf.Tensor]:
+        graph = self._networks.graph
+        names = [name for name in graph.variables if graph.kind(name) == role]
+        return {name: tf.constant(array) for name, array in graph.arrays(names).items()}
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         graph = self._networks.graph
@@ -59,17 +47,13 @@ class NetworkState(StateBase):
         graph.assign({name: numpy.asarray(value) for name, value in values.items()})
         return list(ours), list(values)
 
-    def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+    def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
         self._networks.graph.meta()  # here: another thread may write the contents
-        return super().contents(progress)
+        return super().contents(progress, model_only=model_only)
 
     def reset_optimizer(self) -> None:
         super().reset_optimizer()
         self._networks.graph.reset_optimizer()
-
-    def _names(self, kind: Kind) -> list[str]:
-        graph = self._networks.graph
-        return [name for name in graph.variables if graph.kind(name) == kind]
 
     def _model_tensors(self) -> dict[str, Any]:
         graph = self._networks.graph
@@ -79,20 +63,11 @@ class NetworkState(StateBase):
         stored: StoredNetwork = tensors["stored"]
         self._networks.load(stored.prefix, stored.epoch)
 
-    def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
-        return self._networks.graph.arrays(self._names(kind))
+    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+        self._networks.graph.assign({name: numpy.asarray(value) for name, value in values.items()})
 
-    def _set_kind(self, kind: Kind, stored: Mapping[str, Array]) -> None:
-        names = self._names(kind)
-        if missing := [name for name in names if name not in stored]:
-            raise ValueError(f"missing {missing}")
-        self._networks.graph.assign({name: stored[name] for name in names})
-
-    def _set_trained(self, trained: Mapping[str, Array]) -> None:
-        self._set_kind("parameters", trained)
-
-    def _stored_lists(self, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, list[Array]]:
-        return {name: [tensor.numpy() for tensor in tensors] for name, tensors in lists.items()}
+    def _stored(self, tensor: tf.Tensor) -> Array:
+        return numpy.asarray(tensor)
 
     def _optimizer_name(self) -> str:
         updater = self._networks.graph.updater

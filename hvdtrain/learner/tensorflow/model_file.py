@@ -16,7 +16,7 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
-from hvdtrain.learner.contents import AVERAGED, OWN, SHARED, TRAINED, FileFormat
+from hvdtrain.learner.contents import AVERAGED, EXACT, OWN, SHARED, TRAINED, FileFormat
 from hvdtrain.learner.model_format import (
     SAFETENSORS,
     atomic_write,
@@ -27,7 +27,7 @@ from hvdtrain.learner.model_format import (
     verified_read,
 )
 
-TENSORS = ("optimizer", TRAINED, "parameters", "frozen", "statistics", "counters")
+TENSORS = ("optimizer", TRAINED, EXACT, "parameters", "frozen", "statistics", "counters")
 """Entries with arrays by name."""
 
 PROGRESS = "progress"
@@ -50,6 +50,8 @@ def write_model(path: Path, model: Mapping[str, Array], progress: Mapping[str, A
 
 def widen(array: Array) -> Array | None:
     """The values as float64 or complex128; None if they are integers, booleans or text."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        array = array.view(_bfloat16()).astype(numpy.float32)
     if array.dtype.kind not in "fc":
         return None
     return array.astype(numpy.float64 if array.dtype.kind == "f" else numpy.complex128)
@@ -57,7 +59,14 @@ def widen(array: Array) -> Array | None:
 
 def narrow(values: Array, like: Array) -> Array:
     """Values of `widen` in the type of another array."""
-    return numpy.asarray(values).astype(like.dtype)
+    return numpy.asarray(values).astype(_bfloat16() if like.dtype.kind == "V" else like.dtype)
+
+
+def _bfloat16() -> Any:
+    """TensorFlow's type, which numpy stores as plain bytes."""
+    import ml_dtypes  # comes with TensorFlow, but is faster to import
+
+    return ml_dtypes.bfloat16
 
 
 def place_of(array: Array) -> int:

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.learner.contents import OPTIONS, CheckpointContents
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
-from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchange_value, tensorflow_variable, value_of
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, assign, exchange_value, tensorflow_variable, value_of
 from hvdtrain.learner.weight_average import WeightAverageBase
 
 
@@ -41,23 +41,8 @@ class TensorFlowState(StateBase):
         self._options = option_texts(options)  # loading a state does not change the options of a Keras optimizer
         self._copies: dict[tuple[str, ...], Array] = {}  # of a checkpoint in the background, by their place in it
 
-    def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
-        variables = [tensorflow_variable(variable) for variable in self._variables.of_kind(kind)]
-        tensors = [exchange_value(variable) for variable in variables]
-        for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
-            if new is not tensor:
-                variable.assign(tf.cast(new, variable.dtype))
-
-    def has_tensors(self, kind: Kind) -> bool:
-        return bool(self._variables.of_kind(kind))
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        for name, variable in (*self._variables.named_of_kind("parameters"), *self._variables.named_of_kind("frozen")):
-            yield name, array_of(variable).astype(numpy.float32)
-
-    def trained_values(self) -> Iterator[tuple[str, Array]]:
-        for name, variable in self._variables.named_of_kind("parameters"):
-            yield name, array_of(variable).astype(numpy.float64)
+    def tensors(self, role: Role) -> dict[str, tf.Tensor]:
+        return {name: exchange_value(tensorflow_variable(one)) for name, one in self._variables.named_of_kind(role)}
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         theirs, prefix = read_model(request.file)["model"], f"{request.entry}/"
@@ -69,8 +54,8 @@ class TensorFlowState(StateBase):
             self._average.adopt(values.keys())
         return list(ours), list(values)
 
-    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        contents = super().copy_for_background(progress)
+    def copied(self, contents: CheckpointContents) -> CheckpointContents:
+        contents = super().copied(contents)
         model, optimizer = (
             _copy(part, self._copies, name) for name, part in (("model", contents.model), ("opt", contents.optimizer))
         )
@@ -82,18 +67,11 @@ class TensorFlowState(StateBase):
     def _set_model(self, tensors: Mapping[str, Array]) -> None:
         assign(self._variables.by_name.items(), tensors)
 
-    def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
-        return _arrays(self._variables.named_of_kind(kind))
+    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+        assign([(name, self._variables.by_name[name]) for name in values], values)
 
-    def _set_kind(self, kind: Kind, stored: Mapping[str, Array]) -> None:
-        assign(self._variables.named_of_kind(kind), stored)
-
-    def _set_trained(self, trained: Mapping[str, Array]) -> None:
-        ours = self._variables.named_of_kind("parameters")
-        assign(ours, {name: trained[name] for name, _ in ours})
-
-    def _stored_lists(self, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, list[Array]]:
-        return {name: [tensor.numpy() for tensor in tensors] for name, tensors in lists.items()}
+    def _stored(self, tensor: tf.Tensor) -> Array:
+        return numpy.asarray(tensor)
 
     def _optimizer_name(self) -> str:
         return type(self._optimizer).__name__
@@ -136,31 +114,39 @@ class WeightAverage(WeightAverageBase):
 
     def start(self, updates: int = 0) -> None:
         for name, variable in self._weights.items():
-            if name in self._others:
-                self._others[name].assign(variable)
+            if name in self._averages:
+                self._averages[name].assign(exchange_value(variable))
             else:
-                self._others[name] = tf.Variable(variable, trainable=False)
+                self._averages[name] = tf.Variable(exchange_value(variable), trainable=False)
         self.updates = updates
 
     def adopt(self, changed: Collection[str]) -> None:
-        for name in self._others.keys() & changed:
-            self._others[name].assign(self._weights[name])
+        self.restore({name: exchange_value(self._weights[name]) for name in self._averages.keys() & changed})
+
+    def restore(self, exact: Mapping[str, Any]) -> None:
+        for name, values in exact.items():
+            self._averages[name].assign(values)
+
+    def exact(self) -> dict[str, Any]:
+        return _arrays(super().exact().items())
 
     def _values(self, weights: Mapping[str, Any]) -> dict[str, Array]:
-        return _arrays(weights.items())
+        return {name: numpy.asarray(tf.cast(one, self._weights[name].dtype)) for name, one in weights.items()}
 
     def _approach(self, share: float) -> None:
         self._graph(tf.constant(share, tf.float32))
 
     def _add_share(self, share: tf.Tensor) -> None:
         for name, variable in self._weights.items():
-            self._others[name].assign_add((variable - self._others[name]) * tf.cast(share, variable.dtype))
+            average = self._averages[name]
+            average.assign_add((exchange_value(variable) - average) * tf.cast(share, average.dtype))
 
-    def _swap(self) -> None:
+    def _exchange(self, weights: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+        before = {}
         for name, variable in self._weights.items():
-            before = tf.identity(variable)
-            variable.assign(self._others[name])
-            self._others[name].assign(before)
+            before[name] = tf.identity(variable)
+            variable.assign(tf.cast(weights[name], variable.dtype))
+        return before
 
 
 def _arrays(named: Iterable[tuple[str, Any]]) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from keras.src.random.seed_generator import global_seed_generator  # the default
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
 from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.precision import widen
 
 
@@ -227,11 +227,11 @@ class ModelVariables:
 
     model: Any
     by_name: dict[str, Any] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, Role] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
 
-    def of_kind(self, kind: Kind) -> list[Any]:
+    def of_kind(self, kind: Role) -> list[Any]:
         """The variables of one kind, in the model's order."""
         return [variable for _, variable in self.named_of_kind(kind)]
 
@@ -310,10 +310,11 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, (keras.random.SeedGenerator, tf.random.Generator))
 
 
-def _kind(variable: Any, owner: Any) -> Kind:
+def _kind(variable: Any, owner: Any) -> Role:
     if variable.trainable:
         return "parameters"
-    if not tensorflow_variable(variable).dtype.is_floating:
+    dtype = tensorflow_variable(variable).dtype
+    if not (dtype.is_floating or dtype.is_complex):
         return "counters"
     # After `layer.trainable = False`, a layer's weights are still in its list of trainable variables.
     trainable = getattr(owner, "_trainable_variables", ())
@@ -360,8 +361,10 @@ def value_of(variable: Any) -> Array:
 NO_OWNERS: Mapping[str, str] = {}
 
 
-def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], parameters: Mapping[str, str] = NO_OWNERS) -> None:
-    """Set variables to stored values, by name.
+def assign(
+    variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array | tf.Tensor], parameters: Mapping[str, str] = NO_OWNERS
+) -> None:
+    """Set variables to stored values, or to tensors, by name.
 
     Args:
         parameters: the parameters that variables belong to, for messages.
@@ -380,7 +383,10 @@ def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], pa
     if missing or unknown or shapes:
         raise ValueError(f"missing {missing}, unknown {unknown}, {shapes}")
     for name, variable in wanted.items():
-        stored = arrays[name]
+        stored: Any = arrays[name]
+        if isinstance(stored, tf.Tensor):
+            variable.assign(tf.cast(stored, variable.dtype))
+            continue
         if stored.dtype.kind == "V":  # bfloat16, which numpy stores as plain bytes
             stored = stored.view(variable.dtype.as_numpy_dtype)
         variable.assign(tf.constant(stored, variable.dtype))

@@ -102,6 +102,13 @@ class OptimizerModes:
         with self.use():
             return self._copies(), trained
 
+    def exact(self) -> dict[str, torch.Tensor]:
+        """They have the model's types."""
+        return {}
+
+    def restore(self, exact: Mapping[str, torch.Tensor]) -> None:
+        """Does nothing: the optimizer's state has them."""
+
     def gather(self, keep: bool) -> None:
         """Collective. Compute the weights for evaluations, which takes all ranks, before rank 0 alone saves them.
 

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +15,14 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
-from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
+from hvdtrain.learner.torch.model_file import file_format, read_file
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
 from hvdtrain.learner.torch.parameter_groups import names_by_group
@@ -36,6 +36,9 @@ from hvdtrain.learner.weight_average import WeightAverageBase
 NAMES = "param_names"
 """An entry of the optimizer's file, as in RETURNN's: the names of the parameters, first those that the optimizer has, in its
 order."""
+
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class TorchState(StateBase):
         model_format: str = "pt",
     ) -> None:
         super().__init__(file_format(device, model_format), average, scale)
+        separate_elements(model)
         self._model = model
         self._optimizer = optimizer
         self._device = device
@@ -107,26 +111,20 @@ class TorchState(StateBase):
         if self._base is not None:
             self._base.check()
 
-    def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
-        tensors = self._kind_tensors(kind)
-        with torch.no_grad():
-            for tensor, new in zip(tensors, change(tensors), strict=True):
-                if new is not tensor:
-                    tensor.copy_(new)
-
-    def has_tensors(self, kind: Kind) -> bool:
-        return bool(self._kind_tensors(kind))
+    def tensors(self, role: Role) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = {}
+        if role == "parameters":
+            named.update(self._trained)
+        elif role == "frozen":
+            trained = {id(parameter) for parameter in self._trained.values()}  # even if they are frozen for some time
+            named.update((name, one) for name, one in self._model.named_parameters() if id(one) not in trained)
+        else:
+            are_whole = role == "counters"
+            named.update((name, one) for name, one in saved_buffers(self._model) if is_whole(one) == are_whole)
+        return {name: tensor.detach() for name, tensor in named.items()}
 
     def frozen_now(self) -> list[int]:
         return [] if self.freezing is None else self.freezing.frozen_now()
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
-
-    def trained_values(self) -> Iterator[tuple[str, Array]]:
-        for name, parameter in self._trained.items():
-            yield name, parameter.detach().to("cpu").to(torch.float64, copy=True).numpy()
 
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
@@ -135,36 +133,25 @@ class TorchState(StateBase):
             if isinstance(self._average, OptimizerModes):
                 self._average.gather(keep=self._optimizer.is_gathered)
 
-    def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        contents = super().snapshot(progress)
-        model, optimizer = _copy((contents.model, contents.optimizer), {})
-        return replace(contents, model=model, optimizer=optimizer)
-
-    def copy_for_background(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        return self.writer.copy(super().snapshot(progress))
+    def copied(self, contents: CheckpointContents) -> CheckpointContents:
+        return self.writer.copy(super().copied(contents))
 
     def close(self) -> None:
         self.writer.close()
 
-    def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+    def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
+        of_base = {} if self._base is None else {BASE: self._base.entry}
+        contents = super().contents({**progress, **of_base}, model_only=model_only)
+        if model_only:
+            return contents
         self.check_base()
-        contents = super().contents(progress)
         has_averages = TRAINED in contents.optimizer  # each under all names of its parameter
         aliases = {name: contents.model[first] for name, first in self._first_names.items() if has_averages}
         # The order of the optimizer's parameters, by which RETURNN finds their state; then those that are not trained.
         trained_names = [name for group in self._names_by_group() for name in group]
         names = dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())])
         stored_names = [name for name in names if name not in self._unsaved]
-        contents = self._with_base(contents)
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
-
-    def model_contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
-        return self._with_base(super().model_contents(progress))
-
-    def _with_base(self, contents: CheckpointContents) -> CheckpointContents:
-        """The contents, with the entry about the base model whose parameters are left out, if there is one."""
-        of_base = {} if self._base is None else {BASE: self._base.entry}
-        return replace(contents, progress={**contents.progress, **of_base})
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
@@ -208,26 +195,29 @@ class TorchState(StateBase):
         unsaved = {name: own[name] for name in self._unsaved}
         self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
-    def _kind_tensors(self, kind: Kind) -> list[torch.Tensor]:
-        if kind == "parameters":
-            tensors: list[torch.Tensor] = list(self._trained.values())
-        elif kind == "frozen":
-            trained = {id(parameter) for parameter in self._trained.values()}  # even if they are frozen for some time
-            tensors = [parameter for parameter in self._model.parameters() if id(parameter) not in trained]
-        else:
-            tensors = [buffer for buffer in self._model.buffers() if buffer.is_floating_point() == (kind == "statistics")]
-        return [tensor.detach() for tensor in tensors]
+    @torch.no_grad()
+    def _set_tensors(self, role: Role, values: Mapping[str, torch.Tensor]) -> None:
+        own = self.tensors(role)
+        for name, value in values.items():
+            own[name].copy_(value)
 
-    def _set_kind(self, kind: Kind, stored: list[torch.Tensor]) -> None:
-        names = range(len(stored))
-        _check_same_shapes(dict(zip(names, self._kind_tensors(kind), strict=True)), dict(zip(names, stored, strict=True)))
-        self.map_tensors(kind, lambda _: stored)
+    def _by_name(self, role: Role, stored: Any) -> Mapping[str, torch.Tensor]:
+        if isinstance(stored, Mapping):
+            return stored
+        names = list(self.tensors(role))  # until hvdtrain 1.1, a list, which had the buffers that the model does not save, too
+        if role in ("statistics", "counters"):
+            buffers = self._model.named_buffers()
+            names = [name for name, buffer in buffers if buffer.is_floating_point() == (role == "statistics")]
+        return dict(zip(names, stored, strict=True))
 
-    def _set_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
-        _check_same_shapes(self._trained, trained)
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                parameter.copy_(trained[name])
+    def _bits(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+        together = torch.cat(flat).cpu() if flat else torch.empty(0)  # one copy from a GPU, where each one waits
+        return (piece.numpy().data for piece in torch.split(together, [len(one) for one in flat]))
+
+    def _wide(self, tensor: torch.Tensor) -> Array:
+        wide: Array = tensor.to("cpu").to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True).numpy()
+        return wide
 
     def _optimizer_name(self) -> str:
         return name_of(self._own_optimizer)
@@ -282,22 +272,34 @@ class WeightAverage(WeightAverageBase):
     """The moving average of parameters."""
 
     def start(self, updates: int = 0) -> None:
-        self._others = {name: parameter.detach().clone() for name, parameter in self._weights.items()}
+        self._averages = {
+            name: one.detach().to(torch.float32 if one.dtype in HALVES else one.dtype, copy=True)
+            for name, one in self._weights.items()
+        }
         self.updates = updates
 
     def adopt(self, changed: Collection[str]) -> None:
-        for name in self._others.keys() & changed:
-            self._others[name].copy_(self._weights[name].detach())
+        self.restore({name: self._weights[name].detach() for name in self._averages.keys() & changed})
+
+    def restore(self, exact: Mapping[str, torch.Tensor]) -> None:
+        for name, values in exact.items():
+            self._averages[name].copy_(values)
 
     def _values(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in weights.items()}
+        return {name: tensor.detach().to(self._weights[name].dtype) for name, tensor in weights.items()}
 
     def _approach(self, share: float) -> None:
-        torch._foreach_lerp_(list(self._others.values()), list(self._values(self._weights).values()), share)
+        alike = [name for name, one in self._averages.items() if one.dtype == self._weights[name].dtype]
+        own = self._values(self._weights)
+        torch._foreach_lerp_([self._averages[name] for name in alike], [own[name] for name in alike], share)
+        for name, average in self.exact().items():
+            average.lerp_(own[name].to(average.dtype), share)
 
-    def _swap(self) -> None:  # copies nothing
+    def _exchange(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        before, own = {}, self._values(weights)  # which copies nothing, unless types differ
         for name, parameter in self._weights.items():
-            parameter.data, self._others[name] = self._others[name], parameter.data
+            before[name], parameter.data = parameter.data, own[name]
+        return before
 
 
 def preload(ours: dict[str, torch.Tensor], device: torch.device, request: PreloadRequest) -> tuple[list[str], list[str]]:
@@ -314,27 +316,28 @@ def preload(ours: dict[str, torch.Tensor], device: torch.device, request: Preloa
     return list(ours), list(values)
 
 
-def _check_same_shapes(ours: Mapping[Any, torch.Tensor], stored: Mapping[Any, torch.Tensor]) -> None:
-    """Whether stored tensors can be copied into the model's: copying would repeat smaller ones. Raises: ValueError."""
-    for name, tensor in ours.items():
-        if name not in stored:
-            raise ValueError(f"there is none of {name}")
-        if stored[name].shape != tensor.shape:
-            raise ValueError(f"{name} has the shape {tuple(stored[name].shape)} instead of {tuple(tensor.shape)}")
+def saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a model saves, by name, a shared one by its first name."""
+    apart = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in model.named_buffers() if name not in apart)
 
 
-def _copy(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
-    """A state dict with copies of its tensors, on the CPU. Tensors that share their memory share that of their copy.
+def separate_elements(model: torch.nn.Module) -> None:
+    """Give each element of a saved buffer its own memory. Nothing can be written to one that `expand` made: neither the values of
+    a checkpoint nor those of other ranks."""
+    made: dict[int, torch.Tensor] = {}
+    for _, buffer in saved_buffers(model):
+        strides = buffer.stride() if buffer.layout == torch.strided else buffer.shape
+        if any(size > 1 and not stride for size, stride in zip(buffer.shape, strides, strict=True)):
+            made[id(buffer)] = buffer.clone(memory_format=torch.contiguous_format)
+    for module in model.modules():
+        module._buffers.update((name, made[id(one)]) for name, one in module._buffers.items() if id(one) in made)
 
-    Args:
-        copies: those made so far, by the place of the tensor.
-    """
-    if isinstance(state, torch.Tensor):
-        if not state.numel():
-            return state.detach().to("cpu", copy=True)
-        if (place := place_of(state)) not in copies:
-            copies[place] = state.detach().to("cpu", copy=True)
-        return copies[place]
-    if isinstance(state, dict):
-        return {key: _copy(value, copies) for key, value in state.items()}
-    return type(state)(_copy(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has integers or truth values, which have no mean."""
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import Section, key, share
+from hvdtrain.learner.buffers import average_buffers
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.reducer import (
     EpochStart,
@@ -17,7 +18,6 @@ from hvdtrain.learner.reducer import (
     Reducer,
     UpdateCounts,
     average,
-    average_buffers,
     copy_tensors,
     temporarily_average,
 )

@@ -18,7 +18,7 @@ from hvdtrain.learner.base import Exported, Layer, LearnerKeys, StepCost
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, scales_of
-from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.reducer import GradientExchange
@@ -67,43 +67,27 @@ class ArrayState(StateBase):
         super().__init__(FORMAT, average=None, scale=None)
         self._arrays: dict[str, Array] = model.parameters
 
-    def map_tensors(self, kind: Kind, change: Callable[[list[Array]], list[Array]]) -> None:
-        arrays = list(self._arrays.values()) if kind == "parameters" else []
-        for array, new in zip(arrays, change(arrays), strict=True):
-            array[...] = new
-
-    def has_tensors(self, kind: Kind) -> bool:
-        return kind == "parameters"
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        for name, array in self._arrays.items():
-            yield name, array.copy()
-
-    def trained_values(self) -> Iterator[tuple[str, Array]]:
-        for name, array in self._arrays.items():
-            yield name, array.astype(numpy.float64)
+    def tensors(self, role: Role) -> dict[str, Array]:
+        return dict(self._arrays) if role == "parameters" else {}
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         theirs = {name: numpy.array(values) for name, values in FORMAT.read_model(request.file)["model"].items()}
         values = preload_values(request, shapes_of(self._arrays), theirs)
-        self._set_trained(values)
+        self._set_tensors("parameters", values)
         return list(self._arrays), list(values)
 
     def _model_tensors(self) -> dict[str, Array]:
         return dict(self.named_parameters())
 
     def _set_model(self, tensors: Mapping[str, Any]) -> None:
-        self._set_trained({name: tensors[name] for name in self._arrays})
+        self._set_tensors("parameters", {name: tensors[name] for name in self._arrays})
 
-    def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
-        return self._model_tensors() if kind == "parameters" else {}
+    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._arrays[name][...] = value
 
-    def _set_kind(self, kind: Kind, stored: Mapping[str, Any]) -> None:
-        self._set_trained(stored)
-
-    def _set_trained(self, trained: Mapping[str, Any]) -> None:
-        for name, values in trained.items():
-            self._arrays[name][...] = values
+    def _by_name(self, role: Role, stored: Any) -> Mapping[str, Array]:
+        return {name: numpy.array(values) for name, values in stored.items()}
 
     def _optimizer_name(self) -> str:
         return "GradientDescent"

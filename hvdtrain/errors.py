@@ -137,6 +137,11 @@ class Problem:
         """The same problem with a key that begins with `where`, such as 'train.'."""
         return Problem.of(self.rule, where + self.sentence)
 
+    def with_hint(self, text: str) -> Problem:
+        """The same problem with one more hint, behind the one that it has."""
+        before = f"{self.sentence[:-1]}; " if self.hint else f"{self.sentence} ("
+        return Problem.of(self.rule, f"{before}{text})")
+
 
 def first_few(names: Sequence[str], most: int) -> str:
     """The first few of several names.

@@ -347,6 +347,9 @@ def _check_kind(
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None or keys is None:
+        if kind_name in ORDERED_OTHERWISE:
+            hint = f"for the batches of RETURNN's {kind_name}, put the dict into {{'class': 'ReturnnDataset', 'dataset': ...}}"
+            problems = [found.with_hint(hint) if found.rule in HAS_OTHER_KEYS else found for found in problems]
         return None, problems
 
     def open_it(context: OpeningContext | None = None) -> Dataset:
@@ -381,6 +384,12 @@ def _inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         result.update({str(child): (f"datasets.{child}", value) for child, value in several.items()})
     return result
 
+
+ORDERED_OTHERWISE = ("MetaDataset", "CombinedDataset", "ConcatDataset")
+"""Kinds that RETURNN has, too, with orders that ours do not have: of each member by itself, or of its own list."""
+
+HAS_OTHER_KEYS = ("conflict", "unknown-key", "wrong-format")
+"""The rules that RETURNN's further keys and values break."""
 
 NONE_IN_RETURNN = ("partition_epoch", "repeat_epoch", "random_seed_offset")
 

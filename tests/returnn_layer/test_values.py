@@ -89,6 +89,21 @@ def test_datasets_are_evaluated_in_returnns_order(tmp_path: Path) -> None:
     assert [spec.name for spec in settings(tmp_path, several + "eval = train\n").datasets][1:] == ["eval", "test", "dev", "more"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("CombinedDataset", "'seq_ordering': 'random_dataset'"),
+        ("MetaDataset", "'seq_list_file': 'all'"),
+        ("ConcatDataset", "'datasets': [{**train, 'repeat_epoch': 2}]"),
+    ],
+)
+def test_orders_that_only_returnn_has(tmp_path: Path, kind: str, more: str) -> None:
+    given = {"datasets": "{'one': train}", "data_map": "{('one', 'data'): 'data'}" if kind == "CombinedDataset" else "{}"}
+    entries = ", ".join(f"{name!r}: {value}" for name, value in given.items() if kind != "ConcatDataset" or name != "data_map")
+    with pytest.raises(ConfigError, match=f"for the batches of RETURNN's {kind}, put the dict into .'class': 'ReturnnDataset'"):
+        settings(tmp_path, f"train = {{'class': {kind!r}, {entries}, {more}}}\n")
+
+
 def rejected(folder: Path, name: str, value: Any) -> list[str]:
     """The problems of a config in which a key has a value, in a form for RETURNN."""
     text = f"{name} = float('inf')\n" if value == float("inf") else f"{name} = {value!r}\n"

@@ -6,8 +6,8 @@ A config can call `rank()` and `size()` anywhere, `run_on_main()` and `all_reduc
 
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm.base import reduce_values as all_reduce
-from hvdtrain.comm.base import run_on_main
+from hvdtrain.comm.for_configs import reduce_values as all_reduce
+from hvdtrain.comm.for_configs import run_on_main
 from hvdtrain.comm.launch import launch as _launch
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError

@@ -24,7 +24,8 @@ import numpy
 
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
-from hvdtrain.comm.base import SingleCommunicator, use_communicator
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack
 from hvdtrain.config.source import CALL, OVERRIDING, Config, separate_imports

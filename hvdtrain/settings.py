@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
+from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, did_you_mean, unknown_keys, unsupported_keys
 from hvdtrain.config.keys import (
@@ -52,7 +53,7 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import ALIASES
-from hvdtrain.returnn_layer.translate import translate, translate_names
+from hvdtrain.returnn_layer.translate import translate
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -145,6 +146,16 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
+SPELLINGS: tuple[tuple[str, ...], ...] = (
+    *ALIASES.items(),
+    ("batching", "train.seq_ordering"),
+    ("dist_rank", "torch_distributed.rank"),
+    ("dist_world_size", "torch_distributed.world_size"),
+    ("dist_init_method", "torch_distributed.init_method", "dist_master_addr"),
+    ("dist_init_method", "torch_distributed.init_method", "dist_master_port"),
+)
+"""The names of one thing that are keys of their own: the later one of a config's files and the command line holds."""
+
 DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), *STEPS.values(), OrderKeys)
 
 
@@ -235,31 +246,26 @@ class Settings:
             found["num_epochs"] = str(self.run.num_epochs)
         return found
 
-    def shared_keys(self, *, update_together: bool) -> dict[str, str]:
-        """By name, as text, the values that have to be the same on all ranks. Keys of batches and orders are left out: the plans
-        made from them are compared instead.
+    @property
+    def shared_keys(self) -> dict[str, str]:
+        """By name, as text, the values that have to be the same on all ranks."""
+        own = OWN_KEYS | (OF_LOCAL_UPDATES if self.reduce.updates_alone else frozenset())
+        if self.reduce.dataset_distribution != "shard":
+            own |= {"random_seed"}
+        found = {name: "None" if value is None else "a folder" for name, value in self._named_values() if name in OWN_FOLDERS}
+        for name, value in self._named_values():
+            if name not in own and name not in OWN_FOLDERS:
+                text = as_text(value)
+                found[name] = value_text(value) if text is None else text
+        return found | {"evaluated datasets": repr([spec.name for spec in self.evaluations])}
 
-        Args:
-            update_together: whether all ranks have the same parameters after every update.
-        """
-        found = {
-            "num_epochs": str(self.run.num_epochs),
-            "evaluated datasets": repr([spec.name for spec in self.evaluations]),
-            "save_interval": str(self.saving.save_interval),
-            "save_interval_steps": str(self.saving.save_interval_steps),
-            "eval_interval_steps": str(self.evaluation.eval_interval_steps),
-            "eval_interval_for": str(self.evaluation.eval_interval_for),
-        }
-        found |= key_texts(
-            [("", section) for section in (self.accumulation, self.newbob, self.last_best, self.scoring, self.ending)]
-        )
-        if update_together:
-            found |= key_texts([("", section) for section in (self.learner, self.precision, self.schedule)])
-            if (optimizer := as_text(self.learner.optimizer)) is not None:
-                found["optimizer"] = optimizer
-            if self.reduce.dataset_distribution == "shard":
-                found["random_seed"] = str(self.run.random_seed)
-        return found
+    def _named_values(self) -> Iterator[tuple[str, Any]]:
+        """All keys with their values; the own entries of torch_distributed with the dict's name."""
+        sections = [("", section) for section in vars(self).values() if type(section) in SECTIONS]
+        if self.torch_distributed is not None:
+            sections.append(("torch_distributed.", self.torch_distributed))
+        for prefix, section in sections:
+            yield from ((f"{prefix}{one.name}", getattr(section, one.field)) for one in declared_keys(type(section)))
 
     @property
     def misplaced_keys(self) -> tuple[str, ...]:
@@ -312,8 +318,9 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
+    types |= {alias: types[name] for alias, name in ALIASES.items()}
     imports = WatchedImports()
-    source = load(configs, translate_names(overrides), types, imports.builtins, origin)
+    source = load(configs, overrides, types, imports.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
     return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 

@@ -1,23 +1,16 @@
 """The communicator: the collectives that a rank can call, a job of one rank, and functions built from these collectives.
 
 `Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
-The functions after them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator. The last
-ones, `run_on_main` and `reduce_values`, are for configs: `hvdtrain.run_on_main(...)` and `hvdtrain.all_reduce(...)`.
+The functions after them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from hvdtrain.comm import launch
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import HvdtrainError
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -291,99 +284,3 @@ def run_with_heartbeat(
         return results[0]
 
     return together(comm, result_or_error, name=f"{name}.end")
-
-
-_current: ContextVar[Communicator] = ContextVar("hvdtrain_communicator")
-
-
-@contextmanager
-def use_communicator(comm: Communicator) -> Iterator[None]:
-    """Make `comm` the communicator of `run_on_main` and `reduce_values` within the `with` block."""
-    token = _current.set(comm)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] = "job") -> T:
-    """Collective. Run a function in one process, for example to prepare data, while the others wait for it.
-
-    Every rank has to call this, for example in `startup_callback` or `get_model`. If the function fails, all ranks end.
-
-    Args:
-        function: called without arguments; its return value has to be picklable.
-        once_per: "job": only rank 0 calls the function. "host": one rank per host calls it, for example to write to local disks.
-
-    Returns:
-        The function's return value, on every rank; with once_per="host", its return value on the rank's own host.
-
-    Raises:
-        ConfigError: there are several processes, but they are not connected yet.
-    """
-    comm = _communicator("run_on_main")
-    is_caller = comm.rank == 0 if once_per == "job" else comm.local_rank == 0
-    this_host = socket.gethostname()
-
-    def call() -> tuple[None, tuple[str, bool, T | None]]:
-        return None, (this_host, is_caller, function() if is_caller else None)
-
-    results = together_with_message(comm, call, name="run_on_main")[1]
-    return next(value for host, called, value in results if called and (once_per == "job" or host == this_host))  # type: ignore[return-value]  # a caller's value is a T
-
-
-def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum", *, name: str = "all_reduce") -> T:
-    """Collective. Return the sum, average, minimum or maximum of a value over all ranks, for example of a custom metric.
-
-    Every rank has to call this equally often and in the same order. Do not call it in `train_step`: in the last steps of an
-    epoch some ranks may have no batch. An error marked with `mark_as_loss(..., as_error=True)` is reduced without this call.
-
-    Args:
-        value: a number (floats are summed exactly), a numpy array (reduced element by element), or a tensor of the job's
-            framework ("sum" and "average" only); of the same shape on all ranks.
-        name: the name of the operation in Horovod's timeline and stall report.
-
-    Raises:
-        ConfigError: as in `run_on_main`, or `op` is not supported for the value.
-    """
-    comm = _communicator("all_reduce")
-    if op not in ("sum", "average", "min", "max"):
-        raise ConfigError.of("unknown-value", f"all_reduce: expected 'sum', 'average', 'min' or 'max', got {op!r}")
-    if isinstance(value, numbers.Number):
-        return _reduce_numbers(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return _reduce_arrays(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
-    if op == "sum" or op == "average":
-        copied = value.detach().clone() if hasattr(value, "detach") else value
-        return all_reduce(comm, [copied], op, name=name)[0]  # type: ignore[no-any-return]
-    raise ConfigError.of(
-        "unknown-value", f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (numpy arrays support it)"
-    )
-
-
-def _reduce_numbers(values: list[Any], op: str) -> Any:
-    if op in ("min", "max"):
-        return min(values) if op == "min" else max(values)
-    total = math.fsum(values) if any(isinstance(value, float) for value in values) else sum(values)
-    return total if op == "sum" else total / len(values)
-
-
-def _reduce_arrays(values: list[Any], op: str) -> Any:
-    import numpy  # not at the top, to keep `import hvdtrain` in a config fast
-
-    stacked = numpy.stack(values)
-    return {"sum": numpy.sum, "average": numpy.mean, "min": numpy.min, "max": numpy.max}[op](stacked, axis=0)  # type: ignore[operator]
-
-
-def _communicator(caller: str) -> Communicator:
-    comm = _current.get(None)
-    if comm is not None:
-        return comm
-    started = launch.launch()
-    if started.size > 1:
-        raise ConfigError.of(
-            "wrong-call",
-            f"{caller}: expected a call after the {started.size} processes are connected, got one before "
-            "(they are not connected while the config is read: call it in a function startup_callback(**_) of the config)",
-        )
-    return SingleCommunicator()

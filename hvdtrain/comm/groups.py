@@ -124,19 +124,10 @@ def make_groups(comm: Communicator, wanted: int | Literal["host"] | None, where:
         where: the key that says so, for messages.
 
     Raises:
-        ConfigError: the ranks cannot be divided into groups of this size, or differ in it.
+        ConfigError: the ranks cannot be divided into groups of this size.
     """
     alone = single_rank(comm)
-    if comm.size == 1:
-        return alone
-    answers = comm.gather((wanted, socket.gethostname()), name="param_group")
-    if others := [rank for rank, (theirs, _) in enumerate(answers) if theirs != answers[0][0]]:
-        raise ConfigError.of(
-            "rank-mismatch",
-            f"{where}: expected the same on all ranks, got {answers[0][0]!r} on rank 0 and {answers[others[0]][0]!r} on rank "
-            f"{others[0]}",
-        ).on_all_ranks()
-    if wanted is None or wanted == 1:
+    if comm.size == 1 or wanted is None or wanted == 1:
         return alone
     if isinstance(wanted, int) and comm.size % wanted:
         raise ConfigError.of(
@@ -144,7 +135,8 @@ def make_groups(comm: Communicator, wanted: int | Literal["host"] | None, where:
             f"{where}: expected a number of ranks that divides all {comm.size} into groups, got {wanted} "
             "('host' makes a group of the ranks of each host)",
         ).on_all_ranks()
-    names = [host if wanted == "host" else rank // int(wanted) for rank, (_, host) in enumerate(answers)]
+    hosts = comm.gather(socket.gethostname(), name="param_group")
+    names = [host if wanted == "host" else rank // int(wanted) for rank, host in enumerate(hosts)]
     groups = [[rank for rank, name in enumerate(names) if name == wanted_name] for wanted_name in dict.fromkeys(names)]
     if len(groups) == comm.size:
         return alone

@@ -207,17 +207,20 @@ def load(
     types: Mapping[str, Any],
     builtins: Builtins | None = None,
     origin: str = COMMAND_LINE,
+    spellings: Sequence[Sequence[str]] = (),
 ) -> Source:
     """Run or parse the config files in order, then apply the overrides.
 
-    Later files take precedence over earlier ones, and overrides over all files. A Python file sees overrides without a dot
-    while it runs, as globals and through `config.value(...)`, and its functions see them in place of constants of the file.
+    Later files take precedence over earlier ones, and overrides over all files, whatever the spelling of a key. A Python file
+    sees overrides without a dot while it runs, as globals and through `config.value(...)`, and its functions see them in place of
+    constants of the file.
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
         types: types of the declared keys, which determine how text is parsed.
         builtins: None: Python's.
         origin: of the overrides, which are text only if they come from the command line.
+        spellings: the names of each key that has several; an entry of a dict is spelled with a dot.
 
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
@@ -229,7 +232,7 @@ def load(
     texts: dict[str, str] = {}
     for path in configs:
         if not isinstance(path, Path):
-            values.update(path)
+            values = {**_without_spellings(values, _given(path, spellings)), **path}
             origins.update(dict.fromkeys(path, "the dict of keys"))
             continue
         text = texts[str(path)] = _read(path)
@@ -237,17 +240,50 @@ def load(
             loaded = _parse_json(path, text)
         else:
             loaded = _run_python(path, text, values, top, builtins)
-        values.update(loaded)
+        values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
     mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
-    values.update(top)
-    origins.update(dict.fromkeys(top, origin))
-    problems = []
+    nested: dict[str, Any] = {}
     for name, value in overrides.items():
+        forgotten = _given({name: top.get(name)}, spellings)
+        values = _without_spellings(values, forgotten)
+        nested = {other: value for other, value in nested.items() if not any(other in others for others in forgotten)}
         if "." in name:
-            problems += _set_nested(values, origins, name, value, parse, origin)
+            nested[name] = value
+        else:
+            values[name], origins[name] = top[name], origin
+    problems = []
+    for name, value in nested.items():
+        problems += _set_nested(values, origins, name, value, parse, origin)
     unused = tuple(name for name in top if name not in types and name not in mentioned)
     return Source(values, origins, unused, tuple(problems), texts)
+
+
+def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> list[set[str]]:
+    """For each key that the values give, its spellings that they do not use.
+
+    Args:
+        values: an entry of a dict may also be given by its name with a dot.
+    """
+
+    def has(name: str) -> bool:
+        outer, dot, entry = name.partition(".")
+        inside = values.get(outer)
+        return name in values or bool(dot and isinstance(inside, dict) and inside.get(entry) is not None)
+
+    return [others for names in spellings if len(others := {name for name in names if not has(name)}) < len(names)]
+
+
+def _without_spellings(values: Mapping[str, Any], forgotten: Iterable[set[str]]) -> dict[str, Any]:
+    """The values without these names, some of which are entries of dicts."""
+    left = dict(values)
+    for name in (name for names in forgotten for name in names):
+        outer, dot, entry = name.partition(".")
+        if dot and isinstance(left.get(outer), dict):
+            left[outer] = {name: value for name, value in left[outer].items() if name != entry}
+        elif not dot:
+            left.pop(name, None)
+    return left
 
 
 LARGE = frozenset(("torch", "torch._dynamo", "tensorflow", "keras"))

@@ -295,6 +295,11 @@ class ReduceKeys(ReducerKeys, RankKeys):
         return found
 
     @property
+    def updates_alone(self) -> bool:
+        """Whether every rank makes all updates from its own gradients only."""
+        return self.reduce_type != "grad" and self.group is None and not self.local_start
+
+    @property
     def ignored_key_line(self) -> str:
         """The log line about a key that another key overrides; empty: there is none. No error, as published configs have both."""
         step, seconds = self.sync_steps, self.sync_seconds

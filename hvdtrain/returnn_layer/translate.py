@@ -45,10 +45,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         source = with_network(source, imports)
     elif imports.has_returnn:
         source = _with_wrapped_functions(source, imports)
-    # The command line has to win over a file even if they use different names of a key, so its values come last.
-    by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
-    origins = translate_names({name: source.origins[name] for name in by_origin})
-    values = translate_names({name: source.values[name] for name in by_origin})
+    origins, values = translate_names(source.origins), translate_names(source.values)
     values, remarks = convert_values(values, origins, booleans, for_returnn=source.is_foreign)
     in_dict: list[Problem] = []
     if isinstance(values.get("torch_distributed"), dict):
@@ -103,10 +100,9 @@ def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[
 
 
 def _duplicate_problems(source: Source) -> Iterator[Problem]:
-    """Problems with keys that are set under both of their names."""
+    """Problems with keys that a file sets under both of their names."""
     for other, name in ALIASES.items():
-        both = other in source.values and name in source.values
-        if both and not {source.origins[other], source.origins[name]}.intersection(OVERRIDING):
+        if other in source.values and name in source.values:
             yield from problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
 
 

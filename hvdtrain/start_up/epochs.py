@@ -123,8 +123,7 @@ class ChangingEpochs:
 
             given, settings = together(self._comm, work, name="keys_of_epoch")
             texts = {name: value_text(value) for name, value in given.items()}
-            hint = f"every rank gets them from {self._name}: does it depend on hvdtrain.rank() or the host?"
-            check_alike(self._comm, texts, of=f"{where}: ", hint=hint, name="same_keys_of_epoch")
+            check_alike(self._comm, "keys_of_epoch", texts, of=f"{where}: ")
             if texts != self._noted:
                 log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
                 self._noted = texts

@@ -133,6 +133,7 @@ def _open(
     launcher = launch.launcher()
     if launcher.restarts == "all ranks":
         together(comm, launcher.refuse_to_repeat, name="former_failure")
+    check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, for which ranks would wait in vain
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
@@ -162,7 +163,7 @@ def _open(
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm, writer), name="build_learner")
     if purpose in ("train", "dry_run") and comm.size > 1:
-        check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
+        check_models(settings, comm, learner)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
     checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
@@ -308,20 +309,20 @@ def build_learner(
     return framework.build(settings.learner, gradient_exchange, options)
 
 
-OF_MODEL = "every rank makes the model, and gets rank 0's values: does it iterate over a set, whose order is that of its process?"
+def check_keys(settings: Settings, purpose: Purpose, comm: Communicator) -> None:
+    """Collective. Raises: ConfigError, unless all ranks have the same purpose and the same keys, except their own."""
+    if comm.size > 1:
+        check_alike(comm, "keys", {"the purpose of the job": purpose, **settings.shared_keys})
 
 
-def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
-    """Collective. Raises: ConfigError, unless all ranks have the same keys, and models with the same tensors in one order."""
-    keys = settings.shared_keys(update_together=update_together)
-    check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
+def check_models(settings: Settings, comm: Communicator, learner: Learner) -> None:
+    """Collective. Raises: ConfigError, unless all ranks have models with the same tensors in one order."""
     shapes = named_kinds(learner.state, MODEL_ROLES)
     if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
         shapes["the hash of the frozen parameters"] = learner.state.base_hash
-    check_alike(comm, shapes, of="get_model: ", hint=OF_MODEL, name="model_shapes")
+    check_alike(comm, "model", shapes)
     if settings.learner.extra_models:
-        hint = "every rank makes and loads it by itself: are the files the same on all hosts?"
-        check_alike(comm, learner.state.other_checksums(), of="extra_models: ", hint=hint, name="extra_models")
+        check_alike(comm, "extra_models", learner.state.other_checksums())
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:

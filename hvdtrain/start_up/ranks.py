@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, use_communicator
+from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
 from hvdtrain.settings import Settings

@@ -928,6 +928,34 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
     assert shown["horovod_param_sync_step"] == ("3", "config.py")
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "found"),
+    [
+        ("torch_distributed = {'param_sync_step': 10}", {"horovod_param_sync_step": "100"}, 100),
+        ("horovod_param_sync_step, torch_distributed = 10, {}", {"torch_distributed.param_sync_step": "100"}, 100),
+        ("horovod_param_sync_step = 10", {"torch_distributed": "{'param_sync_step': 100}"}, 100),
+        ("torch_distributed = {}", {"horovod_param_sync_step": "5", "torch_distributed.param_sync_step": "100"}, 100),
+        ("torch_distributed = {}", {"torch_distributed.param_sync_step": "5", "horovod_param_sync_step": "100"}, 100),
+        ("torch_distributed = {}", {"torch_distributed": "{'param_sync_step': 5}", "horovod_param_sync_step": "100"}, 100),
+        ("torch_amp = 'float16'", {"mixed_precision": "bfloat16"}, "bfloat16"),
+        ("mixed_precision = 'float16'", {"torch_amp": "bfloat16"}, "bfloat16"),
+        ("train['seq_ordering'] = 'sorted'", {"batching": "random"}, "random"),
+        ("batching = 'sorted'", {"train.seq_ordering": "random"}, "random"),
+        ("dist_world_size, dist_rank, torch_distributed = 2, 0, {'rank': 0}", {"dist_rank": "1"}, 1),
+    ],
+)
+def test_the_command_line_wins_whatever_the_spelling(tmp_path: Path, text: str, overrides: dict[str, str], found: object) -> None:
+    got = settings(tmp_path, f"horovod_reduce_type = 'param'\n{text}\n", **overrides)
+    values = (got.reduce.sync_steps, got.precision.mixed_precision, got.train.order.seq_ordering, got.launch.dist_rank)
+    assert found in values
+
+
+def test_a_later_file_wins_whatever_the_spelling(tmp_path: Path) -> None:
+    first, second = {"torch_amp": "float16", "torch_distributed": {"scale_lr": True}}, {"horovod_scale_lr": "sqrt"}
+    got = read_settings([written(tmp_path, MINIMAL), first, second | {"mixed_precision": "bfloat16"}], {})
+    assert (got.reduce.learning_rate_scale, got.precision.mixed_precision) == ("sqrt", "bfloat16")
+
+
 def test_problems_name_the_spelling_that_the_config_has(tmp_path: Path) -> None:
     old = "horovod_reduce_type, horovod_param_sync_step, horovod_param_sync_delay = 'param', 2, 5\n"
     assert problems(tmp_path, old) == ["horovod_param_sync_delay: conflict"]

@@ -22,7 +22,7 @@ from hvdtrain.training.agreement import StopVote, agree_on_batches, vote_interva
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import StopWithinEvaluation, evaluate
-from hvdtrain.training.limits import Rates, TrainingLimits
+from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
 from hvdtrain.training.notifier import Notifier
 from hvdtrain.training.requests import RankRequests, stopped_by
 from hvdtrain.training.save_policy import Interval, SavePolicy
@@ -77,7 +77,7 @@ class Engine:
         self._is_save_due = False  # whether a rank has requested a checkpoint in an evaluation within an epoch
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
-        self._scores = TrainScores(comm, learner, limits.finite)
+        self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
         self._saving = Saving(session, self._save_policy, self._scores, self._clock, self._training, self._notifier)
         self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._evaluating, self._scores)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
@@ -123,8 +123,10 @@ class Engine:
         self._notifier.notify("on_epoch_end")
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, self._gather_seconds())
-        progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses), as_line(report))
-        mistake = self._limits.mistake(progress.history)
+        progress.finish_epoch(
+            EpochRecord(number, epoch.learning_rate, scores, losses, is_updated=report.is_updated), as_line(report)
+        )
+        mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
         is_last = number >= self._limits.num_epochs or self._ends_early() is not None
         if mistake is not None or self._save_policy.is_due_after_epoch(number, is_last):

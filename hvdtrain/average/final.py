@@ -220,7 +220,7 @@ def comparison(
         candidates[f"the best one, {place},{of}"] = best.scores[name]
     candidates |= {one.name if one.of else "the last epoch without it": one.scores[name] for one in made}
     sign = -1 if measure.is_higher_better(name) else 1
-    known = {label: value for label, value in candidates.items() if not math.isnan(value)}
+    known = {label: value for label, value in candidates.items() if math.isfinite(value)}
     if not known:
         return
     winner = min(known, key=lambda label: sign * known[label])

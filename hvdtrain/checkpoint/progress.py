@@ -42,6 +42,8 @@ class EpochProgress:
         made_from: by name, the inputs of the plan; empty in checkpoints of earlier releases.
         initial: the losses and errors of the epoch's first batch on the first rank that had one.
         splits: the number of batches that did not fit into a rank's memory and were split.
+        updated: the number of updates that were checked and applied, in the whole training or, if every rank updates alone, on
+            all ranks together; and `skipped`: those that were skipped, as gradients were not finite.
         left_out: the number of broken sequences in the batches done, as far as the ranks have gathered it.
         learning_rate: the epoch's rate since an evaluation within it has changed it; None: none has.
         is_evaluation_due: whether an evaluation within the epoch comes before the next step.
@@ -64,6 +66,8 @@ class EpochProgress:
     made_from: dict[str, str] = field(default_factory=dict)
     initial: dict[str, float] = field(default_factory=dict)
     splits: int = 0
+    updated: int = 0
+    skipped: int = 0
     left_out: int = 0
     learning_rate: float | None = None
     is_evaluation_due: bool = False

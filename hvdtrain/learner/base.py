@@ -22,6 +22,7 @@ from hvdtrain.learner.optimizer_spec import spec_problems
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
     from hvdtrain.data.types import Array, Batch
+    from hvdtrain.learner.precision import Updates
     from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
 
@@ -231,6 +232,11 @@ class Meter(Protocol):
 
     def peak_memory(self) -> int | None:
         """The peak use of the device's memory so far, in bytes; None on a CPU."""
+        ...
+
+    def take_updates(self) -> Updates:
+        """The updates since the last call that were checked for finite gradients: all, if the loss is scaled or
+        `num_allowed_consec_invalid_gradient_steps` is set; else none."""
         ...
 
     def take_splits(self) -> int:

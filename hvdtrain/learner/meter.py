@@ -18,7 +18,7 @@ from hvdtrain.context import Loss, Output
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.learner.base import NotFinite, Outputs
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck, Updates
 from hvdtrain.runtime.scores import Scores
 
 NO_LOSSES: Mapping[str, Loss] = {}
@@ -170,7 +170,7 @@ class LearnerMeter:
     Args:
         scores: sums and counts of the batches.
         clock: measures the steps.
-        scale: the loss scale; None: losses are not scaled.
+        check: counts updates, and has the loss scale; None: all are applied.
         peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
         gradient_norm: returns the global norm of an update's gradients, as in `Meter`.
         take_splits: as in `Meter`.
@@ -180,7 +180,7 @@ class LearnerMeter:
         self,
         scores: PendingScores,
         clock: Clock,
-        scale: LossScale | None,
+        check: GradientCheck | None,
         peak_memory: Callable[[], int | None],
         gradient_norm: Callable[[], float | None],
         take_splits: Callable[[], int] = lambda: 0,
@@ -189,12 +189,13 @@ class LearnerMeter:
         self.clock = clock
         self.gradient_norm = gradient_norm
         self.take_splits = take_splits
-        self._scale = scale
+        self._check = check
         self._peak_memory = peak_memory
 
     @property
     def loss_scale(self) -> float | None:
-        return None if self._scale is None else self._scale.scale
+        scale = None if self._check is None else self._check.scale
+        return None if scale is None else scale.scale
 
     def take_scores(self) -> Scores:
         return self.scores.take()
@@ -204,6 +205,9 @@ class LearnerMeter:
 
     def take_not_finite(self) -> list[NotFinite]:
         return self.scores.take_not_finite()
+
+    def take_updates(self) -> Updates:
+        return Updates() if self._check is None else self._check.take_updates()
 
     def take_step_seconds(self) -> float:
         return self.clock.take()
@@ -232,8 +236,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch's sums and counts in transfer from the device, and the losses' names and scales (0: not minimized)."""
+    """A batch's sums and counts in transfer from the device, the losses' names and scales (0: not minimized), and whether those
+    that are not finite are left out."""
 
+    finite_only: bool
     names: Mapping[str, float]
     numbers: Any
     step: int
@@ -247,7 +253,7 @@ class PendingScores:
         transfer: fetches tensors of shape (2 * losses,), each with the sums followed by the counts.
         not_finite: returns the names of the parameters that are not finite.
         on_cpu: fetch every batch's numbers immediately, as deferring gains nothing.
-        finite_only: leave out non-finite sums, as the updates of such batches are skipped.
+        finite_only: leave out the non-finite sums of training batches, as their updates are skipped.
     """
 
     def __init__(
@@ -266,15 +272,16 @@ class PendingScores:
         self._not_finite: list[NotFinite] = []
         self._scores = Scores()
 
-    def add(self, names: Mapping[str, float], numbers: Tensor, step: int, indices: Array) -> None:
+    def add(self, names: Mapping[str, float], numbers: Tensor, step: int, indices: Array, train: bool) -> None:
         """Add a batch's numbers.
 
         Args:
             names: the losses and errors in the order of the numbers, each with the scale it is minimized with, or 0.
             step: the number of training steps done before this one.
             indices: the batch's sequences in the dataset.
+            train: whether it is a step of training.
         """
-        self._pending.append(_Pending(names, self._transfer.start(numbers), step, indices))
+        self._pending.append(_Pending(train and self._finite_only, names, self._transfer.start(numbers), step, indices))
         if len(self._pending) >= self._max_pending:
             self.fetch()
         elif self._transfer.has_arrived is not None:
@@ -317,7 +324,7 @@ class PendingScores:
             totals = [next(values) for _ in batch.names]
             for (name, loss_scale), total in zip(batch.names.items(), totals, strict=True):
                 count = next(values)
-                if self._finite_only and not isfinite(total):
+                if batch.finite_only and not isfinite(total):
                     continue
                 self._scores.add(name, total, count, loss_scale)
                 if loss_scale and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
@@ -213,25 +213,35 @@ class LossScale:
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
+class Updates(NamedTuple):
+    """Numbers of updates."""
+
+    applied: int = 0
+    skipped: int = 0
+
+
 class GradientCheck:
     """Decides whether to apply or skip an update, and counts skipped updates.
 
     Args:
         max_skipped: how many consecutive updates may be skipped; None: only those that the loss scale explains.
-        scale: the loss scale; None: the loss is not scaled.
         same_on_all_ranks: returns whether gradients were reduced, so that all ranks see the same and decide alike.
+
+    Attributes:
+        scale: the loss scale; None: the loss is not scaled.
     """
 
     def __init__(self, max_skipped: int | None, scale: LossScale | None, same_on_all_ranks: Callable[[], bool]) -> None:
         self._max_skipped = max_skipped
-        self._scale = scale
+        self.scale = scale
         self._same_on_all_ranks = same_on_all_ranks
         self._num_skipped = 0  # consecutive, without those that the scale explains
+        self._updates = Updates()
 
     @property
     def is_needed(self) -> bool:
         """Whether gradients have to be checked, as updates may be skipped."""
-        return self._max_skipped is not None or self._scale is not None
+        return self._max_skipped is not None or self.scale is not None
 
     def decide(self, finite: bool, step: int, invalid: Callable[[], Sequence[str]]) -> bool:
         """Decide whether to apply an update. Called once for each.
@@ -244,10 +254,11 @@ class GradientCheck:
         Raises:
             TrainingError: too many consecutive updates were skipped.
         """
-        explained = self._scale is not None and self._scale.explains_overflow
-        if self._scale is not None and self._scale.update(finite):
+        self.count(finite)
+        explained = self.scale is not None and self.scale.explains_overflow
+        if self.scale is not None and self.scale.update(finite):
             why = "" if finite else ": a gradient is not finite, the update is skipped"
-            log.debug(f"loss scale {self._scale.scale:g} from step {step + 1} of the training on{why}")
+            log.debug(f"loss scale {self.scale.scale:g} from step {step + 1} of the training on{why}")
         if finite:
             self._num_skipped = 0
         elif not explained:
@@ -256,12 +267,21 @@ class GradientCheck:
                 raise self._error(step, invalid())
         return finite
 
+    def count(self, applied: bool) -> None:
+        """Count an update, also one that an optimizer skipped by itself."""
+        self._updates = Updates(self._updates.applied + applied, self._updates.skipped + (not applied))
+
+    def take_updates(self) -> Updates:
+        """As in `Meter`."""
+        taken, self._updates = self._updates, Updates()
+        return taken
+
     @property
     def _limit(self) -> int:
         return MAX_SKIPPED if self._max_skipped is None else self._max_skipped
 
     def _error(self, step: int, names: Sequence[str]) -> TrainingError:
-        scale = "" if self._scale is None else f" and the loss scale had come down to {self._scale.scale:g}"
+        scale = "" if self.scale is None else f" and the loss scale had come down to {self.scale.scale:g}"
         error = TrainingError(
             f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._limit} updates were "
             f"skipped{scale}, got others in step {step} of the training, for {', '.join(names)}"

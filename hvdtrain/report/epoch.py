@@ -11,6 +11,10 @@ from hvdtrain.data.files import size_text
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 
+FEW_SKIPPED, FEW_SKIPPED_SHARE = 5, 0.02
+"""More skipped updates in an epoch than both this number and this share of them are worth a warning: a loss scale skips a few
+while it comes down at first, and one whenever it has grown too large."""
+
 
 @dataclass(frozen=True)
 class EpochReport:
@@ -35,6 +39,8 @@ class EpochReport:
         learning_rates: the 'first', 'lowest', 'highest' and 'mean' rate of the updates; None: all had the same one.
         losses: the losses that are minimized, each with its scale; the score `total` of each dataset is the sum of several.
         splits: how many training batches did not fit into a rank's memory and were split.
+        skipped: how many updates were skipped, as gradients were not finite, and `updated`: how many were checked and applied; of
+            all ranks, if every rank updates alone.
         broken: the number of broken sequences that the epoch's batches went without; None: none.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
         goodput: where the seconds of the whole training went so far, over all its starts (`runtime/goodput.py`).
@@ -63,6 +69,8 @@ class EpochReport:
     epoch_learning_rate: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     splits: int = 0
+    skipped: int = 0
+    updated: int = 0
     broken: int | None = None
     goodput: Mapping[str, float] | None = None
     flops: Mapping[str, float] | None = None
@@ -84,6 +92,9 @@ class EpochReport:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             between = f", {size_text(self.sent_between_groups)} of it between groups" if self.sent_between_groups else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank{between}"))
+        if self.skipped:
+            much = not self.is_updated or self.skipped > max(FEW_SKIPPED, FEW_SKIPPED_SHARE * self.updated)
+            lines.append((2 if much else 4, f"{start}: {self.skipped_text}, as gradients were not finite"))
         if self.splits:
             lines.append((2, f"{start}: {self.splits} batches did not fit into memory and were split (split_on_oom)"))
         return lines
@@ -99,6 +110,16 @@ class EpochReport:
         late = straggler_line(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
         return lines + [(5, line) for line in self._score_lines(datasets)]
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether an update was applied: not all were skipped."""
+        return bool(self.updated or not self.skipped)
+
+    @property
+    def skipped_text(self) -> str:
+        """How many of the checked updates were skipped."""
+        return f"skipped {self.skipped} of {self.updated + self.skipped} updates"
 
     @property
     def line(self) -> str:

@@ -21,11 +21,14 @@ from hvdtrain.runtime import log
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file, without entries that are None, zero seconds_before, splits and
-    sent_between_groups, empty losses, and what only the log shows; scores that are not finite become strings.
+    """A report as it is written to the file, without entries that are None, zero seconds_before, splits, skipped (and updated)
+    and sent_between_groups, empty losses, and what only the log shows; scores that are not finite become strings.
     """
     scores = {name: _finite(value) for name, value in report.scores.items()}
-    if_any = {name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits", "sent_between_groups")}
+    if_any = {
+        name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits", "skipped", "sent_between_groups")
+    }
+    if_any["updated"] = report.updated if report.skipped else None
     line = {**vars(report), "scores": scores, **if_any}  # asdict would copy the seconds of every rank
     return {name: value for name, value in line.items() if value is not None and name not in ONLY_LOGGED}
 

@@ -92,6 +92,7 @@ def cost_row(report: EpochReport, left: float | None, now: float, indent: int) -
     first = report.learning_rate if report.learning_rates is None else report.learning_rates["first"]
     rates_of_epoch = dict.fromkeys(map(rate_text, (first, report.learning_rate)))
     parts.append(f"lr {' -> '.join(rates_of_epoch)}")
+    parts += [report.skipped_text] if report.skipped else []
     padding = report.padding.get(main_key(report.num_frames) or "", 0.0)
     parts += [f"padding {100 * padding:.0f} %"] if padding >= 0.005 else []
     parts += [] if left is None else [f"left {clock_text(left)}, ends {end_text(now, left)}"]

@@ -53,12 +53,14 @@ class EpochRecord:
         scores: by name, such as 'dev_loss_ce'.
         losses: the scale of each loss that the epoch minimized, by its name in train_step; empty: unknown, as in checkpoints of
             earlier releases and other programs.
+        is_updated: whether an update was applied; otherwise all were skipped, and the epoch is never the best.
     """
 
     epoch: int
     learning_rate: float
     scores: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    is_updated: bool = field(default=True, kw_only=True)
 
     @property
     def at_step(self) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan, nan
+from math import inf, isfinite, nan
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import Section, key
@@ -53,7 +53,7 @@ class Measure:
         return next((name for name in names if name is not None), None)
 
     def best(self, history: Sequence[EpochRecord], min_difference: float = 0.0) -> EpochRecord | None:
-        """The best epoch, the first of several that are equally good; None if no epoch has the score, or NaN only."""
+        """The best epoch, the first of several that are equally good; None if no epoch with updates has a finite score."""
         name = self.name(history)
         return None if name is None else best_of(history, name, self.higher, min_difference)
 
@@ -136,7 +136,7 @@ def errors_of(scores: Mapping[str, float], higher: Collection[str]) -> dict[str,
 def best_of(
     history: Iterable[EpochRecord], score: str, higher: Collection[str], min_difference: float = 0.0
 ) -> EpochRecord | None:
-    """The first epoch with the best value of a score; None if no epoch has it, or NaN only.
+    """The first epoch with the best finite value of a score, among those with updates; None if there is none.
 
     Args:
         min_difference: an epoch is better if its score is better by more than this.
@@ -145,7 +145,7 @@ def best_of(
     lowest = inf
     for record in history:
         error = errors_of(record.scores, higher).get(score, nan)
-        if not isnan(error) and (best is None or error < lowest - min_difference):
+        if record.is_updated and isfinite(error) and (best is None or error < lowest - min_difference):
             best, lowest = record, error
     return best
 

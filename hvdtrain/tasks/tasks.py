@@ -143,7 +143,15 @@ def _history(path: Path) -> list[EpochRecord]:
             epoch = json.loads(line.decode("utf-8"))
             scores = {name: float(score) for name, score in epoch["scores"].items()}
             losses = {name: float(scale) for name, scale in epoch.get("losses", {}).items()}
-            history.append(EpochRecord(int(epoch["epoch"]), float(epoch.get("learning_rate", 0.0)), scores, losses))
+            history.append(
+                EpochRecord(
+                    int(epoch["epoch"]),
+                    float(epoch.get("learning_rate", 0.0)),
+                    scores,
+                    losses,
+                    is_updated=bool(epoch.get("updated", True)),
+                )
+            )
         except (*DAMAGED_LINE_ERRORS, AttributeError) as error:
             raise DataError(
                 f"{path}, line {number}: expected the scores of an epoch, got a damaged line: {error!r} (without them, "

@@ -196,6 +196,8 @@ def epoch_report(
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
         splits=current.splits,
+        skipped=current.skipped,
+        updated=current.updated,
         broken=current.left_out or None,
         goodput=session.goodput.entries(),
         flops=None if session.flops is None else flops_of(session.flops, epoch, feed, step),

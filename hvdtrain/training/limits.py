@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, TrainingError
 from hvdtrain.learner.steps import RoundsPerUpdate
 from hvdtrain.schedule.history import EpochRecord
 
@@ -62,3 +62,13 @@ class TrainingLimits:
         if progress.current is not None:
             return progress.current.epoch > self.num_epochs
         return progress.epoch >= self.num_epochs or self.ends_early(progress) is not None
+
+
+def skipped_error(history: Sequence[EpochRecord]) -> TrainingError | None:
+    """The error to end with after two epochs in a row without any update."""
+    if len(history) < 2 or any(record.is_updated for record in history[-2:]):
+        return None
+    return TrainingError(
+        f"train: expected updates, got none in epochs {history[-2].epoch} and {history[-1].epoch}: all were skipped, as "
+        "gradients were not finite (too large for float16: mean losses, a smaller init_scale; or every batch has a NaN)"
+    ).on_all_ranks()

@@ -12,6 +12,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch, Broken
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.learner.precision import Updates
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.training.account import Account, Entry
@@ -27,6 +28,7 @@ class _RankScores:
         initial: the means of its first batch, if these are the first scores of the epoch.
         is_broken: whether a loss that is not finite ends the training.
         splits: the number of batches that were split.
+        updates: those that were checked.
         broken: the number of broken sequences, and those that are new.
     """
 
@@ -34,6 +36,7 @@ class _RankScores:
     initial: Mapping[str, float]
     is_broken: bool
     splits: int
+    updates: Updates
     broken: tuple[int, list[Broken]]
     used: Entry
 
@@ -43,15 +46,17 @@ class TrainScores:
 
     Args:
         needs_finite: whether a loss that is not finite ends the training.
+        are_alike: whether all ranks apply the same updates.
 
     Attributes:
         buffer: the scores, which lines about steps also use.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, needs_finite: bool) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, needs_finite: bool, are_alike: bool) -> None:
         self._comm = comm
         self._learner = learner
         self._needs_finite = needs_finite
+        self._are_alike = are_alike
         self._not_finite: list[NotFinite] = []
 
     def begin(self, feed: Feed, plan: Plan, position: int) -> None:
@@ -80,7 +85,6 @@ class TrainScores:
             DataError: the ranks did not train on exactly what was planned.
         """
         self._learner.flush()
-        splits = self._learner.meter.take_splits()
         broken = self._left_out, self._feed.broken.take()
         self._left_out = 0
         scores = self.buffer.take_all()
@@ -89,7 +93,8 @@ class TrainScores:
             scores=scores.compact(),  # a number for every step of every rank would fill the memory of each of a thousand ranks
             initial=scores.first() if is_first else {},
             is_broken=self.is_broken(),
-            splits=splits,
+            splits=self._learner.meter.take_splits(),
+            updates=self._learner.meter.take_updates(),
             broken=broken,
             used=self._account.take(current.position),
         )
@@ -100,6 +105,9 @@ class TrainScores:
                 initial |= theirs.initial
             current.initial = dict(sorted(initial.items()))
         current.scores = Scores.merge([current.scores, *(theirs.scores for theirs in gathered)]).compact()
+        for theirs in gathered[:1] if self._are_alike else gathered:
+            current.updated += theirs.updates.applied
+            current.skipped += theirs.updates.skipped
         current.splits += sum(theirs.splits for theirs in gathered)
         if any(theirs.is_broken for theirs in gathered):
             raise self.not_finite_error(current)

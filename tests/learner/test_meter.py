@@ -35,7 +35,7 @@ def pending(transfer: Transfer) -> PendingScores:
 
 
 def add(scores: PendingScores, step: int, value: float) -> None:
-    scores.add({"ce": True}, [value, 1.0], step, numpy.array([step]))
+    scores.add({"ce": True}, [value, 1.0], step, numpy.array([step]), train=True)
 
 
 def test_scores_are_read_when_they_have_arrived() -> None:

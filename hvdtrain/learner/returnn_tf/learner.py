@@ -227,7 +227,7 @@ class NetworkLearner:
         self, names: Mapping[str, Score], fetched: Mapping[str, Any], batch: Batch, step: int, train: bool = True
     ) -> None:
         scales = {name: score.scale if train else 0.0 for name, score in names.items()}
-        self.meter.scores.add(scales, numbers_of(names, fetched), step, batch.indices)
+        self.meter.scores.add(scales, numbers_of(names, fetched), step, batch.indices, train)
 
     def _apply(self, feed: dict[Any, Any], batch: Batch | None, exchanges_counts: bool = True) -> None:
         """Collective, if gradients are exchanged. One update from a batch, or from gradients that are fed.
@@ -391,7 +391,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         Transfer(lambda arrays: numpy.concatenate(arrays).tolist()), not_finite, on_cpu=True, finite_only=max_skipped is not None
     )
     norm: list[float | None] = [None]
-    meter = LearnerMeter(scores, CpuClock(), scale, tensorflow_learner.peak_memory, lambda: norm[0])
+    meter = LearnerMeter(scores, CpuClock(), check, tensorflow_learner.peak_memory, lambda: norm[0])
     guard = UpdateGuard(check, scale, norm)
     return NetworkLearner(networks, gradient_exchange, state, guard, meter, (options.seed, options.rank))
 

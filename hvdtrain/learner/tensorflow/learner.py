@@ -198,7 +198,7 @@ class TensorFlowLearner:
         self._check_trained()  # `update` has already decided whether to skip
 
     def evaluate(self, batch: Batch) -> None:
-        self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
+        self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
 
     def try_batch(self, batch: Batch) -> bool:
         seeds = mix_seeds(len(self.variables.generators), *self._seed, self._step)
@@ -307,7 +307,7 @@ class TensorFlowLearner:
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:
             names, numbers, self._accumulated = self.graphs.collect(batch, *place, self._accumulated)
-        self.meter.scores.add(names, numbers, self._step, batch.indices)
+        self.meter.scores.add(names, numbers, self._step, batch.indices, train=True)
 
 
 MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
@@ -344,7 +344,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
         update,
         TensorFlowState(variables, optimizer, average, scale, options.model_format),
-        _meter(variables, scale, update, finite_only=max_skipped is not None),
+        _meter(variables, check, update, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )
 
@@ -368,7 +368,7 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     return variables
 
 
-def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
+def _meter(variables: ModelVariables, check: GradientCheck, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
     def not_finite() -> tuple[str, ...]:
         named = [*variables.named_of_kind("parameters"), *variables.named_of_kind("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
@@ -379,4 +379,4 @@ def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGra
         on_cpu=device_name() == "CPU",
         finite_only=finite_only,
     )
-    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory, update.gradient_norm)
+    return TensorFlowMeter(scores, CpuClock(), check, peak_memory, update.gradient_norm)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
@@ -25,24 +26,24 @@ class Gradients:
     forward and backward. Otherwise the numbers of elements are reduced before the update's last backward.
 
     Args:
-        parameters: the trained ones, in the model's order.
+        trained: the parameters by name, in the model's order.
         bucket_bytes: the size of a message with gradients.
         owners: for each parameter, the only rank that needs its reduced gradient; None: all ranks need all.
     """
 
     def __init__(
         self,
-        parameters: list[torch.nn.Parameter],
+        trained: Mapping[str, torch.nn.Parameter],
         exchange: GradientExchange,
         device: torch.device,
         bucket_bytes: int,
         owners: Sequence[int] | None = None,
     ) -> None:
-        self._parameters = parameters
+        self._parameters = list(trained.values())
         self._exchange = exchange
         self._device = device
-        self._stream = GradientStream(parameters, exchange, bucket_bytes, owners)
-        self._loss_gradients = LossGradients(parameters)
+        self._stream = GradientStream(trained, exchange, bucket_bytes, owners)
+        self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
@@ -164,21 +165,32 @@ class GradientStream:
     bucket n - 1, so that the order is the same on all ranks. A parameter without a gradient contributes zeros; one without a
     gradient on any rank has none afterwards, so that an optimizer skips it, as on a single rank.
 
+    Where a layer is used several times under reentrant checkpointing (torch.utils.checkpoint), backward adds to a gradient once
+    for each use. So the first update's gradients are sent after backward, and all later ones, too, if one of them came in parts.
+
     Args:
-        parameters: the trained ones, in the model's order. A hook is registered on each; nothing else is changed.
+        trained: the parameters by name, in the model's order. A hook is registered on each; nothing else is changed.
         bucket_bytes, owners: as in `Gradients`.
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], exchange: GradientExchange, bucket_bytes: int, owners: Sequence[int] | None
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        exchange: GradientExchange,
+        bucket_bytes: int,
+        owners: Sequence[int] | None,
     ) -> None:
         self._exchange = exchange
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        parameters = list(trained.values())
         kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
         groups = buckets(kinds, bucket_bytes)
         self._buckets = [[parameters[number] for number in group] for group in groups]
         self._owners = [None if owners is None else [owners[number] for number in group] for group in groups]
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
         self._num_missing: list[int] = []  # by bucket, the number of gradients that backward has not computed yet
+        self._computed: set[int] = set()  # the ids of the parameters of the others
+        self._comes_in_parts: bool | None = None  # whether a gradient has; None: there was no backward yet
         self._handles: list[Any] = []
         self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
         self._flags_handle: Any = None  # their reduction, if they are a separate message
@@ -202,6 +214,7 @@ class GradientStream:
         """
         self._counts = counts
         self._num_missing = [len(bucket) for bucket in self._buckets]
+        self._computed = set()
         self._handles = []
         self._is_open = True
 
@@ -210,6 +223,8 @@ class GradientStream:
         reduced counts, if there were any.
         """
         self._is_open = False
+        if self._computed:
+            self._comes_in_parts = self._comes_in_parts or False
         while len(self._handles) < len(self._buckets):
             self._send_next()
         flags: list[torch.Tensor] = [] if self._flags_handle is None else self._exchange.finish(self._flags_handle)
@@ -228,11 +243,20 @@ class GradientStream:
         return None if self._counts is None else _joined(flags[1])
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Hook: backward has just added this parameter's gradient."""
-        if self._is_open:
-            self._num_missing[self._bucket_of[id(parameter)]] -= 1
-            while len(self._handles) < len(self._buckets) and self._num_missing[len(self._handles)] == 0:
-                self._send_next()
+        """Hook: backward has just added to this parameter's gradient."""
+        if not self._is_open:
+            return
+        number = self._bucket_of[id(parameter)]
+        if id(parameter) in self._computed:
+            self._comes_in_parts = True
+            if number < len(self._handles):
+                raise ConfigError.of("wrong-result", SENT_TOO_EARLY.format(name=self._names[id(parameter)]))
+            return
+        self._computed.add(id(parameter))
+        self._num_missing[number] -= 1
+        may_send = self._comes_in_parts is False and self._exchange.is_shared and self._exchange.is_active
+        while may_send and len(self._handles) < len(self._buckets) and self._num_missing[len(self._handles)] == 0:
+            self._send_next()
 
     def _send_next(self) -> None:
         number = len(self._handles)
@@ -262,6 +286,11 @@ class GradientStream:
                 self._flags_handle = self._exchange.start([flags], name="gradient_flags")
         self._handles.append(self._exchange.start(gradients, name=f"gradients.{number}", owners=owners))
 
+
+SENT_TOO_EARLY = (
+    "train_step: expected a gradient that backward computes at once, as in the steps before, got more of {name} after it was "
+    "sent (a layer that only some steps use several times needs torch.utils.checkpoint(use_reentrant=False))"
+)
 
 PART = 4096.0
 """Two float32 parts of an integer are exact, and so are their sums over up to 4096 ranks: one counts in this unit."""
@@ -332,11 +361,20 @@ class LossGradients:
             raise nothing_to_minimize()
         computed: dict[str | None, list[torch.Tensor | None]] = {}
         for remaining, (key, total) in zip(reversed(range(len(groups))), groups.items(), strict=True):
-            wanted = [parameter for parameter in self._parameters if parameter.requires_grad]  # others are frozen for some time
-            gradients = torch.autograd.grad(total, wanted, retain_graph=remaining > 0, allow_unused=True)
-            by_id = {id(parameter): _sum(None, gradient) for parameter, gradient in zip(wanted, gradients, strict=True)}
-            computed[key] = [by_id.get(id(parameter)) for parameter in self._parameters]
+            computed[key] = self._backward(total, retain_graph=remaining > 0)
         return computed
+
+    def _backward(self, total: torch.Tensor, retain_graph: bool) -> list[torch.Tensor | None]:
+        """The gradients of a scalar, dense. (Reentrant checkpointing does not work with torch.autograd.grad.)"""
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            total.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return [_sum(None, parameter.grad) for parameter in self._parameters]
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
 
     def combine(self, divisors: Mapping[str, torch.Tensor]) -> None:
         """Divide each normalized loss's gradients by its divisor, and add all gradients to those of the parameters."""

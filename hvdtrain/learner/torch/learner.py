@@ -31,7 +31,7 @@ from hvdtrain.learner.meter import (
     split_packed,
 )
 from hvdtrain.learner.optimizer import change_gradients
-from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import OF_OPTIMIZER
 from hvdtrain.learner.splitting import BatchSplitter
@@ -351,7 +351,7 @@ class TorchLearner:
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
         losses = with_parts(losses, batch)
-        self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
+        self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices, train)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, if BatchNorms are synchronized. A rank without a batch takes part in the others' exchanges."""
@@ -408,9 +408,6 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
     check_storable(model, options.model_format)
-    exchange: Exchange | None = None
-    if options.batch_norm is not None:
-        model, exchange = synchronize(model, options.batch_norm)
     scale = options.precision.loss_scale(options.precision.dtype)
 
     def are_reduced() -> bool:
@@ -420,14 +417,16 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
-    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)  # of the config's modules
+    exchange: Exchange | None = None
+    if options.batch_norm is not None:
+        model, exchange = synchronize(model, options.batch_norm)
     trained = named_trained(model)
-    parameters = list(trained.values())
     if options.sharded is not None:
         check_shares(whole)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
-    owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
-    gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
+    owners = optimizer.owners(list(trained.values())) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     base = None if options.saves_frozen else FrozenBase(model, constants)
     if base is not None:
@@ -466,7 +465,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         gradients,
         update,
         state,
-        _meter(keys, model, device, scale, update, splitter),
+        _meter(keys, model, device, check, update, splitter),
         (options.seed, options.rank),
         StepOptions(exchange, splitter),
     )
@@ -524,7 +523,7 @@ def _meter(
     keys: LearnerKeys,
     model: torch.nn.Module,
     device: torch.device,
-    scale: LossScale | None,
+    check: GradientCheck,
     update: Update,
     splitter: BatchSplitter | None,
 ) -> LearnerMeter:
@@ -545,4 +544,4 @@ def _meter(
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     take_splits = (lambda: 0) if splitter is None else splitter.take
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm, take_splits)
+    return LearnerMeter(scores, clock, check, lambda: peak_memory(device), update.gradient_norm, take_splits)

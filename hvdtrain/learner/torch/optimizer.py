@@ -77,7 +77,7 @@ def _make_one(
     problems = option_problems(made, options, where)
     if problems:
         raise ConfigError(problems)
-    if fused and issubclass(made, FUSED) and not IMPLEMENTATIONS & options.keys():
+    if fused and issubclass(made, FUSED) and not (IMPLEMENTATIONS | {"dampening"}) & options.keys():
         options["fused"] = True
     try:
         # It is set at every update, but some third-party classes assert that it is positive.
@@ -205,7 +205,31 @@ def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     problems += parameter_problems("optimizer", groups, model)
     if problems:
         raise ConfigError(problems)
+    _keep_ratios(made)
     return made  # type: ignore[no-any-return]
+
+
+def _keep_ratios(made: Any) -> None:
+    """Make the ratios between the groups' learning rates multipliers of that of a step: of the rate that groups without their own
+    have, or if all have their own, of the highest."""
+    rates = [float(group.get("lr", 1.0)) for group in made.param_groups]
+    usual = float(getattr(made, "defaults", {}).get("lr") or 0.0)
+    base = usual if usual in rates else max(rates)
+    if base and any(rate != base for rate in rates):
+        for group, rate in zip(made.param_groups, rates, strict=True):
+            group[MULTIPLIER] = group.get(MULTIPLIER, 1.0) * rate / base
+        shown = ", ".join(f"{rate / base:g}" for rate in rates)
+        log.info(f"optimizer: the learning rates of its groups are {shown} times that of a step, as its own are")
+
+
+def complete_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Begin the momentum of parameters that get their first gradient later than others, where the fused SGD fails."""
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if parameter.grad is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def import_class(name: str, where: str = "optimizer.") -> Any:

@@ -18,9 +18,10 @@ from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import AsyncCopy
+from hvdtrain.learner.torch.optimizer import complete_momentum
 from hvdtrain.learner.torch.optimizer_state import check_plain
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
-from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
 
@@ -198,6 +199,8 @@ class Update:
         Raises:
             TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
         """
+        if not self._gradients():  # on any rank: all batches were left out (skip_broken)
+            return
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
         if not self._check.is_needed or self._should_apply(step):
@@ -206,9 +209,12 @@ class Update:
                 group["lr"] = learning_rate * multiplier
             if self._seed is not None:
                 self._seed(step)
+            inner = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
+            for member in members_of(inner):
+                complete_momentum(member)
             self._optimizer.step()
             if not self._has_applied:
-                check_plain(self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer)
+                check_plain(inner)
             self._has_applied = True
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -155,7 +155,7 @@ class ArrayLearner:
             self._train_step(model=self.model, extern_data=batch.data)
         values = [loss.value for loss in context.losses.values()]
         numbers = numpy.array([*(value.sum() for value in values), *(value.size for value in values)], numpy.float64)
-        self.meter.scores.add(scales_of(context.losses, train), numbers, self._step, batch.indices)
+        self.meter.scores.add(scales_of(context.losses, train), numbers, self._step, batch.indices, train)
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         yield "", self.model

@@ -1,0 +1,168 @@
+"""From losses to an update: what it applies, and what it skips, equals plain PyTorch."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from launching import TOY, hvdtrain, refused
+from learners import batch_of, learner_of
+from thread_ranks import on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.learner.precision import Precision, ScaleOptions
+from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer
+from hvdtrain.learner.torch.parameter_groups import take_multipliers
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure
+
+FRAMES = numpy.random.default_rng(1).normal(size=(4, 3, 2)).astype(numpy.float32)
+
+
+class Reused(nn.Module):
+    """A layer that is computed three times, each time again in backward, between two that are computed once."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(2, 2) for _ in range(3))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape).add(number).sin())
+        self.reentrant = reentrant
+        self.uses = 3
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(frames)
+        for _ in range(self.uses):
+            hidden = checkpoint(lambda values: self.middle(values).tanh(), hidden, use_reentrant=self.reentrant)
+        return self.last(hidden)
+
+
+def squares(*, model: nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+    output = model(extern_data["data"].raw_tensor)
+    get_run_ctx().mark_as_loss(output.square(), "square", use_normalized_loss=True)
+    get_run_ctx().mark_as_loss(output.abs(), "absolute", use_normalized_loss=True, scale=0.1)
+
+
+def only_squares(*, model: nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+    get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square(), "square")
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return [number for parameter in model.parameters() for number in parameter.flatten().tolist()]
+
+
+@pytest.mark.parametrize("train_step", [only_squares, squares])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_layer_that_reentrant_checkpointing_computes_several_times(train_step: Any, accumulate: bool) -> None:
+    def train(comm: Communicator, reentrant: bool) -> list[float]:
+        options = {"bucket_bytes": lambda _: 1}
+        made = learner_of(lambda **_: Reused(reentrant), train_step, comm, options=options)
+        for _ in range(3):
+            own = numpy.array_split(FRAMES[comm.rank :: comm.size], 2 if accumulate else 1)
+            for number, part in enumerate(own):
+                made.backward(batch_of(part), is_last_microbatch=number == len(own) - 1)
+            made.update(0.01)
+        return weights_of(made.model)
+
+    [expected] = on_ranks(1, lambda comm: train(comm, False))
+    for size in (1, 2):
+        for weights in on_ranks(size, lambda comm: train(comm, True)):
+            assert weights == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_layer_that_is_used_several_times_only_later_is_refused_on_several_ranks() -> None:
+    def train(comm: Communicator, first_uses: int) -> None:
+        made = learner_of(lambda **_: Reused(True), only_squares, comm, options={"bucket_bytes": lambda _: 1})
+        for uses in (first_uses, 3):
+            made.model.uses = uses
+            made.backward(batch_of(FRAMES))
+            made.update(0.01)
+
+    on_ranks(1, lambda comm: train(comm, 1))
+    on_ranks(2, lambda comm: train(comm, 2))
+    with refused("train_step: wrong-result"):
+        on_ranks(2, lambda comm: train(comm, 1))
+
+
+def test_an_epoch_without_updates_is_never_the_best_and_ends_the_training_after_the_next(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 4, "losses": "sum"}
+    ended = hvdtrain(TOY, {**keys, "grad_scaler": {"init_scale": 3e38, "backoff_factor": 0.99}})
+    assert ended.status == 2
+    assert ended.out.count("skipped 20 of 20 updates") == 4, "in the rows, and as warnings"
+    assert "expected updates, got none in epochs 1 and 2" in ended.err
+    assert "best so far" not in ended.out
+    reports = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [(report["skipped"], report["updated"]) for report in reports] == [(20, 0)] * 2
+
+
+def test_an_evaluation_has_the_losses_that_are_not_finite() -> None:
+    made = learner_of(lambda **_: Reused(False), only_squares, num_allowed_consec_invalid_gradient_steps=1)
+    for compute in (made.backward, made.evaluate):
+        compute(batch_of(FRAMES))
+        compute(batch_of(FRAMES * numpy.float32(numpy.inf)))
+        assert math.isfinite(made.meter.take_scores().means()["square"]) is (compute == made.backward)
+    history = [EpochRecord(number, 0.1, {"dev_loss_ce": score}) for number, score in enumerate((-math.inf, 2.0, math.nan))]
+    assert Measure().best(history) is history[1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update_without_any_gradient_changes_nothing(size: int) -> None:
+    """As where `skip_broken` leaves out all of a batch."""
+
+    def train(comm: Communicator) -> None:
+        options = {"precision": Precision("float32", ScaleOptions()), "sharded": comm if size > 1 else None}
+        made = learner_of(lambda **_: Reused(False), only_squares, comm, options=options, gradient_clip_global_norm=0.1)
+        for batch in (batch_of(FRAMES), None):
+            before = weights_of(made.model)
+            made.backward(batch)
+            made.update(0.1)
+            assert (weights_of(made.model) == before) is (batch is None)
+        assert made.meter.take_updates() == (1, 0)
+
+    on_ranks(size, train)
+
+
+def test_the_groups_of_a_functions_optimizer_keep_the_ratios_of_their_learning_rates() -> None:
+    def made(*rates: float, **usual: float) -> list[float]:
+        layers = [nn.Linear(1, 1) for _ in rates]
+        groups = [
+            {"params": layer.parameters(), **({"lr": rate} if rate else {})} for layer, rate in zip(layers, rates, strict=True)
+        ]
+        return take_multipliers(make_optimizer(lambda _: torch.optim.SGD(groups, **usual), nn.ModuleList(layers)).param_groups)
+
+    assert made(0.0, 0.5, lr=0.1) == [1.0, 5.0]
+    assert made(0.2, 0.5, lr=0.1) == made(0.2, 0.5) == [0.4, 1.0]
+    assert made(0.2, 0.2) == [1.0, 1.0]
+
+
+def test_a_fused_sgd_with_momentum_and_a_gradient_that_comes_late() -> None:
+    for fused in (True, False):
+        early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, fused=fused)
+        for parameters in ([early], [early, late], [early, late]):
+            for parameter in parameters:
+                parameter.grad = torch.ones(2)
+            complete_momentum(optimizer)
+            optimizer.step()
+        assert early.tolist() + late.tolist() == pytest.approx([0.439, 0.439, 0.71, 0.71])
+
+
+def test_what_decays_does_not_depend_on_the_number_of_ranks() -> None:
+    """Although BatchNorms are other modules where their statistics are those of all ranks."""
+
+    def groups(comm: Communicator) -> list[list[float]]:
+        model = nn.Sequential(nn.BatchNorm1d(2, affine=True), nn.Linear(2, 2))
+        optimizer = {"class": "sgd", "weight_decay": 0.1, "weight_decay_modules_blacklist": [nn.BatchNorm1d]}
+        options = {"batch_norm": comm if comm.size > 1 else None}
+        made = learner_of(lambda **_: model, only_squares, comm, options=options, optimizer=optimizer)
+        return [[group["weight_decay"], len(group["params"])] for group in made.optimizer.param_groups]
+
+    for size in (1, 2):
+        assert on_ranks(size, groups) == [[[0.1, 1], [0.0, 3]]] * size

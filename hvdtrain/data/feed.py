@@ -134,6 +134,7 @@ class Feed:
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
         broken: the broken sequences that are left out of batches, up to a limit.
+        made_for: the number of ranks that its batches are made for; None: `size`.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Feed:
     parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
     broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
+    made_for: int | None = None
 
     @property
     def source(self) -> str:
@@ -204,7 +206,11 @@ class Feed:
         """By name, as text, the inputs of the batches of an epoch. Raises: DataError, if a file changed since the start."""
         if self.only is not None:
             return {}
-        return {"ranks": str(self.size), "horovod_dataset_distribution": self.distribution, **self.inputs(epoch).as_text()}
+        return {
+            "ranks": str(self.made_for or self.size),
+            "horovod_dataset_distribution": self.distribution,
+            **self.inputs(epoch).as_text(),
+        }
 
     def inputs(self, epoch: int) -> PlanInputs:
         """The inputs of the plan of an epoch. Raises: DataError, if a file changed since the start."""

@@ -211,7 +211,7 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     """A dataset with other keys of its order, its batches and its chunks. Raises: DataError.
 
     Args:
-        size: the number of ranks.
+        size: the number of ranks that its batches are made for.
     """
     is_training, dataset = spec is settings.train, feed.dataset
     chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
@@ -222,6 +222,7 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
         batch_keys=batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
         chunks=None if dataset.has_fixed_order else cut(dataset.lengths, chunk_keys),
+        made_for=size,
     )
     if dataset.has_fixed_order:
         _check_fixed_order(made, chunk_keys)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.source import as_function
@@ -68,23 +69,56 @@ class OpenDataset:
     feed: Feed
 
 
+@dataclass(frozen=True)
+class BegunEpoch:
+    """An epoch that began on another number of ranks. It keeps the batches that were made for them, so that each sequence is used
+    once, although those of all ranks together are larger or smaller than `max_seqs_total` or `batch_size_total` says."""
+
+    number: int
+    ranks: int
+
+    def line(self, settings: Settings, ranks: int) -> str:
+        """The warning about its steps on now so many ranks; empty: its batches do not depend on the number of ranks."""
+        began = f"epoch {self.number} began on {self.ranks} ranks"
+        if settings.reduce.dataset_distribution != "shard":
+            rest = "what the others had left is not trained" if ranks < self.ranks else "each new rank joins at their position"
+            return f"horovod_dataset_distribution: {began}, each with an order of its own: {rest}"
+        for name in ("max_seqs_total", "batch_size_total"):
+            total = getattr(settings.batch, name)
+            if isinstance(total, int):
+                size = max(1, total // self.ranks)
+                kept = f"{began} and keeps its batches of {size}"
+                return f"{name}: {kept}: until it ends, {ranks} ranks take {ranks * size} in a step instead of {total}"
+            if total is not None:
+                return f"{name}: {began} and keeps its batches: until it ends, a step has {ranks} of them instead of {self.ranks}"
+        return ""
+
+
 class ChangingEpochs:
-    """`Epochs` of a training whose keys change.
+    """`Epochs` of a training whose keys change, or that goes on on another number of ranks.
 
     Args:
         settings: of the config.
         name: where the keys come from.
         given: returns the keys of an epoch and their values.
+        begun: the epoch in which it goes on on another number of ranks.
     """
 
     def __init__(
-        self, settings: Settings, comm: Communicator, watchdog: Watchdog, name: str, given: Callable[[int], Mapping[str, Any]]
+        self,
+        settings: Settings,
+        comm: Communicator,
+        watchdog: Watchdog,
+        name: str,
+        given: Callable[[int], Mapping[str, Any]],
+        begun: BegunEpoch | None = None,
     ) -> None:
         self._settings = settings
         self._comm = comm
         self._watchdog = watchdog
         self._name = name
         self._given = given
+        self._begun = begun
         self._latest = EpochKeys(0, {}, settings, {})
         self._noted: Mapping[str, str] = {}  # as text, the keys in the log
         self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
@@ -135,7 +169,9 @@ class ChangingEpochs:
         value = (given.get("eval_datasets") or {}).get(feed.name, given.get(feed.name) if feed.name in DATASETS else None)
         if value is not None and not same_data(value, getattr(self._settings.data, feed.name, None)):
             feed = self._open(feed, value, settings, spec)
-        return with_keys(feed, settings, spec, self._comm.size)
+        begun = self._begun if spec is settings.train else None
+        is_other = begun is not None and begun.number == self._latest.epoch
+        return with_keys(feed, settings, spec, begun.ranks if begun is not None and is_other else self._comm.size)
 
     def _open(self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec) -> Feed:
         """The dataset in place of the config's. Raises: DataError."""
@@ -170,11 +206,31 @@ def same_data(one: Any, other: Any) -> bool:
         return False
 
 
-def open_epochs(settings: Settings, comm: Communicator, learner: Learner, watchdog: Watchdog, at_the_end: ExitStack) -> Epochs:
-    """What differs between the epochs: by the key `keys_of_epoch`, or by the learner's model."""
+def begun_epoch(current: EpochProgress | None, ranks: int) -> BegunEpoch | None:
+    """The epoch in which training resumes, if it began on another number of ranks than now."""
+    before = None if current is None else current.made_from.get("ranks")
+    return None if current is None or before in (None, str(ranks)) else BegunEpoch(current.epoch, int(str(before)))
+
+
+def open_epochs(
+    settings: Settings,
+    comm: Communicator,
+    learner: Learner,
+    watchdog: Watchdog,
+    at_the_end: ExitStack,
+    current: EpochProgress | None,
+) -> Epochs:
+    """What differs between the epochs: by the key `keys_of_epoch`, or by the learner's model.
+
+    Args:
+        current: of the epoch in which training resumes; None: it begins with an epoch.
+    """
     function = as_function(settings.per_epoch.keys_of_epoch, "keys_of_epoch")
     of_learner = learner.keys_of_epoch
-    if function is None and of_learner is None:
+    begun = begun_epoch(current, comm.size)
+    if begun is not None and (line := begun.line(settings, comm.size)):
+        log.warning(line)
+    if function is None and of_learner is None and begun is None:
         return EqualEpochs()
 
     def keys_of(epoch: int) -> Mapping[str, Any]:
@@ -185,7 +241,7 @@ def open_epochs(settings: Settings, comm: Communicator, learner: Learner, watchd
             )
         return {**(found or {}), **({} if of_learner is None else of_learner(epoch))}
 
-    epochs = ChangingEpochs(settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of)
+    epochs = ChangingEpochs(settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of, begun)
     if not settings.process.is_own:  # else the process ends
         at_the_end.callback(epochs.close)
     return epochs

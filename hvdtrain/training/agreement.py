@@ -165,7 +165,7 @@ def agree_on_batches(
     if feed.distribution == "shard":
         error = _different_plans_error(feed, fingerprints)
         fingerprints = fingerprints[:1]
-    if current.fingerprints and current.fingerprints != fingerprints:
+    if current.fingerprints and not _is_same_plan(current, feed, fingerprints):
         error = _changed_plan_error(current, feed, plan_inputs)
     elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
         error = CheckpointError(
@@ -176,6 +176,15 @@ def agree_on_batches(
         raise error.on_all_ranks()
     current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
     return BatchCounts(count for count, _, _ in answers)
+
+
+def _is_same_plan(current: EpochProgress, feed: Feed, fingerprints: Sequence[int]) -> bool:
+    """Whether an epoch goes on with the batches that it began with. Where each rank has a plan, there may be more or fewer ranks
+    now: those that were there before go on."""
+    before = current.fingerprints
+    if feed.distribution != "shard" and current.made_from.get("horovod_dataset_distribution") == feed.distribution:
+        before, fingerprints = before[: len(fingerprints)], fingerprints[: len(before)]
+    return before == list(fingerprints)
 
 
 def _different_plans_error(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:

@@ -109,6 +109,43 @@ def test_other_batches_are_refused_with_what_differs(tmp_path: Path, changed: di
     assert (tmp_path / "model.002.pt").exists()
 
 
+@pytest.mark.parametrize(
+    ("keys", "warning"),
+    [
+        (
+            {"max_seqs_total": "2"},
+            "max_seqs_total: epoch 1 began on 2 ranks and keeps its batches of 1: until it ends, 1 ranks take 1",
+        ),
+        ({"batch_size_total": "{'data': 100000}", "max_seqs_total": "2"}, "began on 2 ranks and keeps its batches"),
+        (
+            {"max_seqs": "1", "horovod_dataset_distribution": "random_seed_offset", "train.seq_ordering": "random"},
+            "horovod_dataset_distribution: epoch 1 began on 2 ranks, each with an order of its own: what the others had left",
+        ),
+    ],
+)
+def test_an_epoch_goes_on_on_fewer_ranks_with_the_batches_that_it_began_with(
+    tmp_path: Path, keys: dict[str, str], warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank takes the place of the first of two, for which its batches are as large."""
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.replace("MODEL", repr(str(tmp_path / "model"))))
+    as_of_two = keys | {"max_seqs": "1", "batch_size_total": "None", "max_seqs_total": "None", "num_epochs": "1"}
+    train(read_settings([path], {**as_of_two, "model": str(tmp_path / "undisturbed"), "fails": "-1"}))
+    with pytest.raises(EOFError):
+        train(read_settings([path], {**as_of_two, "fails": "9"}))
+    (file,) = tmp_path.glob("model*.step-7.pt")
+    contents = torch.load(file, weights_only=True)
+    contents["within"]["made_from"]["ranks"] = "2"
+    contents["within"]["fingerprints"] += [1] if "horovod_dataset_distribution" in keys else []
+    torch.save(contents, file)
+    capsys.readouterr()
+    train(read_settings([path], {"max_seqs": "None", **keys, "num_epochs": "2", "fails": "-1"}))
+    assert warning in capsys.readouterr().out
+    undisturbed, resumed = (torch.load(tmp_path / f"{name}.001.pt", weights_only=True) for name in ("undisturbed", "model"))
+    assert all(torch.equal(values, resumed["model"][name]) for name, values in undisturbed["model"].items())
+    assert torch.load(tmp_path / "model.002.pt", weights_only=True)["step"] == (22 if "max_seqs" in keys else 11 + 6)
+
+
 def test_the_number_of_ranks_is_among_what_differs() -> None:
     dataset = open_dataset(parse("train", {"class": "Task12AXDataset", "num_seqs": 9}, {})[0])
     one, two = (

@@ -224,23 +224,31 @@ class HorovodCommunicator:
 
     def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:
         """A tensor in a form that Horovod can send: it supports neither bfloat16, which is sent as float32, nor, with PyTorch,
-        tensors that are not contiguous.
+        complex numbers, which are sent as pairs, and tensors that are not contiguous.
         """
         if narrow == "float16" and "float32" in str(tensor.dtype):
             tensor = self._hvd.Compression.fp16.compress(tensor)[0]
         if not self._asynchronous:
             return tensor
+        if tensor.is_complex():
+            from torch import view_as_real
+
+            return view_as_real(tensor.contiguous().resolve_conj())
         return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
 
     def _restore(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
         """Convert reduced tensors to the types of the given ones; with PyTorch, in their memory."""
         restored = []
         for new, old in zip(reduced, tensors, strict=True):
-            in_place = self._asynchronous and new.dtype != old.dtype
-            restored.append(old.copy_(new) if in_place else self._of_type(new, old.dtype))
+            received = self._of_type(new, old.dtype)
+            restored.append(old.copy_(received) if self._asynchronous and new.dtype != old.dtype else received)
         return restored if divisor is None else [tensor / divisor for tensor in restored]
 
     def _of_type(self, tensor: Tensor, dtype: Any) -> Tensor:
+        if self._asynchronous and dtype.is_complex:
+            from torch import view_as_complex
+
+            return view_as_complex(tensor)
         return tensor if tensor.dtype == dtype else self._hvd.Compression.fp16.decompress(tensor, dtype)
 
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:

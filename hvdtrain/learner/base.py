@@ -118,8 +118,7 @@ class Learner(Protocol):
         ...
 
     def try_batch(self, batch: Batch) -> bool:
-        """Compute a batch's losses and gradients and drop them; False if memory does not suffice. Collective if it is the first
-        step of a training."""
+        """Compute a batch's losses and gradients and drop them; False if memory does not suffice."""
         ...
 
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
@@ -156,8 +155,7 @@ class Learner(Protocol):
         ...
 
     def step_cost(self, batch: Batch) -> StepCost | None:
-        """Compute the gradients of a batch some times and drop them; None if the framework does not count operations, or if the
-        ranks would have to compute together."""
+        """Compute the gradients of a batch some times and drop them; None if the framework does not count operations."""
         ...
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:

@@ -282,7 +282,7 @@ def _gradient_factor(case: Case) -> Iterator[str]:
 
 def _statistics(case: Case) -> Iterator[str]:
     parts = [part for part in case.one.parts + case.other.parts if part.kind == STATISTICS]
-    if any(part.type == "SyncBatchNorm" for part in parts):
+    if any(part.type.startswith("SyncBatchNorm") for part in parts):
         return  # of the run with more ranks; on one rank it is a BatchNorm
     parts = list(dict.fromkeys(parts))
     if parts and case.one.size != case.other.size:

@@ -33,15 +33,13 @@ def measure_flops(session: Session) -> FlopRate | None:
     cost: StepCost | None = None
     num_frames = 0
     if session.comm.rank == 0:
-        reason = f"rank 0 has no batch in epoch {epoch}"
         with first_batch(session, feed, plan, epoch) as batch:
             if batch is not None:
                 lengths = batch.data[key].seq_lens
                 num_frames = int(lengths.sum()) if key in feed.packed_keys else len(lengths) * int(lengths.max())
                 cost = session.learner.step_cost(batch)
-                reason = "the ranks compute a step together (sync_batch_norm)"
         if cost is None:
-            log.warning(f"count_flops: no operations are counted: {reason}")
+            log.warning(f"count_flops: no operations are counted: rank 0 has no batch in epoch {epoch}")
     if cost is None:
         return None
     return FlopRate(key, cost.flops / num_frames, cost.peak, session.comm.size)

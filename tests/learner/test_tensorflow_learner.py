@@ -430,6 +430,9 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out() -> None:
         made.update(0.01)
     assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)
     assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.meter.take_updates() == (1, 2)
+    made.evaluate(broken)
+    assert numpy.isnan(made.meter.take_scores().means()["square"])
     made.backward(broken)
     with pytest.raises(TrainingError, match=r"after 1 updates were skipped, got others in step 3 .*layers\.0\.kernel"):
         made.update(0.01)

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy
 import pytest
 import tensorflow as tf
 from learners import BATCH, FRAMES, learner_of
@@ -111,9 +113,12 @@ def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplo
 
 
 def test_an_optimizer_of_the_config_that_scales_the_loss_itself_is_left_to_it() -> None:
-    made = learner(
-        sums, optimizer=lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), precision=Precision("float16")
-    )
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    made = learner(sums, optimizer=lambda _: scaling, precision=Precision("float16"))
     assert made.meter.loss_scale is None
     made.backward(BATCH)
     made.update(0.1)
+    assert made.meter.take_updates() == (1, 0)
+    made.backward(replace(BATCH, data={"data": replace(BATCH.data["data"], values=FRAMES * numpy.float32("inf"))}))
+    made.update(0.1)
+    assert made.meter.take_updates() == (0, 1)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.context import get_run_ctx
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
@@ -155,14 +156,38 @@ def test_a_fused_sgd_with_momentum_and_a_gradient_that_comes_late() -> None:
 
 
 def test_what_decays_does_not_depend_on_the_number_of_ranks() -> None:
-    """Although BatchNorms are other modules where their statistics are those of all ranks."""
-
     def groups(comm: Communicator) -> list[list[float]]:
         model = nn.Sequential(nn.BatchNorm1d(2, affine=True), nn.Linear(2, 2))
         optimizer = {"class": "sgd", "weight_decay": 0.1, "weight_decay_modules_blacklist": [nn.BatchNorm1d]}
         options = {"batch_norm": comm if comm.size > 1 else None}
         made = learner_of(lambda **_: model, only_squares, comm, options=options, optimizer=optimizer)
+        assert all(isinstance(module, kind) for module, kind in zip(made.model, (nn.BatchNorm1d, nn.Linear), strict=True))
         return [[group["weight_decay"], len(group["params"])] for group in made.optimizer.param_groups]
 
     for size in (1, 2):
         assert on_ranks(size, groups) == [[[0.1, 1], [0.0, 3]]] * size
+
+
+@pytest.mark.parametrize("names", [("one", "other"), ("one", ""), ("", "other")])
+def test_ranks_that_compute_different_batch_norms_end_with_their_names(names: tuple[str, str]) -> None:
+    class Skipping(nn.Module):
+        """Also as in LayerDrop."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.one, self.other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+            self.last = nn.Linear(2, 1)
+            self.name = name
+
+        def forward(self, frames: torch.Tensor) -> torch.Tensor:
+            return self.last(self.get_submodule(self.name)(frames[:, 0]) if self.name else frames[:, 0])
+
+    def train(comm: Communicator) -> None:
+        name = names[comm.rank] if comm.rank < 2 else "one"
+        made = learner_of(lambda **_: Skipping(name), only_squares, comm, options={"batch_norm": comm})
+        assert made.try_batch(batch_of(FRAMES)), "without the others"
+        made.backward(None if comm.rank == 2 else batch_of(FRAMES))
+
+    with pytest.raises(ConfigError, match=" on rank 0") as caught:
+        on_ranks(3, train)
+    assert all(f"{name or 'the end of the pass'} on rank {rank}" in str(caught.value) for rank, name in enumerate(names))

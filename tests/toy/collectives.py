@@ -226,7 +226,8 @@ def test_sync_batch_norm(comm) -> None:
             torch.nn.BatchNorm1d(4, momentum=None, affine=False),
         ).double()
 
-    alone, (together, exchange) = model(), synchronize(model(), comm.channel("sync_batch_norm"))
+    alone, together = model(), model()
+    exchange = synchronize(together, comm.channel("sync_batch_norm"))
     assert alone.state_dict().keys() == together.state_dict().keys()
     for _ in range(2):
         expected = torch.autograd.grad((alone(rows) * targets).sum(), list(alone.parameters()))
@@ -246,6 +247,17 @@ def test_sync_batch_norm(comm) -> None:
     alone.eval()
     together.eval()
     torch.testing.assert_close(alone(rows), together(rows), rtol=1e-6, atol=1e-6)
+
+
+def test_complex_numbers(comm) -> None:
+    """Of any shape, also those that are not contiguous; with PyTorch, Horovod has no such type."""
+    own = torch.view_as_complex(torch.arange(12.0).reshape(2, 3, 2)) + comm.rank
+    total = own * comm.size + sum(range(comm.size)) - comm.rank * comm.size
+    sums = all_reduce(comm, [own.T, own[0, 0], own.clone()], "sum", name="complex")
+    for one, expected in zip(sums, [total.T, total[0, 0], total], strict=True):
+        torch.testing.assert_close(one, expected)
+    [rows] = comm.gather_rows([own], name="complex.rows")
+    torch.testing.assert_close(rows[2 * comm.rank :][:2], own)
 
 
 def test_sharded_optimizer(comm) -> None:

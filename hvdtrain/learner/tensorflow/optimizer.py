@@ -70,6 +70,7 @@ class UpdateGraph:
         self._graph: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
         self._norm: tf.Tensor | None = None
         self._clips_norm = False  # known when the graph is made
+        self._skips_itself = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
@@ -101,6 +102,8 @@ class UpdateGraph:
         if self._check.is_needed:
             flags = finite.numpy()
             self._check.decide(bool(flags.all()), step, lambda: self._invalid_names(flags))
+        elif self._skips_itself:
+            self._check.count(bool(finite.numpy().all()))
 
     def gradient_norm(self) -> float | None:
         """The global norm of the last update's gradients before clipping; None if it is not clipped. Waits for a GPU."""
@@ -115,7 +118,7 @@ class UpdateGraph:
         learning_rate: tf.Tensor,
         noise_seeds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) if not checked; and the global norm
+        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) if nobody checks; and the global norm
         of the gradients before clipping, 0 if the norm is not clipped."""
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
         gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
@@ -130,8 +133,9 @@ class UpdateGraph:
         self._optimizer.learning_rate = learning_rate
         updates = to_keras(gradients.values, self._variables)
         if not self._check.is_needed:
+            applied = tf.stack(finite_flags(gradients.values)) if self._skips_itself else tf.zeros([0], tf.bool)
             self._optimizer.apply(updates, self._trained)
-            return tf.zeros([0], tf.bool), norm
+            return applied, norm
         tf.cond(tf.reduce_all(finite), lambda: self._step(updates), lambda: False)
         return tf.stack(finite), norm
 

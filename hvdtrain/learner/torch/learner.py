@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -272,18 +273,8 @@ class TorchLearner:
         return shapes
 
     def step_cost(self, batch: Batch) -> StepCost | None:
-        if self._batch_norm is not None:
-            return None
-        await_copy(batch)
-        buffers = self._copy_buffers()
-
-        def step() -> None:
-            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-            self._gradients.compute(losses, self._update.loss_factor)
-
-        cost = step_cost(step, self._device, compute_dtype(self._functions.autocast))
-        self._restore_buffers(buffers)
-        return cost
+        with self._trial(batch) as step:
+            return step_cost(step, self._device, compute_dtype(self._functions.autocast))
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return export_model(self.model, lambda: self.evaluate(batch), folder)
@@ -292,19 +283,30 @@ class TorchLearner:
         return torch.tensor(values, dtype=torch.float64)
 
     def try_batch(self, batch: Batch) -> bool:
-        await_copy(batch)
-        buffers = self._copy_buffers()
         fits = True
-        try:
-            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-            self._gradients.compute(losses, self._update.loss_factor)
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        self._restore_buffers(buffers)
+        with self._trial(batch) as step:
+            try:
+                step()
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                fits = False
         free_memory(self._device)
         return fits
+
+    @contextmanager
+    def _trial(self, batch: Batch) -> Iterator[Callable[[], None]]:
+        """A function that computes a batch's gradients without the other ranks, and drops them; buffers are restored."""
+        await_copy(batch)
+        buffers = self._copy_buffers()
+
+        def step() -> None:
+            losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+            self._gradients.compute(losses, self._update.loss_factor)
+
+        with nullcontext() if self._batch_norm is None else self._batch_norm.pause():
+            yield step
+        self._restore_buffers(buffers)
 
     def _add_piece(self, piece: Batch) -> None:
         """Compute the gradients of a batch, or of a piece of one that did not fit, and its scores."""
@@ -417,10 +419,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
-    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)  # of the config's modules
-    exchange: Exchange | None = None
-    if options.batch_norm is not None:
-        model, exchange = synchronize(model, options.batch_norm)
+    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    exchange = None if options.batch_norm is None else synchronize(model, options.batch_norm)
     trained = named_trained(model)
     if options.sharded is not None:
         check_shares(whole)

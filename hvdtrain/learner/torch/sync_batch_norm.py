@@ -1,95 +1,139 @@
 """BatchNorm over the batches of all ranks, on CPUs and GPUs, over Horovod or torch.distributed.
 
-torch's own SyncBatchNorm needs a GPU and torch.distributed, and hangs if a rank has no batch.
+torch's own SyncBatchNorm needs a GPU and torch.distributed, and hangs if a rank has no batch, or skips a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.base import Communicator, all_reduce
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.device import AsyncCopy
 
-DONE, RANKS, MODULE, SUMS = 0, 1, 2, 3
-"""Positions in an exchanged vector: whether this was the last exchange, the number of ranks with a batch, the sum of their module
-numbers, and the start of the sums."""
+KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+NOTHING, DONE = 0, -1
+"""What a rank computes that has no batch, or has computed all modules of a forward or a backward; else the module's number."""
 
 
 class Exchange:
     """Sums over the ranks for the BatchNorms of a model.
 
     A rank without a batch does not know which sums the others exchange, nor which exchange is the last. So all exchanges are
-    vectors of the same length that include this, and `end_pass` ends the forward and the backward of a step.
+    vectors of the same length, which begin with what each rank computes, and `end_pass` ends the forward and the backward of a
+    step. Where ranks compute different modules, as some skip a layer, their sums would be mixed: they end with an error. On a
+    GPU, whose numbers a rank does not wait for, this is found when they have arrived.
 
     Args:
         comm: a separate channel, as a rank without a batch sends sums and gradients in a different order.
+
+    Attributes:
+        modules: by name; a module's number is its place, counted from 1.
+        is_active: whether statistics are computed over all ranks.
     """
 
-    def __init__(self, comm: Communicator, modules: list[SyncBatchNorm]) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._modules = modules
-        self._length = SUMS + 1 + 2 * max(module.num_features for module in modules)
+        self.modules: dict[str, SyncBatchNorm] = {}
+        self.is_active = True
+        self._computed: list[torch.Tensor] = []  # on a GPU, what the ranks computed in the exchanges of this pass
+        self._copies: list[AsyncCopy] = []  # and of those before
 
     def sums(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """Collective. The sum of the values over the ranks; float64 of the same shape."""
-        vector = values.new_zeros(self._length, dtype=torch.float64)
-        vector[RANKS], vector[MODULE] = 1, number
-        vector[SUMS : SUMS + len(values)] = values
-        return self._reduce(vector)[SUMS : SUMS + len(values)]
+        """Collective. The sum of the values over the ranks; float64 of the same shape. Raises: ConfigError."""
+        computed, sums = self._exchange(number, values)
+        self._note(computed)
+        return sums[: len(values)]
 
     def end_pass(self, device: torch.device) -> None:
-        """Collective. Signal to the ranks without a batch that a forward or a backward has no more sums."""
-        vector = torch.zeros(self._length, dtype=torch.float64, device=device)
-        vector[DONE] = 1
-        self._reduce(vector)
+        """Collective. Signal to the ranks without a batch that a forward or a backward has no more sums. Raises: ConfigError."""
+        computed, _ = self._exchange(DONE, torch.zeros(0, device=device))
+        self._note(computed)
+        if self._computed:
+            self._copies.append(AsyncCopy(torch.stack(self._computed)))
+            self._computed = []
 
     def join_without_batch(self, device: torch.device, forward: bool) -> None:
         """Collective, on a rank without a batch. Add zeros to the others' sums, and update the running statistics as they do."""
         while True:
-            vector = self._reduce(torch.zeros(self._length, dtype=torch.float64, device=device))
-            if vector[DONE] > 0 or vector[RANKS] == 0:
+            computed, sums = self._exchange(NOTHING, torch.zeros(0, device=device))
+            number = self._check(computed.tolist(), device)
+            if number <= 0:
                 return
             if forward:
-                module = self._modules[int(vector[MODULE] / vector[RANKS])]
-                module.update_running_statistics(*module.statistics(vector[SUMS:]))
+                module = list(self.modules.values())[number - 1]
+                module.update_running_statistics(*module.statistics(sums))
 
-    def _reduce(self, vector: torch.Tensor) -> torch.Tensor:
-        return all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")[0]  # type: ignore[no-any-return]
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the `with` block, each rank computes statistics of its own batch, without the others."""
+        self.is_active = False
+        try:
+            yield
+        finally:
+            self.is_active = True
+
+    def _exchange(self, number: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective. What each rank computes, and the sums of the values, followed by zeros."""
+        size = self._comm.size
+        longest = 1 + 2 * max(module.num_features for module in self.modules.values())
+        vector = values.new_zeros(size + longest, dtype=torch.float64)
+        vector[self._comm.rank] = number
+        vector[size : size + len(values)] = values
+        [sums] = all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")
+        return sums[:size], sums[size:]
+
+    def _note(self, computed: torch.Tensor) -> None:
+        """Check what the ranks compute: now, or on a GPU what has arrived. Raises: ConfigError."""
+        if computed.device.type == "cpu":
+            self._check(computed.tolist(), computed.device)
+            return
+        self._computed.append(computed)
+        while self._copies and self._copies[0].has_arrived():
+            for numbers in self._copies.pop(0).values().tolist():
+                self._check(numbers, computed.device)
+
+    def _check(self, computed: Sequence[float], device: torch.device) -> int:
+        """What the ranks with a batch compute. Raises: ConfigError, if it is not the same; on all ranks, unless on a GPU."""
+        ranks = {int(number): rank for rank, number in enumerate(computed) if number != NOTHING}
+        if len(ranks) > 1:
+            names = ["the end of the pass", *self.modules]  # DONE is -1
+            got = ", ".join(f"{names[max(0, number)]} on rank {rank}" for number, rank in sorted(ranks.items()))
+            error = ConfigError.of(
+                "rank-mismatch",
+                "sync_batch_norm: expected all ranks to compute the same BatchNorm layers in a step, in the same order, got "
+                f"{got} (draw which layers are skipped from get_run_ctx().step, which is the same on all ranks)",
+            )
+            raise error.on_all_ranks() if device.type == "cpu" else error
+        return next(iter(ranks), NOTHING)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm1d, 2d or 3d whose statistics in training are computed over the batches of all ranks. It shares the parameters
-    and buffers of the module that it replaces.
+    """What a BatchNorm1d, 2d or 3d does whose statistics in training are computed over the batches of all ranks.
 
+    The model's modules stay the same objects, of a subclass of their own class, so that `isinstance` finds what it is used to.
     Takes tensors of shape (batch, features, ...).
     """
 
-    def __init__(self, other: _BatchNorm, number: int) -> None:
-        super().__init__(1, other.eps, other.momentum, affine=False, track_running_stats=False)
-        self.num_features = other.num_features
-        self.affine = other.affine
-        self.track_running_stats = other.track_running_stats
-        self.weight, self.bias = other.weight, other.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(other, name))
-        self.training = other.training
-        self.number = number
-        self.exchange: Exchange | None = None
+    exchange: Exchange
+    number: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.exchange is None:
+        if not self.training or not self.exchange.is_active:
             return super().forward(input)
+        self._check_input_dim(input)
         normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
         self.update_running_statistics(mean, variance, count)
         if self.weight is None:
             return normalized
         shape = [1, -1] + [1] * (input.dim() - 2)
         return normalized * self.weight.view(shape) + self.bias.view(shape)  # type: ignore[no-any-return]
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Accept two or more dimensions."""
 
     def statistics(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, variance (over the count) and count, from the features' sums, their sums of squares, and the count."""
@@ -118,9 +162,7 @@ class _Normalize(torch.autograd.Function):
         dims = [0, *range(2, input.dim())]
         squares = torch.linalg.vector_norm(input.detach(), dim=dims, dtype=torch.float64).square()
         own = input.new_full((1,), input.numel() / input.shape[1], dtype=torch.float64)
-        sums = module.exchange.sums(  # type: ignore[union-attr]
-            module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, own])
-        )
+        sums = module.exchange.sums(module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, own]))
         mean, variance, count = module.statistics(sums)
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = (variance + module.eps).rsqrt()
@@ -141,29 +183,23 @@ class _Normalize(torch.autograd.Function):
         return (gradient - first - normalized * second) * scale.to(gradient.dtype).view(shape), None
 
 
-def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Module, Exchange | None]:
-    """The model with its BatchNorms replaced by synchronized ones that share their parameters and buffers.
+def synchronize(model: torch.nn.Module, comm: Communicator) -> Exchange | None:
+    """Let the BatchNorms of a model compute their statistics over all ranks; None: it has none.
 
-    Returns: the model (a new object only if it is itself a BatchNorm), and the exchange; None if it has no BatchNorm.
+    Raises:
+        ConfigError: the class of one has its own `forward`, which would not be computed.
     """
-    replaced: list[SyncBatchNorm] = []
-    model = _replace(model, replaced, {})
-    if not replaced:
-        return model, None
-    exchange = Exchange(comm, replaced)
-    for module in replaced:
-        module.exchange = exchange
-    return model, exchange
-
-
-def _replace(module: torch.nn.Module, replaced: list[SyncBatchNorm], known: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    if id(module) in known:  # a module used in several places
-        return known[id(module)]
-    new = module
-    if isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):
-        new = SyncBatchNorm(module, len(replaced))
-        replaced.append(new)
-    known[id(module)] = new
-    for name, child in module.named_children():
-        setattr(new, name, _replace(child, replaced, known))
-    return new
+    exchange = Exchange(comm)
+    for name, module in model.named_modules():
+        if isinstance(module, KINDS):
+            kind = type(module)
+            if kind.forward is not _BatchNorm.forward:
+                raise ConfigError.of(
+                    "unsupported",
+                    f"sync_batch_norm: expected BatchNorm layers with PyTorch's forward, got {name}, whose class {kind.__name__} "
+                    "has its own",
+                )
+            module.__class__ = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"exchange": exchange})
+            module.number = 1 + len(exchange.modules)
+            exchange.modules[name] = module  # type: ignore[assignment]  # it is a SyncBatchNorm now
+    return exchange if exchange.modules else None

@@ -188,7 +188,8 @@ class Update:
         for name, parameter in zip(self._names, self._trained, strict=True):
             if id(parameter) in own:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                yield name, (gradient.float() / scale).cpu().numpy()
+                wide = gradient if gradient.is_complex() else gradient.float()
+                yield name, (wide / scale).cpu().numpy()
 
     def apply(self, learning_rate: float, step: int) -> None:
         """Apply the reduced gradients and drop them.

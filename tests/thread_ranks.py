@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any, TypeVar
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator, Narrow, Op, Tensor, num_bytes
@@ -25,6 +26,7 @@ class Meeting:
         self.barrier = threading.Barrier(size)
         self._values: list[Any] = [None] * size
         self._parts: list[Meeting] = []
+        self.mail: list[Queue[Any]] = [Queue() for _ in range(size)]
         if whole is not None:
             whole._parts.append(self)
 
@@ -114,6 +116,15 @@ class ThreadCommunicator:
 
     def gather(self, value: T, *, name: str) -> list[T]:
         return self._meeting.exchange(self.rank, name, value)
+
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        if self.rank == source:
+            self._meeting.mail[source].put((name, value))
+        if self.rank != 0:
+            return None
+        sent, received = self._meeting.mail[source].get(timeout=PATIENCE)
+        assert sent == name
+        return received
 
     def all_to_all(self, rows: Tensor, *, name: str) -> Any:
         self.sent += num_bytes([rows])

@@ -98,6 +98,11 @@ class Communicator(Protocol):
         """Collective. Return every rank's picklable value, in rank order, on every rank."""
         ...
 
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        """Collective. Return the picklable value of rank `source` on rank 0, and None on others. With torch.distributed, they
+        neither receive it nor wait; Horovod cannot send from rank to rank."""
+        ...
+
     def all_to_all(self, rows: Tensor, *, name: str) -> Any:
         """Collective. Start to send row r of a tensor to rank r, and return a handle. `finish` returns a list with one tensor of
         the same shape, whose row r is from rank r."""
@@ -166,6 +171,9 @@ class SingleCommunicator:
 
     def gather(self, value: T, *, name: str) -> list[T]:
         return [value]
+
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        return value
 
     def all_to_all(self, rows: Tensor, *, name: str) -> list[Tensor]:
         return [rows]

@@ -98,6 +98,9 @@ class BetweenGroups:
         values = [value] if self._leaders is None else self._leaders.gather(value, name=name)
         return self._within.gather(values, name=f"{name}.pass_on")[0]
 
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        return None if self._leaders is None else self._leaders.send_to_first(value, source, name=name)
+
     def channel(self, name: str) -> BetweenGroups:
         raise RuntimeError(f"channel {name}: expected the communicator of the job, got that between groups")
 

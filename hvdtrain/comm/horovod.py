@@ -183,6 +183,10 @@ class HorovodCommunicator:
 
         return gather_pickled(value, self.size, lambda tensor, _, of: self.gather_rows([tensor], name=f"{name}.{of}")[0])
 
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        values = self.gather(value if self.rank == source else None, name=name)
+        return values[source] if self.rank == 0 else None
+
     def all_to_all(self, rows: Tensor, *, name: str) -> Any:
         self.sent += num_bytes([rows])
         with peer_failures():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -210,6 +211,23 @@ class TorchCommunicator:
         if others := [rank for rank, other in enumerate(names) if other != names[0]]:
             raise _mismatched_calls(names[0], names[others[0]], others[0])
         return [value for _, value in gathered]
+
+    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
+        if source == 0 or self.rank not in (0, source):
+            return value if self.rank == 0 else None
+        with _peer_failures():
+            if self.rank == 0:
+                [length] = self._received(source, torch.empty(1, dtype=torch.int64)).tolist()
+                sent: T = pickle.loads(self._received(source, torch.empty(length, dtype=torch.uint8)).numpy())
+                return sent
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(data)]), data):
+                torch.distributed.send(tensor, self._members[0], group=self._group)
+            return None
+
+    def _received(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
+        torch.distributed.recv(tensor, self._members[source], group=self._group)
+        return tensor
 
     def all_to_all(self, rows: Tensor, *, name: str) -> Any:
         self.sent += rows.nbytes

@@ -117,9 +117,7 @@ class ShardedOptimizer:
             if rank == self._comm.rank:
                 states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
                 mine = {numbers.get(id(one), one): _on_cpu(state) for one, state in states}
-            [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
-            if self._comm.rank == 0:
-                whole |= share
+            whole |= self._comm.send_to_first(mine, rank, name="sharded_state") or {}
         if self._comm.rank == 0:
             self._gathered = {
                 "state": dict(sorted(whole.items(), key=lambda item: (isinstance(item[0], str), item[0]))),

@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError, problem
 SHOWN = 5
 """The most differences that a message shows."""
 
-Fact = Literal["keys", "keys_of_epoch", "model", "extra_models", "all_reduce"]
+Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ COMPARED: Mapping[Fact, Comparison] = {
         "when it is built",
         "get_model: ",
         "every rank makes the model, and gets rank 0's values: does it iterate over a set, whose order is that of its process?",
+    ),
+    "buffers": Comparison(
+        "before they are averaged",
+        "get_model: ",
+        "make a buffer with its final shape, or with persistent=False: each rank has its own then, which is not saved",
     ),
     "extra_models": Comparison(
         "when they are built", "extra_models: ", "every rank makes and loads it by itself: are the files the same on all hosts?"

@@ -39,8 +39,8 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
     """The mean of the models in files, in the form of `read_model`.
 
     Integers and booleans, such as BatchNorm's number of batches, and all that is not a tensor, are those of the newest model: the
-    one with the highest step, of equals the last in the list. Floating-point numbers keep their types. A tensor that is the same
-    in all files, such as a mask with -inf, stays as it is.
+    one with the highest step, of equals the last in the list. Floating-point numbers keep their types. What is the
+    same in all files stays as it is, also infinite values, such as those of a mask.
 
     Raises:
         CheckpointError: a file cannot be read, the models differ in names or shapes, or values are not finite.
@@ -49,7 +49,7 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
     sums: dict[str, Array] = {}
     newest: dict[str, Any] = {}
     same: dict[str, Any] = {}  # tensors that have been the same so far
-    infinite: dict[str, Path] = {}
+    infinite: dict[str, Array] = {}  # the infinite values of the first file, among zeros
     for file in files:
         contents = io.read_model(file)
         model = contents["model"]
@@ -69,12 +69,11 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
                 same[name] = tensor
             elif name in same and not numpy.array_equal(io.widen(same[name]), values):
                 del same[name]
-            if not numpy.isfinite(values).all():
-                infinite.setdefault(name, file)
-            if name in infinite and (name not in same or numpy.isnan(values).any()):
-                raise CheckpointError(
-                    f"{infinite[name]}: {name}: expected finite numbers, got others (leave this checkpoint out)"
-                )
+            if not (is_finite := numpy.isfinite(values)).all() or name in infinite:
+                others = numpy.where(is_finite, 0, values)
+                known = infinite.get(name) if newest else infinite.setdefault(name, others)
+                if known is None or not numpy.array_equal(known, others):  # NaN does not equal itself
+                    raise CheckpointError(f"{file}: {name}: expected finite numbers, got others (leave this checkpoint out)")
             sums[name] = sums[name] + values if name in sums else values
         if not newest or _step(contents) >= _step(newest):
             newest = contents

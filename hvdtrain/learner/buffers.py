@@ -16,8 +16,6 @@ from hvdtrain.comm.base import Communicator, Tensor
 from hvdtrain.learner.model_state import ModelState, Role
 from hvdtrain.learner.reducer import Average, UpdateCounts, average
 
-OTHER_SHAPE = "make a buffer with its final shape, or with persistent=False: each rank has its own then, which is not saved"
-
 
 def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:
     """Collective. Of the buffers that differ between ranks, average statistics, and take counters from rank 0.
@@ -66,7 +64,7 @@ def _differing(comm: Communicator, state: ModelState, roles: Sequence[Role]) -> 
     own = sha256(repr(named).encode()).digest(), [digest for role in roles for digest in state.digests(role)]
     everybodys = comm.gather(own, name="buffers")
     if any(signature != own[0] for signature, _ in everybodys):
-        check_alike(comm, named, of="get_model: ", hint=OTHER_SHAPE, name="buffer_shapes")
+        check_alike(comm, "buffers", named)
     alike = iter([len(set(each)) == 1 for each in zip(*(digests for _, digests in everybodys), strict=True)])
     return [[number for number, is_alike in enumerate(islice(alike, len(of_role))) if not is_alike] for of_role in kinds]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -155,7 +156,7 @@ class StateBase(ABC):
         Raises:
             CheckpointError: they do not fit.
         """
-        own = {name: tensor * 1 if hasattr(tensor, "shape") else tensor for name, tensor in self._model_tensors().items()}
+        own = deepcopy(self.model_tensors())
         try:
             self._set_model(tensors)
             yield
@@ -163,10 +164,6 @@ class StateBase(ABC):
             self._set_model(own)
 
     # Checkpoints
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The model's present tensors by name, as its file holds them."""
-        return self._model_tensors()
 
     def gather_state(self) -> None:  # noqa: B027 few optimizers hold their state in parts
         """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 asks for the contents."""
@@ -178,7 +175,7 @@ class StateBase(ABC):
         Args:
             model_only: the present model without anything else; inside of `averaged_weights`, that is the average.
         """
-        model = self._model_tensors()
+        model = self.model_tensors()
         if model_only:
             return CheckpointContents(model, {}, progress, self._format)
         with self._average.training_mode() if self._average is not None else nullcontext():
@@ -310,8 +307,8 @@ class StateBase(ABC):
     # What a framework adds. Setting raises one of UNSUITABLE if values do not fit.
 
     @abstractmethod
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """The model's tensors that a checkpoint holds, by name."""
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The model's present tensors by name, as its file holds them. They may share memory with the model."""
 
     def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
         """Remove what a model's file says about parameters that it leaves out, and return our values of them.

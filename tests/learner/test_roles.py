@@ -1,110 +1,289 @@
-"""What each consumer of a model's tensors does with each role, with ranks that are threads."""
+"""What each consumer of a model's tensors does with each role, in PyTorch and TensorFlow; ranks are threads."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from learners import learner_of
 from thread_ranks import on_ranks
+from trainings import marked
 
+from hvdtrain.checkpoint.saver import MODEL_ROLES
 from hvdtrain.comm.base import Communicator
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.averaging import mean_of_files
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.model_state import Role
+from hvdtrain.learner.preload import PreloadNames, PreloadRequest
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.running_average import RunningAverage
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime.timer import Timer
 
-HAS_BATCH = ((True, True), (True, False))
-"""By update, whether each of two ranks has a batch: their weights are 4/3 and 2/3."""
+INFINITE = float("inf")
+LOWEST = float(numpy.finfo(numpy.float32).min)
+
+TRAINED: dict[str, tuple[str, Any]] = {
+    "weight": ("float32", [1.0, 2.0]),
+    "narrow": ("bfloat16", [0.5]),
+    "complex": ("complex64", [1 + 2j]),
+}
+OTHERS: dict[str, tuple[str, Any]] = {
+    "frozen": ("float32", [0.1]),
+    "statistic": ("float32", [0.1, -INFINITE]),
+    "code": ("complex64", [1 + 1j]),
+    "mask": ("float32", [[0.0, -INFINITE], [0.0, 0.0]]),
+    "lowest": ("float32", [[0.0, LOWEST], [0.0, 0.0]]),
+    "sines": ("float64", [0.1, 0.3, 0.7]),
+    "counter": ("int64", 0),
+    "positions": ("int32", [0, 1, 2]),
+    "allowed": ("bool", [True, False]),
+}
+"""By name, the type and the values of a model's tensors."""
+
+CHANGING: dict[Role, tuple[str, ...]] = {
+    "parameters": tuple(TRAINED),
+    "statistics": ("statistic", "code"),
+    "counters": ("counter",),
+}
+"""What a batch changes. All others are constants."""
 
 
-class Roles(torch.nn.Module):
-    """A tensor of each role, and of each kind that has been taken for another one."""
-
+class OfTorch(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trained = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-        self.complex = torch.nn.Parameter(torch.tensor([1.0 + 2.0j]))
-        self.narrow = torch.nn.Parameter(torch.tensor([0.1], dtype=torch.bfloat16))
-        self.frozen = torch.nn.Parameter(torch.tensor([0.1]), requires_grad=False)
-        for name, values in {
-            "statistic": torch.tensor([0.1, -torch.inf]),
-            "codes": torch.tensor([1.0 + 1.0j]),
-            "mask": torch.triu(torch.full((3, 3), -torch.inf), 1),
-            "lowest": torch.triu(torch.full((3, 3), torch.finfo(torch.float32).min), 1),
-            "sines": torch.sin(torch.linspace(0, 9, 7)),
-            "expanded": torch.tensor([0.1, 0.2]).expand(3, 2),
-            "counter": torch.tensor(0),
-            "positions": torch.arange(3),
-        }.items():
-            self.register_buffer(name, values)
+        for name, (dtype, values) in (TRAINED | OTHERS).items():
+            tensor = torch.tensor(values, dtype=getattr(torch, dtype))
+            if name in OTHERS and name != "frozen":
+                self.register_buffer(name, tensor)
+            else:
+                setattr(self, name, torch.nn.Parameter(tensor, requires_grad=name in TRAINED))
+        self.register_buffer("expanded", torch.tensor([0.1, 0.3]).expand(3, 2))
         self.register_buffer("cache", torch.zeros(1), persistent=False)
 
-    @torch.no_grad()
-    def train_alone(self, rank: int) -> None:
-        """What a batch changes on one rank."""
-        self.trained += 1 + rank
-        self.complex += (1 + rank) * 1j
-        self.statistic[0] += 1 + rank
-        self.codes += (1 + rank) * 1j
-        self.counter += 1
-        self.cache = torch.full((2 + rank,), float(rank))
 
+def of_tensorflow() -> Any:
+    import tensorflow as tf
 
-CONSTANT = ("frozen", "mask", "lowest", "sines", "expanded", "positions")
-
-
-def learner(comm: Communicator | None = None, **keys: Any) -> TorchLearner:
-    made: TorchLearner = learner_of(lambda **_: Roles(), lambda **_: None, comm, **keys)
+    made = tf.Module()
+    for name, (dtype, values) in (TRAINED | OTHERS).items():
+        setattr(made, name, tf.Variable(values, dtype=dtype, trainable=name in TRAINED))
     return made
 
 
-def trained(comm: Communicator, has_batch: Any = HAS_BATCH, **keys: Any) -> Roles:
-    """A rank's model after an epoch of a few updates."""
-    made, sync = learner(comm), ReduceKeys(**keys).reducer(comm, Timer()).sync
-    sync.begin_epoch(made.state, EpochStart(1, 0, len(has_batch), 0.1, is_resumed=False))
-    for step, have in enumerate(has_batch, 1):
-        if have[comm.rank]:
-            made.model.train_alone(comm.rank)
-        sync.after_update(made.state, FinishedUpdate(have, step))
-    saved: dict[str, torch.Tensor] = {}
-    with sync.averaged_model(made.state):
-        saved |= {name: one.clone() for name, one in made.model.state_dict().items()}
-    sync.end_of_epoch(made.state)
-    for name, one in made.model.state_dict().items():
-        if name != "counter":  # a rank's own
-            torch.testing.assert_close(saved[name], one, rtol=1e-2, atol=0, msg=name)
-    return made.model
+def state_of(framework: str, comm: Communicator | None = None, **keys: Any) -> StateBase:
+    """The state of a new model, the same on all ranks."""
+    get_model = {"torch": OfTorch, "tensorflow": of_tensorflow}[framework]
+    state: StateBase = learner_of(lambda **_: get_model(), lambda **_: None, comm, framework=framework, **keys).state
+    return state
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def train_alone(state: StateBase, amount: float) -> None:
+    """What a batch changes on one rank, if it changes anything: by about this amount, imaginary parts too."""
+
+    def changed(role: Role, tensors: list[Any]) -> list[Any]:
+        kinds = state.kinds(role).items()
+        return [
+            tensor + (amount * 1j if "complex" in kind else 1 if role == "counters" else amount)
+            if name in CHANGING[role]
+            else tensor
+            for (name, kind), tensor in zip(kinds, tensors, strict=True)
+        ]
+
+    for role in CHANGING:
+        state.map_tensors(role, partial(changed, role))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"reduce_type": "grad"},
-        {"reduce_type": "param", "sync_steps": 9},
-        {"reduce_type": "param"},
-        {"reduce_type": "param", "group": 2},
-        {"reduce_type": "param", "sync_steps": 9, "compression": "int4"},
-    ],
-    ids=str,
-)
-def test_ranks_average_what_they_have_trained_and_leave_constants_as_they_are(keys: dict[str, Any]) -> None:
-    first = Roles()
-    for has_batch, weights in ((HAS_BATCH, (2, 1)), (((True, False),), (1, 0))):
-        models = on_ranks(2, lambda comm, has_batch=has_batch: trained(comm, has_batch, **keys))
-        for rank, model in enumerate(models):
-            for name in CONSTANT:
-                assert bits(model.state_dict()[name]) == bits(first.state_dict()[name]), name
-            once = (weights[0] * weights[0] + 2 * weights[1] * weights[1]) / sum(weights)
-            if keys.get("sync_steps") == 9 or keys["reduce_type"] == "grad":
-                assert model.statistic[0].item() == pytest.approx(0.1 + once)
-                assert model.codes.item() == pytest.approx(1 + 1j * (1 + once))
-            assert model.statistic[1] == -torch.inf
-            assert model.counter == models[0].counter
-            assert model.cache.shape == ((2 + rank,) if weights[rank] else (1,)), "is not sent"
-            if keys["reduce_type"] == "param" and "group" not in keys:
-                assert torch.equal(model.trained, models[0].trained)
-                assert torch.equal(model.complex, models[0].complex)
+def arrays(state: StateBase) -> dict[str, numpy.ndarray]:
+    """Copies of all tensors by name; those in 16 bits as float32."""
+    found = {}
+    for role in MODEL_ROLES:
+        for name, tensor in state.tensors(role).items():
+            wide = tensor.float() if getattr(tensor, "dtype", None) == torch.bfloat16 else tensor
+            found[name] = numpy.array(numpy.asarray(wide))
+    return found
+
+
+def same(one: Mapping[str, numpy.ndarray], other: Mapping[str, numpy.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def constants(found: Mapping[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
+    changing = {name for names in CHANGING.values() for name in names}
+    return {name: values for name, values in found.items() if name not in changing}
+
+
+FRAMEWORK = pytest.mark.parametrize("framework", ["torch", *marked(["tensorflow"], pytest.mark.slow)])
+
+REDUCERS: dict[str, dict[str, Any]] = {
+    "grad": {"reduce_type": "grad"},
+    "param": {"reduce_type": "param", "sync_steps": 9},
+    "bmuf": {"reduce_type": "param", "sync_steps": 9, "outer_optimizer": {"class": "bmuf", "momentum": 0.0}},
+    "groups": {"reduce_type": "param", "sync_steps": 9, "group": 2},
+    "int4": {"reduce_type": "param", "sync_steps": 9, "compression": "int4"},
+}
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+@FRAMEWORK
+def test_ranks_average_what_training_has_changed_and_nothing_else(framework: str, reducer: str) -> None:
+    if reducer == "int4" and framework != "torch":
+        pytest.skip("with PyTorch only")
+
+    def work(comm: Communicator, has_batch: list[tuple[bool, bool]]) -> list[dict[str, numpy.ndarray]]:
+        state, sync = state_of(framework, comm), ReduceKeys(**REDUCERS[reducer]).reducer(comm, Timer()).sync
+        found = [arrays(state)]
+        sync.begin_epoch(state, EpochStart(1, 0, 2, 0.1, is_resumed=False))
+        for step, have in enumerate(has_batch, 1):
+            if have[comm.rank]:
+                train_alone(state, 1.0 + comm.rank)
+            sync.after_update(state, FinishedUpdate(have, step))
+        with sync.averaged_model(state):
+            found.append(arrays(state))
+        sync.end_of_epoch(state)
+        return [*found, arrays(state)]
+
+    for has_batch, mean in (([(True, True), (True, False)], 2.0), ([(True, False)], 1.0), ([(True, True)], 1.5)):
+        for first, saved, last in on_ranks(2, partial(work, has_batch=has_batch)):
+            for found in (saved, last):
+                assert same(constants(found), constants(first))
+                assert found["statistic"] == pytest.approx([0.1 + mean, -INFINITE])
+                if "code" in found:
+                    assert found["code"] == pytest.approx([1 + 1j * (1 + mean)])
+                if reducer not in ("grad", "groups"):  # which average gradients
+                    tolerance = 0.01 if reducer == "int4" else 1e-6
+                    assert found["weight"] == pytest.approx([1 + mean, 2 + mean], rel=tolerance)
+                    assert "complex" not in found or found["complex"] == pytest.approx([1 + 1j * (2 + mean)])
+            assert last["counter"] == len(has_batch)
+
+
+def test_a_buffer_with_another_shape_on_one_rank_ends_all_by_name_and_one_that_is_not_saved_may_have_any() -> None:
+    def work(comm: Communicator, name: str) -> None:
+        made = learner_of(lambda **_: OfTorch(), lambda **_: None, comm)
+        sync = ReduceKeys().reducer(comm, Timer()).sync
+        setattr(made.model, name, torch.full((1 + comm.rank,), float(comm.rank)))
+        sync.after_update(made.state, FinishedUpdate([True, True], 1))
+        sync.end_of_epoch(made.state)
+        assert len(getattr(made.model, name)) == 1 + comm.rank
+
+    on_ranks(2, partial(work, name="cache"))
+    with pytest.raises(
+        ConfigError, match=r"get_model: statistic: .* statistics\[0\] torch.float32 \(1,\) on rank 0 and .* \(2,\)"
+    ):
+        on_ranks(2, partial(work, name="statistic"))
+
+
+@FRAMEWORK
+def test_averages_over_time_are_wider_than_what_they_average(framework: str, tmp_path: Path) -> None:
+    suffix = FRAMEWORKS[framework].suffix
+    files = tmp_path / f"model.{suffix}", tmp_path / f"optimizer.{suffix}"
+    made = state_of(framework, ema_decay=0.999)
+    made.start_average()
+    made.average_weights(10_000)  # the initial weights fade quickly
+    made.running = RunningAverage(1, made.trained_values, "series")
+    train_alone(made, 1.0)
+    for _ in range(299):
+        made.average_weights(1)
+    mean = made.running.state.mean_since(None)
+    assert mean["narrow"] == [1.5]
+    assert mean["complex"] == [1 + 3j]
+    first = arrays(made)
+    made.contents({}).write(*files)
+    resumed = state_of(framework, ema_decay=0.999)
+    resumed.load(*files)
+    assert same(arrays(resumed), first)
+    for state in (made, resumed):
+        state.average_weights(1)  # by less than bfloat16 can tell
+    averages = []
+    for state in (made, resumed):
+        with state.averaged_weights():
+            averages.append(arrays(state))
+            assert same(constants(averages[-1]), constants(first))
+        assert same(arrays(state), first)
+    assert same(*averages)
+    assert averages[0]["narrow"] == pytest.approx([1.5 - 0.999**300], abs=0.01)
+    assert averages[0]["complex"] == pytest.approx([1 + 3j - 1j * 0.999**300], abs=0.001)
+
+
+@FRAMEWORK
+def test_the_average_of_files(framework: str, tmp_path: Path) -> None:
+    made, files = state_of(framework), []
+    for number in range(3):
+        files.append(tmp_path / f"{number}.{FRAMEWORKS[framework].suffix}")
+        made.contents({"step": number}, model_only=True).write_model(files[-1])
+        train_alone(made, 1.0)
+    first = state_of(framework)
+    averaged = state_of(framework)
+    with averaged.other_model(mean_of_files(files, FRAMEWORKS[framework])["model"]):
+        found = arrays(averaged)
+    assert same(arrays(averaged), arrays(first))
+    assert same(constants(found), constants(arrays(first)))
+    assert (found["weight"].tolist(), found["narrow"], found["complex"], found["counter"]) == ([2.0, 3.0], [1.5], [1 + 3j], 2)
+    made.map_tensors("parameters", lambda tensors: [tensors[0] * INFINITE, *tensors[1:]])
+    made.contents({"step": 3}, model_only=True).write_model(files[-1])
+    with pytest.raises(CheckpointError, match=f"{files[-1]}: weight: expected finite numbers"):
+        mean_of_files(files, FRAMEWORKS[framework])
+
+
+@FRAMEWORK
+def test_checkpoints_and_preloads_bring_every_role_back(framework: str, tmp_path: Path) -> None:
+    suffix = FRAMEWORKS[framework].suffix
+    files = tmp_path / f"model.{suffix}", tmp_path / f"optimizer.{suffix}"
+    made = state_of(framework)
+    train_alone(made, 1.0)
+    made.contents({}).write(*files)
+    parts = [role for role in MODEL_ROLES if made.kinds(role)]
+    made.write_rank(tmp_path / f"rank.{suffix}", parts)
+
+    def choose(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> PreloadNames:
+        return PreloadNames({name: name for name in ours if name in theirs}, {})
+
+    ways: list[Callable[[StateBase], object]] = [
+        lambda state: state.load(*files),
+        lambda state: state.load_rank(tmp_path / f"rank.{suffix}", parts),
+        lambda state: state.preload(PreloadRequest(files[0], "model", choose)),
+    ]
+    for way in ways:
+        again = state_of(framework)
+        assert not same(arrays(again), arrays(made))
+        way(again)
+        assert same(arrays(again), arrays(made))
+
+
+def test_ranks_files_of_earlier_releases_have_lists(tmp_path: Path) -> None:
+    """By the order in the model, with the buffers that it does not save."""
+    made = learner_of(lambda **_: OfTorch(), lambda **_: None)
+    made.model.statistic += 1
+    floating = [buffer for buffer in made.model.buffers() if buffer.is_floating_point()]
+    torch.save({"statistics": floating, "parameters": list(made.state.tensors("parameters").values())}, tmp_path / "rank.pt")
+    again = state_of("torch")
+    with pytest.raises(CheckpointError, match="there is none of code"):  # which was a counter
+        again.load_rank(tmp_path / "rank.pt", ("parameters", "statistics"))
+    del made.model.code
+    again = learner_of(lambda **_: without_code(), lambda **_: None).state
+    again.load_rank(tmp_path / "rank.pt", ("parameters", "statistics"))
+    assert same(arrays(again), arrays(made.state))
+
+
+def without_code() -> OfTorch:
+    made = OfTorch()
+    del made.code
+    return made
+
+
+def test_the_share_of_an_optimizer_goes_to_the_first_rank_only() -> None:
+    def work(comm: Communicator) -> None:
+        gather, gathered = comm.gather, []
+        comm.gather = lambda value, *, name: gathered.append(name) or gather(value, name=name)  # type: ignore[method-assign]
+        state = state_of("torch", comm, options={"sharded": comm}, optimizer={"class": "adam"})
+        gathered.clear()
+        state.gather_state()
+        assert not gathered
+        assert state._optimizer.is_gathered == (comm.rank == 0)  # type: ignore[attr-defined]
+
+    on_ranks(3, work)

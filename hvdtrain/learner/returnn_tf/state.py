@@ -55,7 +55,7 @@ class NetworkState(StateBase):
         super().reset_optimizer()
         self._networks.graph.reset_optimizer()
 
-    def _model_tensors(self) -> dict[str, Any]:
+    def model_tensors(self) -> dict[str, Any]:
         graph = self._networks.graph
         return {**graph.arrays(list(graph.variables)), STEP: numpy.array(graph.step, numpy.int64)}
 

@@ -61,7 +61,7 @@ class TensorFlowState(StateBase):
         )
         return replace(contents, model=model, optimizer=optimizer)
 
-    def _model_tensors(self) -> dict[str, Array]:
+    def model_tensors(self) -> dict[str, Array]:
         return _arrays(self._variables.by_name.items())
 
     def _set_model(self, tensors: Mapping[str, Array]) -> None:

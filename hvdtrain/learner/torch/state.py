@@ -166,7 +166,7 @@ class TorchState(StateBase):
             self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
         return ours, taken
 
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
+    def model_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._unsaved}
 
     def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:

@@ -76,7 +76,7 @@ class ArrayState(StateBase):
         self._set_tensors("parameters", values)
         return list(self._arrays), list(values)
 
-    def _model_tensors(self) -> dict[str, Array]:
+    def model_tensors(self) -> dict[str, Array]:
         return dict(self.named_parameters())
 
     def _set_model(self, tensors: Mapping[str, Any]) -> None:

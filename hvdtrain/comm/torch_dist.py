@@ -218,7 +218,7 @@ class TorchCommunicator:
         with _peer_failures():
             if self.rank == 0:
                 [length] = self._received(source, torch.empty(1, dtype=torch.int64)).tolist()
-                sent: T = pickle.loads(self._received(source, torch.empty(length, dtype=torch.uint8)).numpy())
+                sent: T = pickle.loads(self._received(source, torch.empty(length, dtype=torch.uint8)).numpy().data)
                 return sent
             data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), data):

@@ -25,7 +25,7 @@ from leftovers import TestProcess
 from object_store import ObjectStore, object_store
 from terminal import Terminal
 from times import Times
-from trainings import Trained
+from trainings import Run, Trained, runs_named
 
 from hvdtrain.config.source import SELDOM
 from hvdtrain.data import remote
@@ -154,7 +154,11 @@ def trained(request: pytest.FixtureRequest, corpus: Path, shared_folder: Path) -
     """What the trainings of the collected modules left (trainings.py)."""
     modules = {item.path for item in request.session.items}
     slow = {item.path for item in request.session.items if item.get_closest_marker("slow") is not None}
-    return Trained(corpus, shared_folder / "trained", modules, slow, request.config.getoption("--soak"))
+    named: dict[Path, set[Run]] = {module: set() for module in modules}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function):
+            named[item.path] |= runs_named(item)
+    return Trained(corpus, shared_folder / "trained", modules, slow, named, request.config.getoption("--soak"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

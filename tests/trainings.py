@@ -11,9 +11,10 @@ top what it wants trained, and a test looks at what came out:
         results = trained(trainings, Run("torch", "horovod", 2))
         assert not same(results.weights("plain"), results.weights("clipped"))
 
-The first test that asks starts the launch, with the trainings of all modules whose tests were collected: `pytest -k` trains no
-more than it needs. The other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an
-exit status, a crash, what is printed before the ranks are connected) is not for this; see launching.py.
+The first test that asks starts the launch, with the trainings of all modules whose tests were collected, in the runs that these
+tests name: `pytest -k` and `pytest -m` train no more than they need. What a test asks for beside that is launched by itself. The
+other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an exit status, a crash, what is
+printed before the ranks are connected) is not for this; see launching.py.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,9 +173,23 @@ def model_of(folder: Path, name: str, given: dict[str, object]) -> Path:
     return Path(str(given.get("model", folder / str(given.get("saved_as", name)) / "model")))
 
 
-def launch_of(request: Request, run: Run) -> str:
-    """The name of the launch to which trainings belong."""
-    return f"{run.framework}-{run.size}" + (f"-{request.name}" if request.apart else "")
+def runs_named(item: pytest.Item) -> set[Run]:
+    """The runs that a test names: in its parameters, and as variables of its module in its code and in that of its fixtures."""
+    found: set[Run] = set()
+    names, functions = set(), [item.function]  # type: ignore[attr-defined]
+    functions += [one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several]  # type: ignore[attr-defined]
+    for function in functions:
+        if getattr(function, "__module__", None) == item.module.__name__:  # type: ignore[attr-defined]
+            names |= set(function.__code__.co_names)
+    values: list[Any] = [*getattr(getattr(item, "callspec", None), "params", {}).values()]
+    values += [vars(item.module).get(name) for name in names]  # type: ignore[attr-defined]
+    while values:
+        value = values.pop()
+        if isinstance(value, Run):
+            found.add(value)
+        elif isinstance(value, (tuple, list)):
+            values += value
+    return found | {run.alone for run in found if "alone" in names}
 
 
 ResultsOf = Callable[[Run], Results]
@@ -187,11 +202,15 @@ class Trained:
         folder: which all workers share.
         modules: whose tests were collected.
         slow: those of them with tests marked slow.
+        named: by module, the runs that its tests name.
     """
 
-    def __init__(self, corpus: Path, folder: Path, modules: set[Path], slow: set[Path], soak: bool) -> None:
+    def __init__(
+        self, corpus: Path, folder: Path, modules: set[Path], slow: set[Path], named: Mapping[Path, set[Run]], soak: bool
+    ) -> None:
         self._corpus = corpus
         self._folder = folder
+        self._named = named
         wanted = [request for request in REQUESTS if request.module in modules]
         wanted = [replace(one, runs=(*one.runs, *one.slow)) if one.module in slow else one for one in wanted]
         self._requests = [replace(one, runs=(*one.runs, *one.again)) if soak else one for one in wanted]
@@ -204,14 +223,19 @@ class Trained:
         self._launch(run, request)
         folder = self._of(request, run)
         models = {name: model_of(folder, name, given) for name, given in function(run, folder).items()}
-        return Results(folder, run, models, self._errors[launch_of(request, run)])
+        return Results(folder, run, models, self._errors[self._launch_of(request, run)])
+
+    def _launch_of(self, request: Request, run: Run) -> str:
+        """The name of the launch to which trainings belong."""
+        is_alone = request.apart or run not in (self._named[request.module] or request.runs)
+        return f"{run.framework}-{run.size}" + (f"-{request.name}" if is_alone else "")
 
     def _of(self, request: Request, run: Run) -> Path:
         return self._folder / str(run) / request.name
 
     def _launch(self, run: Run, wanted: Request) -> None:
         """Launch everything that belongs into the same launch as what a request wants in a run."""
-        name = launch_of(wanted, run)
+        name = self._launch_of(wanted, run)
         if name in self._errors:
             return
         assert name not in self._begun, (
@@ -233,7 +257,7 @@ class Trained:
         for transport in TRANSPORTS:  # connecting the ranks costs time: each transport once
             same = Run(run.framework, transport, run.size)
             for request in self._requests:
-                if same in request.runs and launch_of(request, same) == folder.name:
+                if same in request.runs and self._launch_of(request, same) == folder.name:
                     if request.after is not None:
                         before = next(one for one in self._requests if one.module == request.module and request.after in one.runs)
                         self._launch(request.after, before)

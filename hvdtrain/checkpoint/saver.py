@@ -158,6 +158,10 @@ class Saver:
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
+        with self._state.trained_weights():  # an evaluation may be under way
+            return self._save(progress, ranks)
+
+    def _save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         parts = self._rank_local_parts()

@@ -145,9 +145,12 @@ class StateBase(ABC):
             self.running.follow(updates)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
-        inside the block is the same as outside of it."""
+        """Inside the `with` block, the model's weights are their moving average, if one is kept. Collective."""
         return self._average.use() if self._average is not None and self._average.has_started else nullcontext()
+
+    def trained_weights(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, the model's weights are those that are trained, also within `averaged_weights`. Collective."""
+        return self._average.trained() if self._average is not None else nullcontext()
 
     @contextmanager
     def other_model(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -169,8 +172,8 @@ class StateBase(ABC):
         """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 asks for the contents."""
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
-        """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written, or `copied`,
-        before training continues.
+        """What a checkpoint holds of the present state, within `trained_weights`. It may share memory with the model, so it has
+        to be written, or `copied`, before training continues.
 
         Args:
             model_only: the present model without anything else; inside of `averaged_weights`, that is the average.
@@ -178,8 +181,7 @@ class StateBase(ABC):
         model = self.model_tensors()
         if model_only:
             return CheckpointContents(model, {}, progress, self._format)
-        with self._average.training_mode() if self._average is not None else nullcontext():
-            optimizer = self._optimizer_contents()
+        optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
             if lists:
                 optimizer[entry] = self._stored_lists(lists)

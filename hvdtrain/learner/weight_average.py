@@ -4,51 +4,89 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.comm.base import Tensor
 
 
-class EvaluationWeights(Protocol):
-    """Weights for evaluations and for the model's file that differ from the trained ones.
+class EvaluationWeights(ABC):
+    """Weights for evaluations and for the model's file that differ from the trained ones. It alone puts one or the other into the
+    model: `use` and `trained` may be entered within themselves and each other.
 
     Attributes:
         updates: the number of updates that they include.
     """
 
-    updates: int
+    def __init__(self) -> None:
+        self.updates = 0
+        self._are_in_model = False
 
     @property
+    @abstractmethod
     def has_started(self) -> bool: ...
 
+    @abstractmethod
     def start(self, updates: int = 0) -> None:
         """Begin with the current weights."""
 
+    @abstractmethod
     def follow(self, updates: int) -> None:
         """Take N more updates into account."""
 
-    def use(self) -> AbstractContextManager[None]:
-        """Inside the `with` block, the model has these weights."""
-
-    def training_mode(self) -> AbstractContextManager[None]:
-        """Inside the `with` block, the optimizer is in its training mode, even within `use`."""
-
-    def evaluated_and_trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """These weights and the trained ones, by name."""
-
+    @abstractmethod
     def exact(self) -> Mapping[str, Any]:
         """By name, these weights where they are wider than the model's."""
 
+    @abstractmethod
     def restore(self, exact: Mapping[str, Any]) -> None:
         """Continue with what `exact` has returned."""
 
+    @abstractmethod
     def adopt(self, changed: Collection[str]) -> None:
         """Take over the values of weights that were set from outside, given their names."""
 
+    @abstractmethod
+    def evaluated_and_trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """These weights and the trained ones, by name, while the model has the trained ones."""
 
-class WeightAverageBase(ABC):
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Inside the `with` block, the model has these weights."""
+        with self._having(True):
+            yield
+
+    @contextmanager
+    def trained(self) -> Iterator[None]:
+        """Inside the `with` block, the model has the trained weights, and the optimizer is in its training mode."""
+        with self._having(False):
+            yield
+
+    @contextmanager
+    def _having(self, wanted: bool) -> Iterator[None]:
+        before = self._are_in_model
+        self._have(wanted)
+        try:
+            yield
+        finally:
+            self._have(before)
+
+    def _have(self, wanted: bool) -> None:
+        if wanted != self._are_in_model:
+            (self._enter if wanted else self._leave)()
+            self._are_in_model = wanted
+
+    @abstractmethod
+    def _enter(self) -> None:
+        """Put these weights into the model, and keep the trained ones."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Put the trained weights back."""
+
+
+class WeightAverageBase(EvaluationWeights):
     """A moving average of the trained weights, in float32 or wider: in bfloat16, the small share of new weights would be rounded
     away. Buffers such as BatchNorm's running mean are averages already.
 
@@ -57,49 +95,33 @@ class WeightAverageBase(ABC):
     """
 
     def __init__(self, named: Mapping[str, Any], decay: float) -> None:
+        super().__init__()
         self._weights = dict(named)
         self._decay = decay
         self._averages: dict[str, Any] = {}
-        self._trained: Mapping[str, Any] | None = None  # inside of `use`
-        self.updates = 0
+        self._trained: Mapping[str, Any] = {}  # inside of `use`
 
     @property
     def has_started(self) -> bool:
         return bool(self._averages)
 
-    @abstractmethod
-    def start(self, updates: int = 0) -> None: ...
-
     def follow(self, updates: int) -> None:
         self._approach(1 - retained_share(self._decay, self.updates, updates))
         self.updates += updates
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        self._trained = self._exchange(self._averages)
-        try:
-            yield
-        finally:
-            self._exchange(self._trained)
-            self._trained = None
-
-    def training_mode(self) -> AbstractContextManager[None]:
-        """The optimizer has no modes: its state does not depend on the weights in the model."""
-        return nullcontext()
-
     def evaluated_and_trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._values(self._averages), self._values(self._weights if self._trained is None else self._trained)
+        return self._values(self._averages), self._values(self._weights)
 
     def exact(self) -> dict[str, Any]:
         """The averages of weights in 16 bits, by name, which are wider than those weights in a model's file."""
         return {name: one for name, one in self._averages.items() if one.dtype != self._weights[name].dtype}
 
-    @abstractmethod
-    def restore(self, exact: Mapping[str, Any]) -> None:
-        """Set some averages to what `exact` has returned."""
+    def _enter(self) -> None:
+        self._trained = self._exchange(self._averages)
 
-    @abstractmethod
-    def adopt(self, changed: Collection[str]) -> None: ...
+    def _leave(self) -> None:
+        self._exchange(self._trained)
+        self._trained = {}
 
     @abstractmethod
     def _values(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -51,8 +51,13 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
     made.meter.take_scores()
     with made.state.averaged_weights():
         made.evaluate(BATCH)
+        with made.state.averaged_weights():  # entered twice, it changes nothing
+            made.evaluate(BATCH)
+        made.evaluate(BATCH)
         assert made.meter.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
-        made.state.contents({}).write(tmp_path / "within.pt", tmp_path / "within.opt.pt")
+        with made.state.trained_weights():
+            made.state.contents({}).write(tmp_path / "within.pt", tmp_path / "within.opt.pt")
+        assert made.model.weight.item() == pytest.approx(expected)
     assert made.model.weight.item() == weight
     made.state.contents({"epoch": 1}).write(tmp_path / "model.pt", tmp_path / "model.opt.pt")
     for name in ("within", "model"):  # the same, whether or not an evaluation is under way

@@ -156,10 +156,11 @@ def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> To
 
 
 def save(made: TorchLearner, comm: Communicator, folder: Path) -> None:
-    made.state.gather_state()
-    if comm.rank == 0:
-        made.state.contents({}).write(folder / "model.pt", folder / "optimizer.pt")
-    comm.gather(None, name="saved")
+    with made.state.trained_weights():
+        made.state.gather_state()
+        if comm.rank == 0:
+            made.state.contents({}).write(folder / "model.pt", folder / "optimizer.pt")
+        comm.gather(None, name="saved")
 
 
 def weights(made: TorchLearner) -> dict[str, torch.Tensor]:
@@ -174,7 +175,7 @@ def there_and_back(comm: Communicator, optimizer: Any, folder: Path, sharded: bo
     """The weights after six updates: in one go, after three in a new learner, and where an evaluation and a stop are between."""
     whole = updated(learner(comm, optimizer, sharded), comm, 0, 6)
     stopped = updated(learner(comm, optimizer, sharded), comm, 0, 3)
-    with stopped.state.averaged_weights():
+    with stopped.state.averaged_weights(), stopped.state.averaged_weights():
         save(stopped, comm, folder)
     save(stopped, comm, folder)
     resumed = learner(comm, optimizer, sharded)

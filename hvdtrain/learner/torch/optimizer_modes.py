@@ -7,14 +7,14 @@ not depend on when and how often a training is evaluated and saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, name_of
+from hvdtrain.learner.weight_average import EvaluationWeights
 
 
 def check_modes(optimizer: AnyOptimizer, ema_decay: float | None, is_synced_every_update: bool) -> None:
@@ -38,8 +38,8 @@ def check_modes(optimizer: AnyOptimizer, ema_decay: float | None, is_synced_ever
         raise ConfigError(problems)
 
 
-class OptimizerModes:
-    """`EvaluationWeights` computed by an optimizer's `eval()`.
+class OptimizerModes(EvaluationWeights):
+    """The weights computed by an optimizer's `eval()`.
 
     Args:
         named: the trained parameters by name.
@@ -50,51 +50,27 @@ class OptimizerModes:
     def __init__(
         self, named: Mapping[str, torch.nn.Parameter], optimizer: Any, exchange: Callable[[], None] | None = None
     ) -> None:
+        super().__init__()
         self._parameters = dict(named)
         self._optimizer = optimizer
         self._exchange = exchange
         self._gathered: dict[str, torch.Tensor] | None = None  # the weights for evaluations, for the next checkpoint
-        self._trained: dict[str, torch.Tensor] | None = None  # within `use`
-        self.has_started = False
-        self.updates = 0  # nothing is averaged here
+        self._trained: dict[str, torch.Tensor] = {}  # within `use`
+        self._has_started = False
+
+    @property
+    def has_started(self) -> bool:
+        return self._has_started
 
     def start(self, updates: int = 0) -> None:
         """Begin to train."""
         self._optimizer.train()
-        self.has_started = True
+        self._has_started = True
 
     def follow(self, updates: int) -> None:
         """Does nothing: the optimizer does it."""
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Collective, if the optimizer is sharded."""
-        self._trained = self._copies()
-        self._optimizer.eval()
-        if self._exchange is not None:
-            self._exchange()
-        try:
-            yield
-        finally:
-            self._restore_trained(self._trained)
-            self._trained = None
-
-    @contextmanager
-    def training_mode(self) -> Iterator[None]:
-        if self._trained is None:
-            yield
-            return
-        evaluated = self._copies()
-        self._restore_trained(self._trained)
-        try:
-            yield
-        finally:
-            self._optimizer.eval()
-            self._set_parameters(evaluated)
-
     def evaluated_and_trained(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        if self._trained is not None:
-            return self._copies(), self._trained
         trained = self._copies()
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
@@ -115,21 +91,26 @@ class OptimizerModes:
         Args:
             keep: whether this rank will save them.
         """
-        if self._trained is None and self.has_started:
+        if self.has_started:
             with self.use():
                 self._gathered = self._copies() if keep else None
 
     def adopt(self, changed: Collection[str]) -> None:
         """Does nothing: values that were set from outside are the trained weights."""
 
-    def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+    def _enter(self) -> None:
+        """Collective, if the optimizer is sharded."""
+        self._trained = self._copies()
+        self._optimizer.eval()
+        if self._exchange is not None:
+            self._exchange()
 
-    def _restore_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
+    def _leave(self) -> None:
+        trained, self._trained = self._trained, {}
         self._optimizer.train()
-        self._set_parameters(trained)
-
-    def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(values[name])
+                parameter.copy_(trained[name])
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}

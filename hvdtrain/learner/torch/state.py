@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,7 @@ class TorchState(StateBase):
 
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
-            with self._average.training_mode() if self._average is not None else nullcontext():
-                self._optimizer.gather()
+            self._optimizer.gather()
             if isinstance(self._average, OptimizerModes):
                 self._average.gather(keep=self._optimizer.is_gathered)
 

@@ -9,7 +9,7 @@ from functools import partial
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import naming
 from hvdtrain.data.types import Batch
-from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.steps import groups
 from hvdtrain.report.json_lines import as_line
@@ -18,19 +18,20 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
-from hvdtrain.training.agreement import StopVote, agree_on_batches, vote_interval
+from hvdtrain.training.agreement import agree_on_batches
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
+from hvdtrain.training.control import Control, StopNow, stopped_by
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
-from hvdtrain.training.evaluation import StopWithinEvaluation, evaluate
+from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
 from hvdtrain.training.notifier import Notifier
-from hvdtrain.training.requests import RankRequests, stopped_by
-from hvdtrain.training.save_policy import Interval, SavePolicy
+from hvdtrain.training.phase import EvaluatedModel, Phase
 from hvdtrain.training.saving import Saving
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
 from hvdtrain.training.train_scores import TrainScores, note_missing_parts, warn_of_means
+from hvdtrain.training.vote import vote_interval
 from hvdtrain.training.within import EvaluationWithin, follow_scores
 
 
@@ -68,18 +69,16 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
-        self._training = Training(comm, learner, session.progress, session.best.measure)  # what the callbacks see
+        self._phase = Phase(session.progress)
+        self._evaluated = evaluated = EvaluatedModel(learner.state, session.reducer.sync)
+        self._training = Training(comm, learner, self._phase, evaluated, session.progress, session.best)  # what callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
-        self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
-        self._save_policy = SavePolicy(limits, session.progress.step, comm.rank == 0, best_minutes=session.goodput.save_minutes)
-        steps, minutes = (limits.evaluation_steps, limits.evaluation_minutes) if self._evaluations else (None, None)
-        self._evaluating = Interval(steps, minutes, session.progress.step, has_clock=comm.rank == 0)
-        self._is_save_due = False  # whether a rank has requested a checkpoint in an evaluation within an epoch
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
-        self._saving = Saving(session, self._save_policy, self._scores, self._clock, self._training, self._notifier)
-        self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._evaluating, self._scores)
+        self._saving = Saving(session, self._scores, self._clock, self._training, self._notifier)
+        interval = vote_interval(session.reducer, session.interrupt.grace)
+        self._control = Control(session, limits, self._training, self._scores, bool(self._evaluations), interval)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
     def run(self) -> None:
@@ -95,7 +94,10 @@ class Engine:
         self._notifier.notify("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._limits.num_epochs:
-            self._run_epoch(self._progress.epoch + 1)
+            try:
+                self._run_epoch(self._progress.epoch + 1)
+            except StopNow as stop:  # the data is closed, and each rank has its own trained model
+                raise self._stop(stop.status) from None
             end = self._ends_early()
         self._finish()
         self._training.stopped_by = end
@@ -111,6 +113,7 @@ class Engine:
         epoch = plan_epoch(self._session, self._train, self._rates, current)
         self._training.learning_rate = epoch.first_rate
         self._notifier.notify("on_epoch_begin")
+        self._learner.begin_epoch(number, progress.step)
         if not current.trained:
             self._train_epoch(epoch)
         if number == 1:
@@ -118,7 +121,6 @@ class Engine:
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
-        self._evaluating.reset()
         self._training.scores = scores
         self._notifier.notify("on_epoch_end")
 
@@ -129,7 +131,7 @@ class Engine:
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
         is_last = number >= self._limits.num_epochs or self._ends_early() is not None
-        if mistake is not None or self._save_policy.is_due_after_epoch(number, is_last):
+        if mistake is not None or self._control.is_save_due_after_epoch(number, is_last):
             self._save(is_end=is_last)
         report = replace(report, seconds=self._gather_seconds(), goodput=self._session.goodput.entries())  # now with saving
         log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
@@ -169,7 +171,6 @@ class Engine:
                     self._end_step(epoch, batch)
                 own = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
                 sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, own))
-                current.is_evaluation_due = self._evaluating.is_due_after_step(progress.step)
                 self._check(current)
         sync.end_of_epoch(self._learner.state)
         self._scores.gather(current)
@@ -182,7 +183,6 @@ class Engine:
         current, step = epoch.current, self._progress.step
         listener = None if self._step_numbers is None else StepListener(self._step_numbers, epoch, self._train, self._clock)
         self._step_log.begin(current.epoch, None, steps, self._clock.elapsed(current), listener)
-        self._learner.begin_epoch(current.epoch, step)
         done = step - current.first_step
         updates = -(-(done + steps) // self._steps_per_update(epoch))
         start = EpochStart(current.epoch, step, updates, epoch.first_rate, is_resumed=done > 0)
@@ -225,31 +225,24 @@ class Engine:
         self._scores.gather(current)
         self._clock.count(current)
         losses = current.scores.scales()
-        try:
-            with self._within.apart():
-                scores = with_totals(self._evaluate(current, {}), losses)
-        except StopWithinEvaluation as stop:
-            self._learner.meter.take_scores()  # those of the evaluation, which is repeated
-            self._stop(current, stop.status)
-        self._evaluating.reset()
+        with self._within.apart(), self._evaluated.use():
+            scores = with_totals(self._evaluate(current, {}), losses)
         self._within.report(epoch, scores, losses, [feed.name for feed in self._evaluations])
         follow_scores(self._rates, self._limits, epoch, self._progress)
-        if self._is_save_due:
-            self._is_save_due = False
+        if self._control.save.is_due(self._progress.step):
             self._save()
 
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.state.averaged_weights():
-                self._training.dataset = feed.name
+            with self._timer.span("evaluation"), self._evaluated.use(), self._phase.of(feed.name):
                 self._notifier.notify("on_evaluation_begin")
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
                 scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 self._notifier.notify("on_evaluation_end")
-                self._training.dataset = None
+        self._control.evaluation.done(self._progress.step)
         return scores
 
     def _gather_seconds(self) -> list[Mapping[str, float]]:
@@ -261,36 +254,32 @@ class Engine:
     def _check(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
         note that an evaluation is due."""
-        wanted = self._stop_vote.step(self._requests)
-        if wanted.report:
+        phase, decision = self._phase, self._control.poll(self._phase)
+        if decision.report:
             raise self._scores.not_finite_error(current)
-        if wanted.stop or wanted.stop_by_hand:
-            status = BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED
-            if self._training.is_within_epoch:
-                raise StopWithinEvaluation(status)  # each rank needs its own model again before it is saved
-            self._stop(current, status)
-        if self._training.is_within_epoch:
-            self._is_save_due = self._is_save_due or bool(wanted.save)
-            return
-        if wanted.evaluate and not current.trained:
-            current.is_evaluation_due = True
-        is_due = self._save_policy.is_due_after_step(self._progress.step)
-        if not current.trained and (wanted.save or is_due):
+        if phase.dataset is None:
+            current.is_evaluation_due = decision.evaluate
+        if decision.stop is not None:
+            if phase.dataset is not None:
+                self._learner.meter.take_scores()  # those of the evaluation, which is repeated
+            raise StopNow(decision.stop)
+        if decision.save and not phase.is_within_epoch:  # there it waits for the end: each rank needs its own model again
             self._save()
 
-    def _stop(self, current: EpochProgress, status: int) -> None:
-        """Collective. End with a checkpoint."""
-        reasons = self._comm.gather(self._requests.stop_reason(), name="reasons")
+    def _stop(self, status: int) -> HvdtrainError:
+        """Collective. End with a checkpoint. Returns the error to raise."""
+        reason = self._control.stop_reason()
         self._save(is_end=True)
         self._finish()
-        reason = next(reason for reason in reasons if reason is not None)
         self._training.stopped_by = reason
         self._notifier.notify("on_stop")
-        raise stopped_by(reason, current, self._progress.step, status)
+        return stopped_by(reason, self._progress, status)
 
     def _save(self, is_end: bool = False) -> None:
         """Collective. Write a checkpoint, with which the training may end."""
-        self._saving.save([self._train, *self._evaluations], is_end)
+        with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
+            self._saving.save([self._train, *self._evaluations], is_end)
+            self._control.save.done(self._progress.step)
 
     def _ends_early(self) -> str | None:
         """After an epoch, the reason to end training before its last epoch; None: continue."""
@@ -298,5 +287,5 @@ class Engine:
 
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""
-        self._stop_vote.finish()
+        self._control.finish()
         self._saving.finish()

@@ -44,7 +44,7 @@ TRANSPORTS: dict[str, dict[str, object]] = {
 }
 """The keys that choose a transport."""
 
-SPECIAL = ("configs", "saved_as", "once", "timeline")
+SPECIAL = ("configs", "saved_as", "once", "timeline", "fails")
 
 TIMEOUT = 1800.0
 """Seconds for all trainings of a launch."""
@@ -71,7 +71,8 @@ Trainings = Callable[[Run, Path], dict[str, dict[str, object]]]
 """The overrides of the toy config for each training by name, given the folder in which their models stand.
 
 Besides keys: `configs`, others than the toy one; `saved_as`, another training whose model this one continues with; `once`, not
-to continue after a stop; `timeline`, a file for Horovod's timeline of this training alone.
+to continue after a stop; `timeline`, a file for Horovod's timeline of this training alone; `fails`, to start again after an
+error that is planted on all ranks.
 """
 
 
@@ -280,7 +281,7 @@ class Trained:
                 overrides["record"] = folder / f"{name}.ids"
             texts = {key: str(value) for key, value in overrides.items()}
             job = {"name": name, "folder": str(folder), "configs": list(map(str, configs)), "overrides": texts}
-            jobs.append(job | {key: str(given[key]) for key in ("once", "timeline") if key in given})
+            jobs.append(job | {key: str(given[key]) for key in ("once", "timeline", "fails") if key in given})
         return jobs
 
 

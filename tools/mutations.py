@@ -312,7 +312,7 @@ MUTATIONS = [
         "training/epoch.py",
         'synced = self._timer.seconds.get("parameter sync", 0.0)',
         'synced = sum(self._timer.seconds.get(name, 0.0) for name in ("parameter sync", "saving"))',
-        ("tests/training/test_save_policy.py",),
+        ("tests/training/test_control.py",),
     ),
     Mutation(
         "a text of a config can end the script of a page",

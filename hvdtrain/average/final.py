@@ -28,11 +28,11 @@ from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
 from hvdtrain.settings import Settings
-from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.session import Session
 from hvdtrain.training.statistics import recompute_statistics
 from hvdtrain.training.step_log import StepLog
+from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 FILE = "averages.json"
 """The file with the averages and their scores, next to the model."""
@@ -146,15 +146,15 @@ def _average(
 @contextmanager
 def stop_vote(session: Session) -> Iterator[Callable[[], None]]:
     """Collective. Yields a function for all ranks to call after every step: it raises Stopped if a signal came to any of them."""
-    vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
+    vote = Vote(session.comm, session.learner.numbers, TASK_INTERVAL)
 
-    def requests() -> StopRequests:
+    def requests() -> Requests:
         reason = session.interrupt.reason
-        return StopRequests(stop=int(reason is not None and reason != "SIGINT"), stop_by_hand=int(reason == "SIGINT"))
+        return Requests(stop=int(reason is not None and reason != "SIGINT"), stop_by_hand=int(reason == "SIGINT"))
 
     def after_step() -> None:
         wanted = vote.step(requests)
-        if wanted.stop or wanted.stop_by_hand:
+        if wanted is not None and (wanted.stop or wanted.stop_by_hand):
             vote.finish()
             raise Stopped(
                 "stopped while averages of checkpoints are evaluated; all epochs are trained, and the same command makes them",

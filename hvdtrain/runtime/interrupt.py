@@ -97,12 +97,14 @@ class Interrupt:
 
     Args:
         seconds: the time limit; None: no limit.
+        grace: the seconds for which the launcher lets ranks live after a signal to stop; None: as long as they need.
 
     Attributes:
         on_sigterm: called at once on the first SIGTERM; it must not raise.
     """
 
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float | None, grace: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.grace = grace
         self._clock = clock
         self._deadline = None if seconds is None else clock() + seconds
         self._former: dict[signal.Signals, Any] = {}

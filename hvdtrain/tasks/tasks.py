@@ -43,13 +43,14 @@ from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.start_up.reporters import open_trackers
-from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, open_step_log
+from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 SECONDS = 10.0
 """The rough duration of all measured steps of a training or an evaluation."""
@@ -73,7 +74,7 @@ def evaluate_all(settings: Settings, comm: Communicator | None = None) -> dict[s
         epoch = session.progress.epoch
         lines = []
         scores: dict[str, float] = {}
-        stop_vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
+        stop_vote = Vote(session.comm, session.learner.numbers, TASK_INTERVAL)
         for feed in session.epochs.feeds(session.feeds, max(1, epoch)):
             means = evaluate(
                 session.comm,
@@ -81,7 +82,7 @@ def evaluate_all(settings: Settings, comm: Communicator | None = None) -> dict[s
                 session.watchdog,
                 feed,
                 max(1, epoch),
-                after_step=lambda: stop_vote.step(StopRequests),
+                after_step=lambda: stop_vote.step(Requests),
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")

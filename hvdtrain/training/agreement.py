@@ -1,18 +1,10 @@
-"""What the ranks agree on: the plan of an epoch, and whether to stop, to save, or to report a loss that is not finite.
-
-A large plan is made by one rank of each host. For requests to stop or save, no rank waits for the others: after every N updates
-(about a tenth of a second; a second if ranks update independently), each rank starts an all-reduce of a few numbers, and reads
-its result when it starts the next one. So all ranks know of a request after two such intervals, after the same update, and the
-exchange runs while they compute.
-"""
+"""What the ranks agree on: the plan of an epoch, which for many sequences one rank of each host makes."""
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +17,6 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, map_plan, offer_plan
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
-from hvdtrain.learner.reducer import Reducer
 
 Message = Offer | Literal["waits"] | None
 """A rank's message to the others: where its plan is, that it waits for one, or None if it made a plan for itself."""
@@ -209,93 +200,3 @@ def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping
         f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
         "beginning)"
     )
-
-
-INTERVAL = 0.1
-"""Seconds between two exchanges, or between two updates if these take longer."""
-
-LOCAL_UPDATES_INTERVAL = 1.0
-"""The same if ranks do not wait for each other in every update: more frequent exchanges would slow down a rank that is ahead."""
-
-TASK_INTERVAL = 10.0
-"""The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait there for so
-long that the watchdog would take the others for hung. More frequent exchanges would be slower with uneven batches."""
-
-
-def vote_interval(reducer: Reducer) -> float:
-    """The seconds between two exchanges of a training."""
-    return INTERVAL if reducer.gradients.keeps_ranks_alike else LOCAL_UPDATES_INTERVAL
-
-
-@dataclass(frozen=True)
-class StopRequests:
-    """The requests of a rank (0 or 1 each), or the number of ranks that request it.
-
-    Attributes:
-        stop: end the training with a checkpoint, except after Ctrl-C.
-        stop_by_hand: the same after Ctrl-C.
-        save: write a checkpoint.
-        report: report a loss that is not finite.
-        evaluate: evaluate within the epoch.
-    """
-
-    stop: int = 0
-    stop_by_hand: int = 0
-    save: int = 0
-    report: int = 0
-    evaluate: int = 0
-
-
-NONE = StopRequests()
-
-
-class StopVote:
-    """Counts the ranks' requests. Collective: all ranks call `step` after every update and every step of an evaluation.
-
-    Args:
-        tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
-        interval: seconds between two exchanges.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        tensor: Callable[[Sequence[float]], Tensor],
-        interval: float,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._comm = comm
-        self._tensor = tensor
-        self._interval = interval
-        self._clock = clock
-        self._handle: object = None
-        self._since = clock()
-        self._every = 1
-        self._steps = 0
-
-    def step(self, requests: Callable[[], StopRequests]) -> StopRequests:
-        """The counted requests, if an exchange ends after this update or step; otherwise none.
-
-        Args:
-            requests: returns this rank's requests; called when an exchange starts.
-        """
-        self._steps += 1
-        if self._steps < self._every:
-            return NONE
-        counted = self.finish()
-        seconds, self._since = self._clock() - self._since, self._clock()
-        wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
-        # Rank 0 decides on the interval, as the ranks' clocks may differ.
-        numbers = [*astuple(requests()), wanted if self._comm.rank == 0 else 0]
-        self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
-        self._steps = 0
-        return counted
-
-    def finish(self) -> StopRequests:
-        """Collective. The result of the last exchange; waits for it if necessary."""
-        if self._handle is None:
-            return NONE
-        [numbers] = self._comm.finish(self._handle)
-        self._handle = None
-        *counts, self._every = map(round, numpy.asarray(numbers).tolist())
-        return StopRequests(*counts)

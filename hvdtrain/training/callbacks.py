@@ -14,10 +14,11 @@ from hvdtrain.config.source import as_function
 from hvdtrain.errors import Problem
 
 if TYPE_CHECKING:
-    from hvdtrain.checkpoint.progress import Progress
+    from hvdtrain.checkpoint.progress import BestModel, Progress
     from hvdtrain.comm.base import Communicator
     from hvdtrain.learner.base import Learner
-    from hvdtrain.schedule.measure import Measure
+    from hvdtrain.schedule.history import EpochRecord
+    from hvdtrain.training.phase import EvaluatedModel, Phase
 
 EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
@@ -40,28 +41,27 @@ class Training:
         optimizer: the optimizer of the framework.
         rank, size: the rank of this process, and the number of ranks.
         learning_rate: of the last update, or at the beginning of the epoch.
-        dataset: the name of the dataset that is evaluated, in on_evaluation_begin and on_evaluation_end; otherwise None.
         scores: in on_evaluation_end and on_epoch_end, the epoch's scores so far by name, such as 'train_loss_ce' and
             'dev_loss_wer'; afterwards those of the last epoch.
         checkpoint: the file of the last saved model, such as exp/model.003.pt; None: none so far. With save_in_background, it may
             not be complete yet.
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
-        is_within_epoch: whether this is an evaluation within an epoch (`eval_interval_steps`), in on_evaluation_begin and
-            on_evaluation_end.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, progress: Progress, measure: Measure) -> None:
+    def __init__(
+        self, comm: Communicator, learner: Learner, phase: Phase, evaluated: EvaluatedModel, progress: Progress, best: BestModel
+    ) -> None:
         self._learner = learner
+        self._phase = phase
+        self._evaluated = evaluated
         self._progress = progress
-        self._measure = measure
+        self._best = best
         self.rank = comm.rank
         self.size = comm.size
         self.learning_rate: float | None = None
-        self.dataset: str | None = None
         self.scores: Mapping[str, float] = progress.history[-1].scores if progress.history else {}
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
-        self.is_within_epoch = False
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
 
@@ -76,8 +76,17 @@ class Training:
     @property
     def epoch(self) -> int:
         """The epoch that is being trained or evaluated, or else the last one, counted from 1."""
-        current = self._progress.current
-        return self._progress.epoch if current is None else current.epoch
+        return self._phase.epoch
+
+    @property
+    def dataset(self) -> str | None:
+        """The name of the dataset that is evaluated, in on_evaluation_begin and on_evaluation_end; otherwise None."""
+        return self._phase.dataset
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether this is an evaluation within an epoch (`eval_interval_steps`), in on_evaluation_begin and on_evaluation_end."""
+        return self._phase.is_within_epoch
 
     @property
     def finished_epoch(self) -> int:
@@ -86,19 +95,29 @@ class Training:
 
     @property
     def best_epoch(self) -> int | None:
-        """The best finished epoch, as in best.json; None: no epoch has a score."""
-        best = self._measure.best(self._progress.history)
+        """The best epoch, as in best.json; None: no epoch has a score."""
+        best = self._best_record()
         return None if best is None else best.epoch
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the whole training after which the best model was evaluated, if that was within its epoch."""
+        best = self._best_record()
+        return None if best is None else best.at_step
+
+    def _best_record(self) -> EpochRecord | None:
+        return self._best.measure.best(self._best.records(self._progress))
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model has the weights that are evaluated and saved: the averages of `ema_decay`, or those
-        of an optimizer that has other ones for evaluations. All ranks have to enter it together."""
-        return self._learner.state.averaged_weights()
+        of an optimizer that has other ones for evaluations, and where ranks train on their own, the averages of the ranks. All
+        ranks have to enter it together, and leave it before the callback returns."""
+        return self._evaluated.use()
 
     @property
     def step(self) -> int:
         """The number of steps done in the whole training."""
-        return self._progress.step
+        return self._phase.step
 
     def stop(self, reason: str) -> None:
         """Request a stop, as a signal does: all ranks stop after the same step, a few steps from now, with a checkpoint and

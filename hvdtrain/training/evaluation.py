@@ -21,18 +21,6 @@ from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport
 
 
-class StopWithinEvaluation(Exception):
-    """A stop was requested in an evaluation within an epoch.
-
-    Attributes:
-        status: the exit status of the stop.
-    """
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def evaluate(
     comm: Communicator,
     learner: Learner,

@@ -19,10 +19,11 @@ from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
-from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import ForwardKeys
 from hvdtrain.training.search_output import SearchWriter
 from hvdtrain.training.search_output import check as check_search
+from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 SLICE = 1.0
 """Rank 0 passes on outputs for about this many seconds before it meets the waiting ranks, so that the watchdog sees progress."""
@@ -75,7 +76,7 @@ def forward(
     searched = together(comm, lambda: _search_writer(feed, keys), name="search_output")
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
-        stop_vote = StopVote(comm, learner.numbers, TASK_INTERVAL)
+        stop_vote = Vote(comm, learner.numbers, TASK_INTERVAL)
         with feed.read(share, epoch, learner.staging) as batches:
             for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
@@ -88,7 +89,7 @@ def forward(
                             searched.entry(outputs)  # what cannot be written is an error now, not when all is computed
                         spool.add(index, outputs)
                     account.add(batch.indices)
-                stop_vote.step(StopRequests)
+                stop_vote.step(Requests)
         stop_vote.finish()
         spool.close()
         gathered = comm.gather(

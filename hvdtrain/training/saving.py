@@ -9,7 +9,6 @@ from hvdtrain.data.feed import Feed, check_files
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.notifier import Notifier
-from hvdtrain.training.save_policy import SavePolicy
 from hvdtrain.training.session import Session
 from hvdtrain.training.train_scores import TrainScores
 
@@ -24,14 +23,12 @@ class Saving:
     def __init__(
         self,
         session: Session,
-        policy: SavePolicy,
         scores: TrainScores,
         clock: EpochClock,
         training: Training,
         notifier: Notifier,
     ) -> None:
         self._session = session
-        self._policy = policy
         self._scores = scores
         self._clock = clock
         self._training = training
@@ -59,7 +56,6 @@ class Saving:
             checkpoint = session.saver.save(progress, ranks)
         session.goodput.count_save()
         session.watchdog.beat(f"step {progress.step}, after saving", "between")
-        self._policy.reset()
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
             self._notifier.notify("on_save")

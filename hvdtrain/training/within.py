@@ -45,17 +45,11 @@ class EvaluationWithin:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Collective. Inside the `with` block, the model is the average of the ranks' models, and the log and the callbacks are
-        about the evaluation. Its seconds do not count as those of the epoch, unless it is interrupted."""
-        sync, state, scores = self._session.reducer.sync, self._session.learner.state, self._training.scores
-        self._training.is_within_epoch = True
-        try:
-            with self._step_log.set_aside():
-                sync.flush(state)
-                with sync.averaged_model(state):  # the ranks' models may differ now
-                    yield
-        finally:
-            self._training.is_within_epoch = False
+        """Inside the `with` block, the log and the callbacks are about the evaluation. Its seconds do not count as those of the
+        epoch, unless it is interrupted."""
+        scores = self._training.scores
+        with self._step_log.set_aside():
+            yield
         self._training.scores = scores
         self._seconds = self._clock.skip()
         if self._step_numbers is not None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from launching import FAST, ROOT, TOY, faults, hvdtrain, mpi_version
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.report.ends import SILENT, State, read_state
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
-from hvdtrain.training.agreement import StopRequests, StopVote
 
 LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
 
@@ -168,22 +166,3 @@ def test_time_limits() -> None:
     assert interrupt.reason is None
     now[0] = 60.0
     assert interrupt.reason == "time_limit"
-
-
-def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
-    now = [0.0]
-    stop_vote = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
-    asked = []
-
-    def step(seconds: float, wishes: StopRequests) -> StopRequests:
-        now[0] += seconds
-        return stop_vote.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
-
-    assert step(1.0, StopRequests(stop=1)) == StopRequests()
-    assert step(1.0, StopRequests()) == StopRequests(stop=1)
-    for _ in range(20):
-        step(0.01, StopRequests(save=1))
-    before = len(asked)
-    for _ in range(100):
-        step(0.01, StopRequests())
-    assert 8 <= len(asked) - before <= 12  # in a second

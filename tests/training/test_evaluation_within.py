@@ -14,7 +14,6 @@ from hvdtrain.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, in_order
 from hvdtrain.schedule.measure import Measure
-from hvdtrain.training.save_policy import Interval
 
 
 def toy(corpus: Path, folder: Path, **keys: object) -> Finished:
@@ -96,15 +95,6 @@ def test_by_the_clock(corpus: Path, tmp_path: Path) -> None:
     ended = toy(corpus, tmp_path, eval_interval_steps=None, eval_interval_minutes=1e-6, num_epochs=1)
     assert ended.status == 0, ended.err
     assert lines_of(tmp_path / "evaluations.jsonl")
-    now = [0.0]
-    policy = Interval(None, 2.0, 0, True, lambda: now[0])
-    now[0] = 119.0
-    assert not policy.should_request()
-    now[0] = 121.0
-    assert [policy.should_request(), policy.should_request()] == [True, False]
-    policy.reset()
-    now[0] = 242.0
-    assert policy.should_request()
 
 
 def test_keys_that_promise_nothing_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a training is saved, and what an epoch's clock adds to its progress."""
+"""When a training is saved and stopped, and what an epoch's clock adds to its progress."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
+from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.learner.reducer import Traffic
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.limits import TrainingLimits
-from hvdtrain.training.save_policy import SavePolicy
+from hvdtrain.training.vote import Requests, Vote
 
 
 @dataclass
@@ -25,28 +27,36 @@ class Clock:
         return self.now
 
 
-def test_epochs_are_saved_at_multiples_and_at_the_end() -> None:
-    policy = SavePolicy(TrainingLimits(5, save_epochs=2), step=0, has_clock=True, best_minutes=lambda: 1.0)
-    assert [epoch for epoch in range(1, 6) if policy.is_due_after_epoch(epoch, is_last=epoch == 5)] == [2, 4, 5]
-
-
 def test_steps_count_from_where_the_training_goes_on() -> None:
-    policy = SavePolicy(TrainingLimits(1, save_steps=4), step=6, has_clock=True, best_minutes=lambda: 1.0)
-    assert [step for step in (7, 8, 8, 11, 13, 20) if policy.is_due_after_step(step)] == [8, 13, 20]
-    assert not SavePolicy(TrainingLimits(1), step=0, has_clock=True, best_minutes=lambda: 1.0).is_due_after_step(4)
+    interval = Interval(4, None, 6, has_clock=True)
+    due = []
+    for step in (7, 8, 8, 11, 13, 20):
+        if interval.is_due(step):
+            due.append(step)
+            interval.done(step)
+    assert due == [8, 13, 20]
+    assert not Interval(None, None, 0, has_clock=True).is_due(4)
 
 
-@pytest.mark.parametrize("minutes", [2, "auto"])
-def test_an_old_checkpoint_is_asked_for_once_by_the_rank_with_the_clock(minutes: Any) -> None:
-    clock, limits = Clock(), TrainingLimits(1, save_minutes=minutes)
-    policy, other = (SavePolicy(limits, 0, has_clock, clock, best_minutes=lambda: 2.0) for has_clock in (True, False))
-    assert not policy.should_request()
+@pytest.mark.parametrize("minutes", [2.0, lambda: 2.0])
+def test_a_request_stays_until_it_is_carried_out(minutes: Any) -> None:
+    """Also where that takes a while, as in an evaluation; and an exchange that began before does not repeat it."""
+    clock = Clock()
+    interval, other = (Interval(None, minutes, 0, has_clock, clock) for has_clock in (True, False))
+    assert not interval.is_wanted()
     clock.now = 120.0
-    assert [policy.should_request(), policy.should_request(), other.should_request()] == [True, False, False]
-    policy.reset()
-    assert not policy.should_request()
+    assert [interval.is_wanted(), interval.is_wanted(), other.is_wanted()] == [True, True, False]
+    interval.count(1)
+    interval.count(0)
+    assert interval.is_due(1)
+    interval.done(1)
+    interval.count(1)
+    assert not interval.is_due(2)
+    assert not interval.is_wanted()
     clock.now = 240.0
-    assert policy.should_request()
+    assert interval.is_wanted()
+    interval.count(1)
+    assert interval.is_due(3)
 
 
 @dataclass
@@ -90,3 +100,24 @@ def test_limits_are_reached_after_the_last_epoch_or_earlier() -> None:
     assert limits.are_reached(Progress(epoch=3))
     assert limits.are_reached(Progress(epoch=2, history=[EpochRecord(2, 0.1)]))
     assert not limits.are_reached(Progress(epoch=2, history=[EpochRecord(2, 0.1)], current=EpochProgress(3, 20)))
+
+
+def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
+    clock = Clock()
+    vote = Vote(SingleCommunicator(), list, 0.1, clock)
+    asked = []
+
+    def step(seconds: float, wishes: Requests, place: str = "training") -> Requests | None:
+        clock.now += seconds
+        return vote.step(lambda: asked.append(clock.now) or wishes, place)  # type: ignore[func-returns-value]
+
+    assert step(1.0, Requests(stop=1)) is None
+    assert step(1.0, Requests()) == Requests(stop=1)
+    for _ in range(20):
+        step(0.01, Requests(save=1))
+    before = len(asked)
+    for _ in range(100):
+        step(0.01, Requests())
+    assert 8 <= len(asked) - before <= 12  # in a second
+    step(5.0, Requests(stop=1), "evaluation")  # its steps are long: at once, and again in the next one
+    assert step(5.0, Requests(), "evaluation") == Requests(stop=1)

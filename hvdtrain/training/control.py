@@ -1,0 +1,188 @@
+"""When to stop, to save and to evaluate: the owner of signals, intervals, callbacks' requests, and the vote of the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.training.callbacks import Training
+from hvdtrain.training.limits import TrainingLimits
+from hvdtrain.training.phase import Phase
+from hvdtrain.training.session import Session
+from hvdtrain.training.train_scores import TrainScores
+from hvdtrain.training.vote import Requests, Vote
+
+
+class Interval:
+    """When something is due within an epoch: after which steps, and when it was last done too long ago. It stays due until it was
+    done.
+
+    The first follows from the steps, so that all ranks decide alike. One rank measures the age and requests it.
+
+    Args:
+        steps: after every N steps of the whole training; None: not after certain steps.
+        minutes: when it was last done so long ago, or a function that returns this; None: not by the clock.
+        step: the number of steps of the whole training so far.
+        has_clock: whether this rank measures the age.
+    """
+
+    def __init__(
+        self,
+        steps: int | None,
+        minutes: float | Callable[[], float] | None,
+        step: int,
+        has_clock: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._minutes = minutes
+        self._has_clock = has_clock
+        self._clock = clock
+        self._done_at = clock()
+        self._done_step = step
+        self._is_requested = False  # by any rank
+        self._is_old_request = False  # whether the exchange under way began before it was done
+
+    def is_due(self, step: int) -> bool:
+        """Whether it was requested, or a multiple of N steps has been passed, since it was last done."""
+        every = self._steps
+        return self._is_requested or (every is not None and step // every > self._done_step // every)
+
+    def is_wanted(self) -> bool:
+        """Whether this rank requests it."""
+        if self._minutes is None or not self._has_clock:
+            return False
+        minutes = self._minutes() if callable(self._minutes) else self._minutes
+        return self._clock() - self._done_at >= 60 * minutes
+
+    def count(self, requests: int) -> None:
+        """Take up the result of an exchange."""
+        self._is_requested = self._is_requested or (bool(requests) and not self._is_old_request)
+        self._is_old_request = False
+
+    def done(self, step: int) -> None:
+        """It was done after this step."""
+        self._done_at, self._done_step = self._clock(), step
+        self._is_requested, self._is_old_request = False, True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do next.
+
+    Attributes:
+        stop: the exit status with which the training stops; None: it goes on.
+        save: write a checkpoint.
+        evaluate: evaluate within the epoch.
+        report: end with an error about a loss that is not finite.
+    """
+
+    stop: int | None
+    save: bool
+    evaluate: bool
+    report: bool
+
+
+class StopNow(Exception):
+    """All ranks end what they do and stop the training.
+
+    Attributes:
+        status: the exit status.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Control:
+    """Decides for all ranks alike.
+
+    Args:
+        training: what the callbacks of this rank ask for.
+        scores: knows of losses that are not finite.
+        evaluates: whether there is anything to evaluate.
+        interval: seconds between two exchanges.
+
+    Attributes:
+        save, evaluation: when a checkpoint and an evaluation within the epoch are due.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        limits: TrainingLimits,
+        training: Training,
+        scores: TrainScores,
+        evaluates: bool,
+        interval: float,
+    ) -> None:
+        comm, step = session.comm, session.progress.step
+        self._comm = comm
+        self._interrupt = session.interrupt
+        self._training = training
+        self._scores = scores
+        self._save_epochs = limits.save_epochs
+        self._vote = Vote(comm, session.learner.numbers, interval)
+        save_minutes = session.goodput.save_minutes if limits.save_minutes == "auto" else limits.save_minutes
+        self.save = Interval(limits.save_steps, save_minutes, step, has_clock=comm.rank == 0)
+        steps, minutes = (limits.evaluation_steps, limits.evaluation_minutes) if evaluates else (None, None)
+        self.evaluation = Interval(steps, minutes, step, has_clock=comm.rank == 0)
+
+    def poll(self, phase: Phase) -> Decision:
+        """Collective. Called after every update and every step of an evaluation."""
+        counted = self._vote.step(self._requests, (phase.dataset, phase.is_trained))
+        if counted is not None:
+            self.save.count(counted.save)
+            self.evaluation.count(counted.evaluate)
+        else:
+            counted = Requests()
+        status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
+        return Decision(status, self.save.is_due(phase.step), self.evaluation.is_due(phase.step), bool(counted.report))
+
+    def is_save_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
+        """Whether to save the model of a finished epoch."""
+        return epoch % self._save_epochs == 0 or is_last
+
+    def stop_reason(self) -> str:
+        """Collective. Why the ranks stop."""
+        reasons = self._comm.gather(self._stop_reason(), name="reasons")
+        return next(reason for reason in reasons if reason is not None)
+
+    def finish(self) -> None:
+        """Collective. Wait for the last exchange."""
+        self._vote.finish()
+
+    def _requests(self) -> Requests:
+        """Those of this rank."""
+        reason = self._stop_reason()
+        by_hand = reason == "SIGINT"
+        return Requests(
+            stop=int(reason is not None and not by_hand),
+            stop_by_hand=int(by_hand),
+            save=int(self.save.is_wanted()),
+            report=int(self._scores.is_broken()),
+            evaluate=int(self.evaluation.is_wanted()),
+        )
+
+    def _stop_reason(self) -> str | None:
+        """Why this rank wants to stop; None: it does not."""
+        asked = self._training.wants_stop
+        return self._interrupt.reason or (None if asked is None else f"a callback ({asked})")
+
+
+def stopped_by(reason: str, progress: Progress, status: int) -> Stopped:
+    """The error with which a training ends that was stopped, for the reason of any rank."""
+    current, where = progress.current, f"after epoch {progress.epoch}"
+    if current is not None:
+        where = f"in epoch {current.epoch} after step {progress.step - current.first_step}"
+        where += ", in the evaluation" if current.trained else ""
+    return Stopped(
+        f"stopped by {reason} {where}; the same command continues from there",
+        status,
+        repeatable=reason != "SIGTERM",  # torchrun sends it before it restarts the ranks
+    )

@@ -27,8 +27,9 @@ none."""
 BASE = "base"
 """An entry of a model's file without the frozen parameters: the hash of their values, their number, and the model's class."""
 
-SHARED, OWN = "reducer_shared", "reducer_own"
-"""Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
+SHARED, OWN, ORDER = "reducer_shared", "reducer_own", "reducer_order"
+"""Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`; and the names of the
+trained parameters, in whose order these lists are. Files of hvdtrain 1.1 have no order."""
 
 
 Marks = Mapping[str, str]

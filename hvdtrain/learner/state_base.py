@@ -21,6 +21,7 @@ from hvdtrain.learner.contents import (
     EXACT,
     NO_MARKS,
     OPTIMIZER_CLASS,
+    ORDER,
     OWN,
     SHAPES,
     SHARED,
@@ -184,7 +185,7 @@ class StateBase(ABC):
         optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
             if lists:
-                optimizer[entry] = self._stored_lists(lists)
+                optimizer |= {entry: self._stored_lists(lists), ORDER: list(self.kinds("parameters"))}
         if self._average is not None and self._average.has_started:
             averages, trained = self._average.evaluated_and_trained()
             model |= averages
@@ -222,6 +223,12 @@ class StateBase(ABC):
             for line in self._load_optimizer(entries, optimizer_file):
                 log.info(line)
             self._load_trained(entries, optimizer_file)
+            names = list(self.kinds("parameters"))
+            if entries.get(ORDER, names) != names:
+                raise CheckpointError(
+                    f"{optimizer_file}: expected the parameters in the order of this config's model, which is that of what the "
+                    f"ranks keep to average them, got another {NEW_OPTIMIZER}"
+                )
             self.shared, self.own = _lists(entries, SHARED, optimizer_file), _lists(entries, OWN, optimizer_file)
         return stored
 

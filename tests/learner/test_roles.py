@@ -287,3 +287,18 @@ def test_the_share_of_an_optimizer_goes_to_the_first_rank_only() -> None:
         assert state._optimizer.is_gathered == (comm.rank == 0)  # type: ignore[attr-defined]
 
     on_ranks(3, work)
+
+
+def test_what_a_reducer_keeps_is_not_that_of_a_model_with_another_order(tmp_path: Path) -> None:
+    class Reordered(OfTorch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = self._parameters.pop("weight")
+
+    files = tmp_path / "model.pt", tmp_path / "optimizer.pt"
+    made = state_of("torch")
+    made.shared["anchor"] = list(made.tensors("parameters").values())
+    made.contents({}).write(*files)
+    state_of("torch").load(*files)
+    with pytest.raises(CheckpointError, match="expected the parameters in the order of this config's model"):
+        learner_of(lambda **_: Reordered(), lambda **_: None).state.load(*files)

@@ -44,14 +44,13 @@ class FileFormat:
 
     Attributes:
         write_model: writes tensors by name, and the progress.
-        write_optimizer, write_rank: write the entries of the file that accompanies a model's, and of one rank's file.
+        write: writes the entries of another file: the one that accompanies a model's, or one rank's.
         read_model: returns the progress, and the tensors by name under "model".
-        read: returns the entries of another file. Like `read_model`, it never runs code in the file.
+        read: returns the entries of such a file. Like `read_model`, it never runs code in the file.
     """
 
     write_model: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], None]
-    write_optimizer: Callable[[Path, Mapping[str, Any]], None]
-    write_rank: Callable[[Path, Mapping[str, Any]], None]
+    write: Callable[[Path, Mapping[str, Any]], None]
     read_model: Callable[[Path], dict[str, Any]]
     read: Callable[[Path], dict[str, Any]]
 
@@ -75,7 +74,7 @@ class CheckpointContents:
 
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""
-        self.format.write_optimizer(optimizer_file, {**self.optimizer, **self.progress})
+        self.format.write(optimizer_file, {**self.optimizer, **self.progress})
         self.write_model(model_file)
 
     def write_model(self, model_file: Path) -> None:

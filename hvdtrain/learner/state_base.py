@@ -250,7 +250,7 @@ class StateBase(ABC):
             entries |= self._optimizer_contents()
         if self.own:
             entries[OWN] = self._stored_lists(self.own)
-        self._format.write_rank(file, {**entries, SHAPES: _shapes(entries)})
+        self._format.write(file, {**entries, SHAPES: _shapes(entries)})
 
     def load_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         """Read this rank's file.

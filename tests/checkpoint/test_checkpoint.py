@@ -89,7 +89,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     try:
         for save in (
             lambda: checkpoints.write(checkpoints.new(1), CheckpointContents(large, {}, {"step": 1}, TORCH)),
-            lambda: checkpoints.write_rank(tmp_path / "net.own", lambda file: TORCH.write_rank(file, large)),
+            lambda: checkpoints.write_rank(tmp_path / "net.own", lambda file: TORCH.write(file, large)),
         ):
             with pytest.raises(
                 CheckpointError, match=rf"^{tmp_path}/net\.\S+: expected to write a checkpoint, got: .*File too large"

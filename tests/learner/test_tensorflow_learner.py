@@ -385,7 +385,9 @@ def test_an_optimizers_state_that_is_damaged_is_refused_by_parameter(tmp_path: P
         kept = {**arrays, "progress": numpy.frombuffer(json.dumps(progress).encode(), numpy.uint8)}
         for changed in ({one: kept[one] for one in kept if one != name}, {**kept, name: kept[name][:1]}):
             numpy.savez(files[1], **changed)
-            with pytest.raises(CheckpointError, match=rf"model.opt.npz: expected .*{name}.*of .*layers.0.kernel"):
+            with pytest.raises(
+                CheckpointError, match=rf"model.opt.npz: expected .*{name.rpartition('/')[2]}.*of .*layers.0.kernel"
+            ):
                 learner(optimizer="adam").state.load(*files)
 
 

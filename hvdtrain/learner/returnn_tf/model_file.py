@@ -128,4 +128,4 @@ def network_format(meta: Callable[[], bytes]) -> FileFormat:
         meta: returns the present network's graph.
     """
     others = file_format("npz")
-    return FileFormat(partial(_write_model, meta), others.write_optimizer, others.write_rank, _read_model, others.read)
+    return FileFormat(partial(_write_model, meta), others.write, _read_model, others.read)

@@ -1,7 +1,7 @@
 """Files with a TensorFlow model: numpy's .npz, and safetensors.
 
 An .npz file holds arrays by name, and plain values as JSON. The names of arrays begin with their entry, except for those of the
-model and, in the optimizer's file, those of the optimizer.
+model and, until hvdtrain 1.1, those of the optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def file_format(model_format: str) -> FileFormat:
     Args:
         model_format: the format of the model's file: "npz" or "safetensors".
     """
-    return FileFormat(partial(write_model, model_format=model_format), _write_optimizer, _write_rank, read_model, _read)
+    return FileFormat(partial(write_model, model_format=model_format), _write, read_model, _read)
 
 
 def write_model(path: Path, model: Mapping[str, Array], progress: Mapping[str, Any], model_format: str) -> None:
@@ -74,13 +74,20 @@ def place_of(array: Array) -> int:
     return id(array)
 
 
-def _write_optimizer(file: Path, entries: Mapping[str, Any]) -> None:
-    arrays, values = _flatten(entries)
-    _write_arrays(file, {name.removeprefix("optimizer/"): array for name, array in arrays.items()}, values)
-
-
-def _write_rank(file: Path, entries: Mapping[str, Any]) -> None:
-    _write_arrays(file, *_flatten(entries))
+def _write(file: Path, entries: Mapping[str, Any]) -> None:
+    """Write arrays, named such as trained/layers.0.kernel and reducer_own/velocity/000003, and plain values."""
+    arrays: dict[str, Array] = {}
+    values: dict[str, Any] = {}
+    for entry, value in entries.items():
+        if entry in TENSORS:
+            arrays |= {f"{entry}/{name}": array for name, array in value.items()}
+        elif entry in (SHARED, OWN):
+            arrays |= {f"{entry}/{name}/{n:06d}": array for name, found in value.items() for n, array in enumerate(found)}
+        elif entry == AVERAGED:
+            arrays[entry] = numpy.array(value)
+        else:
+            values[entry] = value
+    _write_arrays(file, arrays, values)
 
 
 def read_model(file: Path) -> dict[str, Any]:
@@ -105,22 +112,6 @@ def _read(file: Path) -> dict[str, Any]:
         else:
             entries.setdefault("optimizer", {})[path] = array
     return entries
-
-
-def _flatten(entries: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays of entries, named such as trained/layers.0.kernel and reducer_own/velocity/000003, and the plain values."""
-    arrays: dict[str, Array] = {}
-    values: dict[str, Any] = {}
-    for entry, value in entries.items():
-        if entry in TENSORS:
-            arrays |= {f"{entry}/{name}": array for name, array in value.items()}
-        elif entry in (SHARED, OWN):
-            arrays |= {f"{entry}/{name}/{n:06d}": array for name, found in value.items() for n, array in enumerate(found)}
-        elif entry == AVERAGED:
-            arrays[entry] = numpy.array(value)
-        else:
-            values[entry] = value
-    return arrays, values
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:

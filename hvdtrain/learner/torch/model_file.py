@@ -50,7 +50,7 @@ def file_format(device: torch.device, model_format: str) -> FileFormat:
         model_format: the format of the model's file: "pt" or "safetensors".
     """
     read = partial(read_file, device=device)
-    return FileFormat(partial(write_model, model_format=model_format), write_file, write_file, read, read)
+    return FileFormat(partial(write_model, model_format=model_format), write_file, read, read)
 
 
 def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:

@@ -92,8 +92,7 @@ class BackgroundWriter:
         written = contents.format
         remote = FileFormat(
             partial(self._call, written.write_model),
-            partial(self._call, written.write_optimizer),
-            partial(self._call, written.write_rank),
+            partial(self._call, written.write),
             written.read_model,
             written.read,
         )

@@ -53,8 +53,7 @@ def write(path: Path, entries: Mapping[str, Any]) -> None:
 
 FORMAT = FileFormat(
     write_model=lambda path, tensors, progress: write(path, {"model": tensors, **progress}),
-    write_optimizer=write,
-    write_rank=write,
+    write=write,
     read_model=lambda path: json.loads(path.read_text()),
     read=lambda path: json.loads(path.read_text()),
 )

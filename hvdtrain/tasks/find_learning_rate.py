@@ -117,9 +117,9 @@ def find_learning_rate(settings: Settings) -> None:
     """Collective. Train with a growing rate, draw the losses, and suggest a rate. Raises: HvdtrainError."""
     lowest, highest, updates = settings.schedule.learning_rate_ramp
     with open_session(writing_nothing(settings), "dry_run") as session:
-        limits = replace(
-            open_limits(settings, session.epochs), num_epochs=1_000_000, save_steps=None, save_minutes=None, finite=False
-        )
+        # Of the config's limits only the size of updates: nothing else ends a ramp.
+        rounds_per_update = open_limits(settings, session.epochs).rounds_per_update
+        limits = TrainingLimits(1_000_000, rounds_per_update=rounds_per_update, finite=False)
         announce(settings, session, limits, gather_hosts(session))
         first, epoch = session.progress.step, session.progress.epoch + 1
         rounds = limits.rounds_per_update(epoch, float(epoch - 1), first)

@@ -19,8 +19,11 @@ def found(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "find_learning_rate.json").read_text())  # type: ignore[no-any-return]
 
 
-KEYS = {**RAMP, "accum_grad_multiple_step": 2, "evaluated": True}
-"""With accumulated gradients, over more than an epoch, until the loss explodes."""
+KEYS = {
+    **{**RAMP, "accum_grad_multiple_step": 2, "evaluated": True},
+    **{"early_stopping_patience": 1, "early_stopping_min_difference": 100.0, "early_stopping_measure": "train_loss_ce"},
+}
+"""With accumulated gradients, over more than an epoch, until the loss explodes. Training itself would end after an epoch."""
 
 
 @pytest.fixture(scope="module")

@@ -428,12 +428,24 @@ def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
     assert "Embedding" in str(notebook.cells[2].outputs)
 
 
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "24137"}
+"""Where the ranks of torch.distributed meet: the port is the same for each training."""
+
 PROGRAM = """
 import sys
 import hvdtrain
 
+class Fails:
+    def on_step_end(self, training):
+        raise EOFError
+
+keys = {"num_epochs": 1, sys.argv[3]: {} if sys.argv[3] == "torch_distributed" else True}
+try:
+    hvdtrain.train(sys.argv[1], model=f"{sys.argv[2]}/failed/model", callbacks=Fails(), **keys)
+except EOFError:
+    pass
 for name in ("first", "second"):
-    result = hvdtrain.train(sys.argv[1], use_horovod=True, num_epochs=1, model=f"{sys.argv[2]}/{name}/model")
+    result = hvdtrain.train(sys.argv[1], model=f"{sys.argv[2]}/{name}/model", **keys)
     loaded = hvdtrain.load_model(result.checkpoint, sys.argv[1], model="other/model")
     assert all((loaded.state_dict()[name] == tensor).all() for name, tensor in result.model.state_dict().items())
     # A file per rank: what two ranks print may arrive mixed.
@@ -443,10 +455,11 @@ for name in ("first", "second"):
 
 
 @pytest.mark.slow
-def test_the_processes_of_mpirun_are_ranks_and_train_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
+def test_the_processes_of_mpirun_are_ranks_and_train_again(tmp_path: Path, transport: str) -> None:
     config, program = small_config(tmp_path), tmp_path / "program.py"
     program.write_text(PROGRAM)
-    finished = launch([program, config, tmp_path], ranks=2)
+    finished = launch([str(program), str(config), str(tmp_path), transport], ranks=2, environment=MEETING)
     assert finished.status == 0, finished.err
     first, second = lines_of(tmp_path / "first"), lines_of(tmp_path / "second")
     assert first == second

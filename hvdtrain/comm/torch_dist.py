@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +20,7 @@ from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communi
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.torch_pickled import gather_pickled
 from hvdtrain.comm.torch_rendezvous import meet, place
-from hvdtrain.errors import LaunchError, PeerFailure, TrainingError
+from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure, TrainingError
 
 T = TypeVar("T")
 
@@ -43,13 +44,14 @@ PEER_LATE = ("imed out", "imeout")
 """Substrings of their errors when a collective times out."""
 
 
-def open_torch_distributed(backend: str | None, init_method: str | None, timeout: float) -> Communicator:
+def open_torch_distributed(backend: str | None, init_method: str | None, timeout: float, stays: bool = False) -> Communicator:
     """Connect the processes of the job. A single process gets a SingleCommunicator.
 
     Args:
         backend: gloo, nccl, or both by device; None: both if there are GPUs.
         init_method: the rendezvous address; None: from the environment.
         timeout: seconds after which a collective that waits for another rank fails.
+        stays: the process may connect again. All its ranks then keep the store at which they have met.
 
     Raises:
         LaunchError: the backend is not available, or the processes cannot connect.
@@ -66,7 +68,8 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
         )
     with _peer_failures():
         on_one_host = started.local_size == started.size
-        store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT), on_one_host)
+        patience = min(timeout, MAX_START_TIMEOUT)
+        store = meet(meeting_place, started.rank, started.size, patience, on_one_host, stays=stays)
         torch.distributed.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -75,6 +78,22 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
             timeout=timedelta(seconds=timeout),
         )
         return TorchCommunicator(started, timedelta(seconds=timeout))
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Leave the process group if an error that only this rank has ends the `with` block, so that it can connect again.
+
+    Gloo's destructor waits for the operations under way, and so for other ranks: a thread does.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, HvdtrainError) or not error.on_every_rank:
+            groups = list(torch.distributed.distributed_c10d._world.pg_map)
+            torch.distributed.destroy_process_group()
+            threading.Thread(target=groups.clear, name="leaving the ranks", daemon=True).start()
+        raise
 
 
 class TorchCommunicator:

@@ -253,18 +253,31 @@ class MPIBoard:
         return mpi.from_rank_zero(None)
 
 
-def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host: bool = False) -> Store:
+KEPT: dict[tuple[str, int, int], list[Store]] = {}
+"""By place, rank and size, the stores of this process's jobs: that at which its ranks met, and those within it for later jobs.
+Rank 0 cannot listen on a fixed port again while another rank is still connected there."""
+
+
+def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host: bool = False, *, stays: bool = False) -> Store:
     """Collective. Return a store that all ranks share, as soon as all of them are connected.
 
     Args:
         place: the rendezvous; None: rank 0 broadcasts its address over MPI.
         timeout: seconds to wait for the other ranks.
         on_one_host: all ranks are on one host. They connect over the loopback address, which other hosts cannot reach.
+        stays: the ranks may meet again at this place: each as often as the others.
 
     Raises:
         LaunchError: a rank is missing or present twice, or the ranks disagree on their number.
     """
     deadline = time.monotonic() + timeout
+    jobs = KEPT.setdefault((str(place), rank, size), []) if stays else []
+    if jobs:
+        from torch._C._distributed_c10d import PrefixStore
+
+        jobs.append(PrefixStore(f"job {len(jobs)}", jobs[0]))
+        _check_in(jobs[-1], place, rank, size, deadline)
+        return jobs[-1]
     if isinstance(place, Address):
         hosts = (LOOPBACK,) if on_one_host else place.hosts
         store = _serve(place.port, on_one_host) if rank == 0 else _connect(hosts, place.port, deadline)
@@ -287,6 +300,7 @@ def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host:
     _check_in(store, place, rank, size, deadline)
     if isinstance(place, SharedFile) and rank == 0:
         place.path.unlink(missing_ok=True)  # all ranks have read it
+    jobs.append(store)
     return store
 
 

@@ -28,18 +28,18 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     started = launch.launch()
     comm: Communicator
     inside: AbstractContextManager[None] = nullcontext()
-    torch_keys = settings.torch_distributed
+    torch_keys, stays = settings.torch_distributed, not settings.process.is_own
     if settings.reduce.use_horovod:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs contain collectives that are not called through `comm`
-        stays = not settings.process.is_own
         binding, in_sets = library_of(settings.run.backend), settings.reduce.group is not None
         comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
     elif torch_keys is not None:
-        from hvdtrain.comm.torch_dist import open_torch_distributed
+        from hvdtrain.comm.torch_dist import leaving, open_torch_distributed
 
-        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec)
+        inside = leaving() if stays else inside
+        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec, stays)
     elif started.size > 1:
         raise LaunchError(
             f"expected use_horovod or torch_distributed to connect the {started.size} processes that {started.launcher} started, "

@@ -1,19 +1,23 @@
 """Where processes meet, and which processes this one starts: pure functions of the environment and the keys."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 from torch.distributed import HashStore
 
+from hvdtrain.comm import torch_rendezvous
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch, detect, variables
 from hvdtrain.comm.local import processes
 from hvdtrain.comm.slurm import host_names
-from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, _check_in, parse, place
-from hvdtrain.errors import LaunchError
+from hvdtrain.comm.torch_dist import leaving
+from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, _check_in, meet, parse, place
+from hvdtrain.errors import DataError, LaunchError
 
 ALONE = Launch(None)
 SRUN = Launch("srun", rank=3, size=5, local_rank=0, local_size=2)
@@ -200,3 +204,29 @@ def test_ranks_that_do_not_belong_together_all_say_why() -> None:
         == ["file:///meet: expected 40 processes, got none with rank " + ", ".join(map(str, range(2, 18))) + ", 22 more in time"]
         * 2
     )
+
+
+def test_ranks_of_a_program_meet_again_at_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as they train; the last one to leave keeps no one waiting, and what one job stored is not there for the next."""
+    monkeypatch.setattr(torch_rendezvous, "KEPT", {})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def job(rank: int) -> tuple[bool, bytes]:
+        store = meet(Address(("127.0.0.1",), port), rank, 2, 30.0, on_one_host=True, stays=True)
+        was_empty = not store.check([str(rank)])
+        store.set(str(rank), "done")
+        return was_empty, store.get(str(1 - rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            assert list(pool.map(job, (0, 1))) == [(True, b"done")] * 2
+
+
+def test_an_error_of_one_rank_only_leaves_the_group() -> None:
+    for kind, is_left in ((EOFError(), True), (DataError("on all").on_all_ranks(), False)):
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        with pytest.raises(type(kind)), leaving():
+            raise kind
+        assert torch.distributed.is_initialized() is not is_left
+    torch.distributed.destroy_process_group()

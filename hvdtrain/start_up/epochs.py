@@ -23,7 +23,7 @@ from hvdtrain.returnn_layer.translate import translate_names
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text
-from hvdtrain.start_up.data import check_limits, open_datasets, with_keys
+from hvdtrain.start_up.data import check_limits, copy_data, open_datasets, with_keys
 from hvdtrain.training.session import Epochs
 
 KEYS_OF_CONFIG = "the values of the config again"
@@ -63,10 +63,16 @@ class OpenDataset:
 
     Attributes:
         value: of its key in that epoch.
+        copies: keeps the local copies of its files.
     """
 
     value: Any
     feed: Feed
+    copies: ExitStack
+
+    def close(self) -> None:
+        self.feed.dataset.close()
+        self.copies.close()
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class ChangingEpochs:
         name: where the keys come from.
         given: returns the keys of an epoch and their values.
         begun: the epoch in which it goes on on another number of ranks.
+        copies_local: whether files that could be read where they are get local copies, too, if `cache_dir` is set.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class ChangingEpochs:
         name: str,
         given: Callable[[int], Mapping[str, Any]],
         begun: BegunEpoch | None = None,
+        copies_local: bool = True,
     ) -> None:
         self._settings = settings
         self._comm = comm
@@ -119,6 +127,7 @@ class ChangingEpochs:
         self._name = name
         self._given = given
         self._begun = begun
+        self._copies_local = copies_local
         self._latest = EpochKeys(0, {}, settings, {})
         self._noted: Mapping[str, str] = {}  # as text, the keys in the log
         self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
@@ -129,11 +138,21 @@ class ChangingEpochs:
 
     def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
         found = self._of(epoch)
-        given, settings = found.given, found.settings
+        settings = found.settings
         specs = {spec.name: spec for spec in settings.datasets}
+        values = {
+            feed.name: value for feed in feeds if feed.only is None and (value := self._other(feed, found.given)) is not None
+        }
+        copies = {name: self._copy(settings, specs[name]) for name, value in values.items() if self._is_new(name, value)}
 
         def configure() -> list[Feed]:
-            changed = [self._feed(feed, given, settings, specs[feed.name]) if feed.only is None else feed for feed in feeds]
+            for feed in feeds:
+                if feed.name in copies:
+                    self._open(feed, values[feed.name], settings, specs[feed.name], *copies[feed.name])
+            changed = [
+                feed if feed.only is not None else self._with_keys(feed, settings, specs[feed.name], feed.name in values)
+                for feed in feeds
+            ]
             if self._noted != self._checked:
                 check_limits(settings, changed[0].dataset.streams)
                 self._checked = self._noted
@@ -144,7 +163,7 @@ class ChangingEpochs:
     def close(self) -> None:
         """Close the datasets that are not the config's."""
         for opened in self._opened.values():
-            opened.feed.dataset.close()
+            opened.close()
 
     def _of(self, epoch: int) -> EpochKeys:
         """Collective where the epoch is not that of the last call."""
@@ -164,32 +183,43 @@ class ChangingEpochs:
             self._latest = EpochKeys(epoch, given, settings, {name: value_of(settings, name) for name in given})
         return self._latest
 
-    def _feed(self, feed: Feed, given: Mapping[str, Any], settings: Settings, spec: DatasetSpec) -> Feed:
-        """One dataset with the keys of an epoch. Raises: DataError."""
+    def _other(self, feed: Feed, given: Mapping[str, Any]) -> Any:
+        """The value of a dataset's key in an epoch, if it is other data than the config's."""
         value = (given.get("eval_datasets") or {}).get(feed.name, given.get(feed.name) if feed.name in DATASETS else None)
-        if value is not None and not same_data(value, getattr(self._settings.data, feed.name, None)):
-            feed = self._open(feed, value, settings, spec)
-        begun = self._begun if spec is settings.train else None
-        is_other = begun is not None and begun.number == self._latest.epoch
-        return with_keys(feed, settings, spec, begun.ranks if begun is not None and is_other else self._comm.size)
+        return None if value is None or same_data(value, getattr(self._settings.data, feed.name, None)) else value
 
-    def _open(self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec) -> Feed:
-        """The dataset in place of the config's. Raises: DataError."""
-        opened = self._opened.get(feed.name)
-        if opened is None or not same_data(opened.value, value):
-            if opened is not None:
-                del self._opened[feed.name]
-                opened.feed.dataset.close()
-            self._watchdog.beat(f"opening {feed.name}", "unhurried")
-            [made] = open_datasets(settings, self._comm, [spec], watchdog=self._watchdog, skips_broken=True)
-            self._opened[feed.name] = opened = OpenDataset(value, made)
-            missing = [key for key in feed.dataset.streams if key not in made.dataset.streams]
-            if missing:
-                raise DataError(
-                    f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
-                    f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from {self._name}"
-                )
-        return opened.feed
+    def _is_new(self, name: str, value: Any) -> bool:
+        """Whether a dataset has to be opened; closes the one in its place."""
+        opened = self._opened.get(name)
+        if opened is not None and not same_data(opened.value, value):
+            self._opened.pop(name).close()
+        return name not in self._opened
+
+    def _copy(self, settings: Settings, spec: DatasetSpec) -> tuple[ExitStack, Mapping[str, str]]:
+        """Collective. Copy the files of a dataset to a local disk; what keeps the copies, and their places. Raises: DataError."""
+        kept = ExitStack()
+        remote_only = not self._copies_local
+        return kept, copy_data(settings, [spec], self._comm, self._watchdog, kept, remote_only=remote_only).places
+
+    def _open(
+        self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec, kept: ExitStack, copies: Mapping[str, str]
+    ) -> None:
+        """Open the dataset in place of the config's. Raises: DataError."""
+        self._watchdog.beat(f"opening {feed.name}", "unhurried")
+        [made] = open_datasets(settings, self._comm, [spec], copies, self._watchdog, skips_broken=True)
+        self._opened[feed.name] = OpenDataset(value, made, kept)
+        missing = [key for key in feed.dataset.streams if key not in made.dataset.streams]
+        if missing:
+            raise DataError(
+                f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
+                f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from {self._name}"
+            )
+
+    def _with_keys(self, feed: Feed, settings: Settings, spec: DatasetSpec, is_other: bool) -> Feed:
+        """One dataset with the keys of an epoch. Raises: DataError."""
+        begun = self._begun if spec is settings.train else None
+        ranks = begun.ranks if begun is not None and begun.number == self._latest.epoch else self._comm.size
+        return with_keys(self._opened[feed.name].feed if is_other else feed, settings, spec, ranks)
 
 
 def same_data(one: Any, other: Any) -> bool:
@@ -219,11 +249,13 @@ def open_epochs(
     watchdog: Watchdog,
     at_the_end: ExitStack,
     current: EpochProgress | None,
+    copies_local: bool,
 ) -> Epochs:
     """What differs between the epochs: by the key `keys_of_epoch`, or by the learner's model.
 
     Args:
         current: of the epoch in which training resumes; None: it begins with an epoch.
+        copies_local: as of `ChangingEpochs`.
     """
     function = as_function(settings.per_epoch.keys_of_epoch, "keys_of_epoch")
     of_learner = learner.keys_of_epoch
@@ -241,7 +273,9 @@ def open_epochs(
             )
         return {**(found or {}), **({} if of_learner is None else of_learner(epoch))}
 
-    epochs = ChangingEpochs(settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of, begun)
+    epochs = ChangingEpochs(
+        settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of, begun, copies_local
+    )
     if not settings.process.is_own:  # else the process ends
         at_the_end.callback(epochs.close)
     return epochs

@@ -197,7 +197,7 @@ def _open(
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
-    epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current)
+    epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current, purpose == "train")
     rule = settings.last_best.rule if purpose == "train" else None
     best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
     goodput = Goodput(timer)

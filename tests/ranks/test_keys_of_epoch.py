@@ -91,6 +91,14 @@ def test_keys_are_refused_by_name_before_the_epoch_begins(corpus: Path, tmp_path
     assert (tmp_path / "model.001.pt").exists()
 
 
+def test_datasets_of_an_epoch_are_read_from_local_copies(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 4, "evaluated": True, "cache_dir": tmp_path / "cache"}
+    ended = hvdtrain(TOY, keys, options=[str(CONFIGS[1])])
+    assert ended.status == 0, ended.err
+    copied = {path.name.partition("-")[2] for path in (tmp_path / "cache").glob("*.hdf")}
+    assert copied == {"train.hdf", "dev.hdf", "even.hdf", "two.hdf"}
+
+
 def settings(corpus: Path, **more: Any) -> Any:
     return read_settings(CONFIGS, {name: str(value) for name, value in {"corpus": corpus, "model": corpus / "m", **more}.items()})
 

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from documented import example
+from inside import run_inside
 from launching import ROOT
 from trainings import Run, Trained, assert_same, trains
 
@@ -45,6 +48,20 @@ def test_a_recipe_learns_on_two_ranks(trained: Trained, name: str) -> None:
         assert all(0 < report["flops"]["share"] < 1 for report in results.reports(name))
     print(f"{name}: {score} {first[score]:.3g} {last[score]:.3g}")
     assert last[score] < below, (first, last)
+
+
+@pytest.mark.slow
+def test_an_exported_translator_says_a_number_in_german(trained: Trained, tmp_path: Path) -> None:
+    """By the search that docs/resuming.md shows."""
+    results = trained(trainings, TORCH)
+    assert results.scores("translation")[-1]["dev_loss_wrong"] < 0.1
+    ended = run_inside(["export", FOLDER / "translation.py", "++model", results.models["translation"], "--out", tmp_path])
+    assert ended.status == 0, ended.err
+    source = torch.tensor([[3, 29, 22, 5]])  # three thousand forty five
+    search = example("resuming.md", "program = torch.export.load").replace("model.pt2", str(tmp_path / "model.pt2"))
+    values = {"torch": torch, "source": source, "padded": torch.zeros_like(source, dtype=torch.bool)}
+    exec(search, values)
+    assert values["written"].tolist() == [[0, 3, 29, 5, 30, 22, 0]]  # drei tausend fünf und vierzig
 
 
 def test_there_are_twelve_and_each_is_short() -> None:

@@ -373,7 +373,8 @@ def resolve(
         result[LearnerKeys] = replace(learner, device="cpu")
     chunks, run = built[ChunkKeys], built[RunKeys]
     if chunks is not None and run is not None:
-        drops = run.backend == "torch" and bool(chunks.min_chunk_size)  # without a minimum, both rules are the same
+        drops = "short chunks dropped" in FRAMEWORKS[run.backend].features
+        drops = drops and bool(chunks.min_chunk_size)  # without a minimum, both rules are the same
         result[ChunkKeys] = replace(chunks, chunking_tail=chunks.chunking_tail or ("drop_short" if drops else "keep"))
     if torch_distributed is None:
         return result, None

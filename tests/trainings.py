@@ -13,8 +13,8 @@ top what it wants trained, and a test looks at what came out:
 
 The first test that asks starts the launch, with the trainings of all modules whose tests were collected, in the runs that these
 tests name: `pytest -k` and `pytest -m` train no more than they need. What a test asks for beside that is launched by itself. The
-other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an exit status, a crash, what is
-printed before the ranks are connected) is not for this; see launching.py.
+other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an exit status, a crash, what
+is printed before the ranks are connected) is not for this; see launching.py.
 """
 
 import fcntl

@@ -235,9 +235,9 @@ class HorovodCommunicator:
         if not self._asynchronous:
             return tensor
         if tensor.is_complex():
-            from torch import view_as_real
+            from hvdtrain.comm.torch_complex import as_pairs
 
-            return view_as_real(tensor.contiguous().resolve_conj())
+            return as_pairs(tensor)
         return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
 
     def _restore(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
@@ -250,9 +250,9 @@ class HorovodCommunicator:
 
     def _of_type(self, tensor: Tensor, dtype: Any) -> Tensor:
         if self._asynchronous and dtype.is_complex:
-            from torch import view_as_complex
+            from hvdtrain.comm.torch_complex import from_pairs
 
-            return view_as_complex(tensor)
+            return from_pairs(tensor)
         return tensor if tensor.dtype == dtype else self._hvd.Compression.fp16.decompress(tensor, dtype)
 
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
-Feature = Literal["torch.distributed", "constant parameters", "computed compression", "elastic Horovod"]
+Feature = Literal["torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"]
 """Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
 parameters are entries of `preload_from_files` with init_for_train = 'always'; computed compression means the values of
-`horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np. A key of a single framework declares
-`needs` instead."""
+`horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np; short chunks are
+dropped by default, as by RETURNN's engine for the framework. A key of a single framework declares `needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,9 @@ FRAMEWORKS: dict[str, Framework] = {
         "hvdtrain.learner.torch",
         "pt",
         ("torch",),
-        frozenset({"torch.distributed", "constant parameters", "computed compression", "elastic Horovod"}),
+        frozenset(
+            {"torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"}
+        ),
         header="pt",
         has_writer=True,
         imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist", "torch._dynamo"),  # which its optimizers import

@@ -185,7 +185,8 @@ def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dic
 
 
 def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
-    """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ."""
+    """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ, or no type holds all
+    values: texts and numbers, or integers of uint64 and int64."""
     (first, stream), *others = given.items()
     labels = stream.labels
     for name, other in others:
@@ -197,7 +198,12 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
                 f"{where}: expected the labels of {first}, got others in {name} (the first difference is at index {different})"
             )
         labels = labels or other.labels
-    dtype = numpy.result_type(*[other.dtype for other in given.values()]) if others else stream.dtype
+    dtypes = {name: other.dtype for name, other in given.items()}
+    dtype = numpy.result_type(*dtypes.values()) if others else stream.dtype
+    kinds = {each.kind for each in dtypes.values()}
+    if ("O" in kinds and len(kinds) > 1) or (dtype.kind == "f" and kinds <= {"i", "u"}):
+        other = next(name for name, each in dtypes.items() if each != stream.dtype)
+        raise DataError(f"{where}: expected the type {stream.dtype} of {first}, got {dtypes[other]} in {other}")
     return replace(stream, dtype=dtype, labels=labels)
 
 

@@ -21,7 +21,7 @@ import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags
-from hvdtrain.data.combine.union import FilesDataset
+from hvdtrain.data.combine.union import FilesDataset, common_streams
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
@@ -309,16 +309,22 @@ SEQUENCES_PER_FILE = 8
 class HDFDataset(Dataset):
     """The sequences of one or several HDF files, one file after the other.
 
-    All files have the data keys of the first one, with the same dimensions; further keys of a later file are ignored.
+    All files have the data keys of the first one, with the same dimensions and labels; further keys of a later file are ignored.
+    A data key has the type that holds the values of all files (int16 and float32: float32); if a file has another one, the key is
+    not mapped.
     """
 
-    def __init__(self, files: list[HDFFile]) -> None:
+    def __init__(self, files: list[HDFFile], streams: Mapping[str, Stream]) -> None:
         self._files = files
-        self.streams = files[0].streams
+        self.streams = streams
         self.lengths = files[0].lengths
         if len(files) > 1:
-            self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
-        self.memory_mapped = frozenset(key for key in self.streams if all(key in file.memory_mapped for file in files))
+            self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in streams}
+        self.memory_mapped = frozenset(
+            key
+            for key, stream in streams.items()
+            if all(key in file.memory_mapped and file.streams[key].dtype == stream.dtype for file in files)
+        )
         self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
@@ -334,7 +340,8 @@ class HDFDataset(Dataset):
 
     def _sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
-        return self._files[which].sequence(index - self._first[which], keys)
+        arrays = self._files[which].sequence(index - self._first[which], keys)
+        return {key: values.astype(self.streams[key].dtype, copy=False) for key, values in arrays.items()}
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Gathers sequences from memory maps file by file, unless they are spread over too many files."""
@@ -406,7 +413,9 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
                 )
     if not files:
         raise DataError("HDFDataset: expected at least one file, got none")
-    return HDFDataset(files)
+    if len(files) == 1:
+        return HDFDataset(files, files[0].streams)
+    return HDFDataset(files, common_streams("HDFDataset", {str(file.path): file.streams for file in files}))
 
 
 def open_hdf_dataset(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy
@@ -10,6 +11,8 @@ import pytest
 from hdf_files import BY_RETURNN, CLASSES, EXPECTED, FRAMES, Change, contents, data_error, laid_out, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.sources import check_dataset, open_dataset
 from hvdtrain.errors import DataError
 
 
@@ -86,6 +89,52 @@ def test_files_of_other_dimensions_do_not_go_together(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"three.hdf: expected dimension 4 .* in 'classes' .*, got dimension 5"):
         open_hdf([tmp_path / "one.hdf", write(tmp_path / "three.hdf", more_classes)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [("uint8", "int32", "int32"), ("int16", "float32", "float32"), ("float32", "float64", "float64")],
+)
+def test_files_of_other_types_have_a_type_that_holds_all_values(tmp_path: Path, first: str, second: str, common: str) -> None:
+    values = {dtype: numpy.array([[1, 0], [2, 40]]).astype(dtype) for dtype in (first, second)}
+    values[second] += numpy.array(3000.25).astype(second)
+    for number, (dtype, frames) in enumerate(values.items()):
+        with HDFWriter(tmp_path / f"{number}.hdf") as writer:
+            for _ in range(8):
+                writer.add(dtype, {"data": frames})
+    paths = [tmp_path / "0.hdf", tmp_path / "1.hdf"]
+    spec, _ = check_dataset("dev", {"class": "FilesDataset", "files": list(map(str, paths))}, {})
+    assert spec is not None
+    for dataset in (open_hdf(paths), open_dataset(spec)):
+        many, few, packed = (
+            dataset.padded(numpy.arange(16)),
+            dataset.padded(numpy.array([0, 8])),
+            dataset.packed(numpy.array([0, 8]), ["data"]),
+        )
+        for rows in (
+            many["data"].values[[0, 8]],
+            few["data"].values,
+            packed["data"].values.reshape(2, 2, 2),
+            [dataset.sequence(index)["data"] for index in (0, 8)],
+        ):
+            for row, expected in zip(rows, values.values(), strict=True):
+                assert row.tolist() == expected.tolist()
+                assert row.dtype == dataset.streams["data"].dtype == common
+
+
+def test_files_that_would_not_be_one_dataset(tmp_path: Path) -> None:
+    def opened(**second: Any) -> str:
+        for number, given in enumerate(({}, second)):
+            labels = {"data": given.pop("labels", ["x", "y", "z"])}
+            with HDFWriter(tmp_path / f"{number}.hdf", labels=labels, overwrite=True) as writer:
+                writer.add("one", {"data": numpy.array([0, 2], given.get("dtype", "uint64"))})
+        with pytest.raises(DataError) as caught:
+            open_hdf([tmp_path / "0.hdf", tmp_path / "1.hdf"])
+        return str(caught.value)
+
+    assert "expected the labels of " in opened(labels=["z", "y", "x"])
+    assert "the first difference is at index 0" in opened(labels=["z", "y", "x"])
+    assert "expected the type uint64 of " in opened(dtype="int64")
 
 
 def test_no_files_at_all() -> None:

@@ -235,9 +235,7 @@ class HorovodCommunicator:
         if not self._asynchronous:
             return tensor
         if tensor.is_complex():
-            from hvdtrain.comm.torch_complex import as_pairs
-
-            return as_pairs(tensor)
+            return tensor.contiguous().resolve_conj().unsqueeze(-1).view(tensor.real.dtype)
         return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
 
     def _restore(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
@@ -250,9 +248,7 @@ class HorovodCommunicator:
 
     def _of_type(self, tensor: Tensor, dtype: Any) -> Tensor:
         if self._asynchronous and dtype.is_complex:
-            from hvdtrain.comm.torch_complex import from_pairs
-
-            return from_pairs(tensor)
+            return tensor.view(dtype).squeeze(-1)
         return tensor if tensor.dtype == dtype else self._hvd.Compression.fp16.decompress(tensor, dtype)
 
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:

@@ -7,6 +7,7 @@ the state; reporting code sees only the meter.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,15 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share, signature_error
 from hvdtrain.config.source import is_reference
-from hvdtrain.errors import Problem, problem
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer_spec import spec_problems
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
     from hvdtrain.data.types import Array, Batch
-    from hvdtrain.learner.precision import Updates
+    from hvdtrain.learner.meter import Meter, Outputs
     from hvdtrain.learner.state_base import StateBase
-    from hvdtrain.runtime.scores import Scores
 
 Total = Callable[[list[Tensor]], list[Tensor]]
 """Collective. Sums tensors over the ranks."""
@@ -33,59 +33,59 @@ Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Receives arrays by name."""
 
 
-class Outputs(dict[str, "Array"]):
-    """The outputs of a sequence by name.
-
-    Attributes:
-        vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
-    """
-
-    def __init__(self, vectors: frozenset[str]) -> None:
-        super().__init__()
-        self.vectors = vectors
-
-
-class Learner(Protocol):
+class Learner(ABC):
     """A model, its optimizer and its losses. Model and optimizer are the config's objects, neither wrapped nor patched.
 
     A step is one batch on every rank; an update is one optimizer step, after one or more steps. `backward` and `update` are
     collective if the reducer is: all ranks call them equally often.
 
+    Args:
+        seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
+            between ranks, and are the same after a resume.
+
     Attributes:
         model, optimizer: the config's objects, of the framework. A sharded optimizer holds this rank's shard.
+        state: what checkpoints and other ranks need.
+        meter: scores, seconds and memory.
         device_name: the GPU's name, or "CPU".
         observer: called in every update with the gradients that this rank applies (with a sharded optimizer, its shard), by
             parameter name: reduced over the ranks, before noise and clipping, float32. None: not called.
         staging: copies batches to the device ahead of their steps; None: steps use batches as read.
+        keys_of_epoch: called before an epoch is planned, with its number; returns the keys that have another value in this epoch,
+            because of the model (see `keys_of_epoch` in a config). None: keys do not depend on the model.
     """
 
     model: Any
     optimizer: Any
     num_parameters: int
     device_name: str
-    observer: Observer | None
-    staging: Staging | None
+    staging: Staging | None = None
+    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
+    _may_freeze = True  # whether the config's code may freeze parameters while training runs
 
-    @property
-    def keys_of_epoch(self) -> Callable[[int], Mapping[str, Any]] | None:
-        """Called before an epoch is planned, with its number; returns the keys that have another value in this epoch, because of
-        the model (see `keys_of_epoch` in a config). None: keys do not depend on the model."""
-        ...
-
-    @property
-    def state(self) -> StateBase:
-        """The state that checkpoints and other ranks need."""
-        ...
-
-    @property
-    def meter(self) -> Meter:
-        """Scores, seconds and memory."""
-        ...
+    def __init__(self, state: StateBase, meter: Meter, seed: tuple[int, int] = (0, 0)) -> None:
+        self.state = state
+        self.meter = meter
+        self.observer: Observer | None = None
+        self._seed = seed
+        self._epoch = 0
+        self._step = 0
+        self._checks_after_update = False
+        self._trained = {id(parameter): name for name, parameter in self._trainable()}
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Set the position in the training: the epoch, counted from 1, and the number of steps done so far."""
-        ...
+        """Set the position in the training: the epoch, counted from 1, and the number of steps done so far.
 
+        Raises:
+            ConfigError: the config's code has changed which parameters are trained; also `update` and `flush`.
+        """
+        self._check_trained()
+        self._checks_after_update = True  # a first call of the model can create layers
+        self._epoch = epoch
+        self._step = step
+        self.state.start_average()
+
+    @abstractmethod
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         """Run one step: compute a batch's gradients and add them to those of the next update.
 
@@ -93,7 +93,6 @@ class Learner(Protocol):
             batch: None if this rank has no batch left; it then adds zeros.
             is_last_microbatch: whether `update` is called next; gradients can then be sent while backward is still running.
         """
-        ...
 
     def update(self, learning_rate: float) -> None:
         """Finish reducing the gradients and let the optimizer apply them.
@@ -102,7 +101,14 @@ class Learner(Protocol):
             TrainingError: more consecutive updates had non-finite gradients than the config allows. If a GPU decides which
                 updates to skip, the error is raised one update late, or by `flush`.
         """
-        ...
+        self._update(learning_rate)
+        if self._checks_after_update:
+            self._checks_after_update = False
+            self._check_trained()
+
+    @abstractmethod
+    def _update(self, learning_rate: float) -> None:
+        """As `update`."""
 
     def flush(self) -> None:
         """Wait until the outcome of every update is known: applied or skipped. Called by all ranks at the end of an epoch and
@@ -111,16 +117,17 @@ class Learner(Protocol):
         Raises:
             TrainingError: as in `update`.
         """
-        ...
+        self._check_trained()
 
+    @abstractmethod
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors. Only the scores change."""
-        ...
 
+    @abstractmethod
     def try_batch(self, batch: Batch) -> bool:
         """Compute a batch's losses and gradients and drop them; False if memory does not suffice."""
-        ...
 
+    @abstractmethod
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
         the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
@@ -128,9 +135,12 @@ class Learner(Protocol):
         Args:
             batches: as many on every rank; None where this rank has none.
             total: sums float64 tensors over the ranks.
-        """
-        ...
 
+        Raises:
+            ConfigError: the framework cannot.
+        """
+
+    @abstractmethod
     def forward(self, batch: Batch) -> list[Outputs]:
         """Run the config's forward_step; return the outputs it marks, by name, for each sequence of a batch. The meter gets the
         losses and errors, if the framework computes them with the outputs.
@@ -138,33 +148,50 @@ class Learner(Protocol):
         Raises:
             ConfigError: it marks none, or an output does not have one entry for each sequence.
         """
-        ...
 
+    @abstractmethod
     def modules(self) -> Iterator[tuple[str, Any]]:
         """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
-        ...
 
+    @abstractmethod
     def layers(self) -> Iterator[Layer]:
         """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs
         to the first layer that has it."""
-        ...
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         """Evaluate a batch; return the shapes of the tensors from each layer's first call, by the layer's name. Empty if the
         framework does not expose them."""
-        ...
+        return {}
 
     def step_cost(self, batch: Batch) -> StepCost | None:
         """Compute the gradients of a batch some times and drop them; None if the framework does not count operations."""
-        ...
+        return None
 
+    @abstractmethod
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         """Write the model for use without hvdtrain, in every format of the framework. The batch serves as the example input."""
-        ...
 
+    @abstractmethod
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks, and that numpy.asarray accepts."""
-        ...
+
+    def _trainable(self) -> Iterable[tuple[str, Any]]:
+        """The parameters that the model's code has not frozen, by name; empty: it cannot change which these are."""
+        return ()
+
+    def _check_trained(self) -> None:
+        """Check that the optimizer has all trained parameters: others would silently keep their values."""
+        trainable = {id(parameter): name for name, parameter in self._trainable()}
+        new = [name for number, name in trainable.items() if number not in self._trained]
+        frozen = [] if self._may_freeze else [name for number, name in self._trained.items() if number not in trainable]
+        if new or frozen:
+            what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
+            how = "for some time by freeze_until_step or in epoch_start" if self._may_freeze else "there or never"
+            raise ConfigError.of(
+                "wrong-result",
+                f"get_model: expected the parameters that are trained, got {what} (the optimizer has those that were trainable "
+                f"there: make layers there, and freeze parameters {how})",
+            )
 
 
 @dataclass(frozen=True)
@@ -188,58 +215,6 @@ class StepCost:
     def share(self) -> float:
         """The share of the measured peak, from 0 to about 1."""
         return self.flops / self.seconds / self.peak
-
-
-class Meter(Protocol):
-    """The results and the cost of a learner's steps. On a GPU, reading a value waits for the device unless the value has already
-    arrived; steps never wait."""
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The factor applied to losses before backward; None: they are not scaled."""
-        ...
-
-    def take_scores(self) -> Scores:
-        """The sums and counts of losses and errors of all batches since the last call of this or of `drain_ready`."""
-        ...
-
-    def drain_ready(self) -> Scores:
-        """The same for those batches whose numbers can be read without waiting for the device; all if arrival is unknown."""
-        ...
-
-    def take_not_finite(self) -> list[NotFinite]:
-        """The non-finite losses among those read from the device since the last call.
-
-        On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
-        """
-        ...
-
-    def take_step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the last call, measured on the device."""
-        ...
-
-    def step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
-        for the device."""
-        ...
-
-    def gradient_norm(self) -> float | None:
-        """The global norm of the gradients before clipping, in the newest update whose norm has arrived from the device; in the
-        last update if arrival is unknown. None without `gradient_clip_global_norm`."""
-        ...
-
-    def peak_memory(self) -> int | None:
-        """The peak use of the device's memory so far, in bytes; None on a CPU."""
-        ...
-
-    def take_updates(self) -> Updates:
-        """The updates since the last call that were checked for finite gradients: all, if the loss is scaled or
-        `num_allowed_consec_invalid_gradient_steps` is set; else none."""
-        ...
-
-    def take_splits(self) -> int:
-        """The number of training batches since the last call that did not fit into memory and were split."""
-        ...
 
 
 class Profiler(Protocol):
@@ -288,24 +263,6 @@ class Layer:
     type: str
     parameters: Mapping[str, tuple[int, ...]]
     trainable: frozenset[str]
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """A training loss that is not finite.
-
-    Attributes:
-        step: the number of training steps done before this one.
-        indices: the batch's sequences in the dataset.
-        parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update; on a
-            GPU, up to a few updates later.
-    """
-
-    step: int
-    loss: str
-    value: float
-    indices: tuple[int, ...]
-    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from hvdtrain.comm.base import Tensor
 from hvdtrain.context import Loss, Output
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem
-from hvdtrain.learner.base import NotFinite, Outputs
 from hvdtrain.learner.precision import GradientCheck, Updates
 from hvdtrain.runtime.scores import Scores
 
@@ -25,6 +24,36 @@ NO_LOSSES: Mapping[str, Loss] = {}
 
 TINY = 1e-30
 """The smallest divisor of a sum: if no elements were counted, the sum is also zero."""
+
+
+class Outputs(dict[str, "Array"]):
+    """The outputs of a sequence by name.
+
+    Attributes:
+        vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
+    """
+
+    def __init__(self, vectors: frozenset[str]) -> None:
+        super().__init__()
+        self.vectors = vectors
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A training loss that is not finite.
+
+    Attributes:
+        step: the number of training steps done before this one.
+        indices: the batch's sequences in the dataset.
+        parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update; on a
+            GPU, up to a few updates later.
+    """
+
+    step: int
+    loss: str
+    value: float
+    indices: tuple[int, ...]
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -164,16 +193,18 @@ class Clock(Protocol):
     def known_seconds(self) -> float: ...
 
 
-class LearnerMeter:
-    """Implements `Meter` of `base.py`.
+class Meter:
+    """The results and the cost of a learner's steps. On a GPU, reading a value waits for the device unless the value has already
+    arrived; steps never wait.
 
     Args:
         scores: sums and counts of the batches.
         clock: measures the steps.
         check: counts updates, and has the loss scale; None: all are applied.
         peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
-        gradient_norm: returns the global norm of an update's gradients, as in `Meter`.
-        take_splits: as in `Meter`.
+        gradient_norm: returns the global norm of the gradients before clipping, in the newest update whose norm has arrived from
+            the device; in the last update if arrival is unknown. None without `gradient_clip_global_norm`.
+        take_splits: returns the number of training batches since the last call that did not fit into memory and were split.
     """
 
     def __init__(
@@ -187,36 +218,45 @@ class LearnerMeter:
     ) -> None:
         self.scores = scores
         self.clock = clock
+        self.peak_memory = peak_memory
         self.gradient_norm = gradient_norm
         self.take_splits = take_splits
         self._check = check
-        self._peak_memory = peak_memory
 
     @property
     def loss_scale(self) -> float | None:
+        """The factor applied to losses before backward; None: they are not scaled."""
         scale = None if self._check is None else self._check.scale
         return None if scale is None else scale.scale
 
     def take_scores(self) -> Scores:
+        """The sums and counts of losses and errors of all batches since the last call of this or of `drain_ready`."""
         return self.scores.take()
 
     def drain_ready(self) -> Scores:
+        """The same for those batches whose numbers can be read without waiting for the device; all if arrival is unknown."""
         return self.scores.drain_ready()
 
     def take_not_finite(self) -> list[NotFinite]:
+        """The non-finite losses among those read from the device since the last call.
+
+        On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
+        """
         return self.scores.take_not_finite()
 
     def take_updates(self) -> Updates:
+        """The updates since the last call that were checked for finite gradients: all, if the loss is scaled or
+        `num_allowed_consec_invalid_gradient_steps` is set; else none."""
         return Updates() if self._check is None else self._check.take_updates()
 
     def take_step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the last call, measured on the device."""
         return self.clock.take()
 
     def step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
+        for the device."""
         return self.clock.known_seconds()
-
-    def peak_memory(self) -> int | None:
-        return self._peak_memory()
 
 
 @dataclass(frozen=True)

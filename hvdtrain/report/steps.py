@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.learner.base import Meter
+from hvdtrain.learner.meter import Meter
 from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, EvaluationReport, Reporter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer

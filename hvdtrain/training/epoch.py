@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.learner.base import Meter
+from hvdtrain.learner.meter import Meter
 from hvdtrain.learner.reducer import Reducer, Traffic
 from hvdtrain.report.epoch import EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepNumbers, StepRecord, peak_memory, work_counter

@@ -12,7 +12,8 @@ from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.errors import TrainingError, first_few
-from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.meter import NotFinite
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog

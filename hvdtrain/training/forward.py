@@ -15,7 +15,8 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.base import Learner, Outputs
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.meter import Outputs
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account

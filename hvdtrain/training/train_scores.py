@@ -11,7 +11,8 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch, Broken
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.meter import NotFinite
 from hvdtrain.learner.precision import Updates
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores

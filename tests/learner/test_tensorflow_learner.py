@@ -595,7 +595,7 @@ def test_variables_that_the_optimizer_does_not_have_are_an_error(change: str) ->
     apply(made.model)
     made.backward(BATCH)
     for call in (lambda: made.update(0.01), made.flush, lambda: made.begin_epoch(3, 2)):
-        with pytest.raises(ConfigError, match=f"get_model: expected the variables that are trained, got {told}"):
+        with pytest.raises(ConfigError, match=f"get_model: expected the parameters that are trained, got {told}"):
             call()
 
 

@@ -14,7 +14,8 @@ MOST = 60
 @pytest.mark.parametrize(("ranks", "batch_size"), [(None, 1000), (2, 13)])
 def test_the_largest_batch_size_is_found(corpus: Path, tmp_path: Path, ranks: int | None, batch_size: int) -> None:
     given = {"corpus": corpus, "model": tmp_path / "exp" / "model", "most": MOST, "max_seqs": -1, "batch_size": batch_size}
-    given["use_horovod"] = ranks is not None
+    if ranks is not None:  # one of which cannot compute the batch whose statistics the others wait for
+        given |= {"use_horovod": True, "layers": "only_statistics", "sync_batch_norm": True}
     ended = hvdtrain(TOY, given, ranks, options=[str(TOY.with_name("oom.py")), "--find-batch-size"])
     assert ended.status == 0, ended.err
     [found] = re.findall(r"^find batch size: batch_size = (\d+) fits on every rank, batch_size = (\d+) does not", ended.out, re.M)
@@ -36,3 +37,10 @@ def test_limits_that_end_the_search(corpus: Path, tmp_path: Path) -> None:
     ended = hvdtrain(TOY, given | {"most": 3}, options=options)
     assert ended.status == 2
     assert ended.names("max_seqs", "too little for 1 sequences")
+
+
+@pytest.mark.slow
+def test_a_network_of_returnn_tries_batches_too(corpus: Path, tmp_path: Path) -> None:
+    given = {"corpus": corpus, "model": tmp_path / "model", "layers": "conv", "part": "two.hdf"}
+    ended = hvdtrain(TOY.with_name("network_config.py"), given, options=["--find-batch-size"])
+    assert re.search(r"find batch size: batch_size = \d+ fits, .*; no other batch is larger", ended.out), ended.err

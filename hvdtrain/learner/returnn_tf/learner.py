@@ -6,7 +6,7 @@ backward, the exchange of gradients and the update together, unless something ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost
+from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import TINY, LearnerMeter, PendingScores, Transfer, split_by_sequence
+from hvdtrain.learner.meter import TINY, Meter, Outputs, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
@@ -61,12 +61,10 @@ class UpdateGuard:
     norm: list[float | None]
 
 
-class NetworkLearner:
-    """A network of RETURNN, its optimizers and its losses: `Learner` of `learner/base.py`.
+class NetworkLearner(Learner):
+    """A network of RETURNN, its optimizers and its losses."""
 
-    Args:
-        seed: the training's seed, and the rank.
-    """
+    state: NetworkState
 
     def __init__(
         self,
@@ -74,22 +72,16 @@ class NetworkLearner:
         exchange: GradientExchange,
         state: NetworkState,
         guard: UpdateGuard,
-        meter: LearnerMeter,
+        meter: Meter,
         seed: tuple[int, int],
     ) -> None:
+        super().__init__(state, meter, seed)
         self.device_name = tensorflow_learner.device_name()
-        self.state = state
-        self.meter = meter
-        self.observer: Observer | None = None
-        self.staging = None
         self._networks = networks
         self._exchange = exchange
         self._check = guard.check
         self._scale = guard.scale
-        self._seed = seed
-        self._epoch = 0
         self._first_step = 0
-        self._step = 0
         self._batch: Batch | None = None  # the last one of the next update
         self._sum: _Sum | None = None  # of the batches before it
         self._norm = guard.norm
@@ -111,7 +103,7 @@ class NetworkLearner:
         return self._graph.updater
 
     @property
-    def num_parameters(self) -> int:
+    def num_parameters(self) -> int:  # type: ignore[override]
         return sum(int(numpy.prod(variable.shape.as_list())) for variable in self._graph.variables.values())
 
     @property
@@ -124,8 +116,8 @@ class NetworkLearner:
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._networks.begin_epoch(epoch)
-        self._epoch = epoch
-        self._first_step = self._step = step
+        super().begin_epoch(epoch, step)
+        self._first_step = step
         self._graph.set_step(step)
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
@@ -138,7 +130,7 @@ class NetworkLearner:
                 self._accumulate(batch)
         self._step += 1
 
-    def update(self, learning_rate: float) -> None:
+    def _update(self, learning_rate: float) -> None:
         batch, total, graph = self._batch, self._sum, self._graph
         self._batch = self._sum = None
         if batch is None and total is None and not self._is_exchanged:
@@ -156,13 +148,27 @@ class NetworkLearner:
             else:
                 self._apply(self._feed(batch, train=True), batch)
 
-    def flush(self) -> None:
-        """Do nothing: `update` has already decided whether to skip."""
-
     def evaluate(self, batch: Batch) -> None:
         graph = self._graph
         fetched = graph.run(graph.eval_fetches, self._feed(batch, train=False))
         self._add_scores(graph.evaluation_names, fetched, batch, self._step, train=False)
+
+    def try_batch(self, batch: Batch) -> bool:
+        graph = self._graph
+        try:
+            graph.run({**graph.train_fetches, "sets": graph.parts().sets}, graph.feed(batch, True, self._step, 0))
+        except (tf.errors.ResourceExhaustedError, MemoryError):
+            return False
+        return True
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        if not self.state.tensors("statistics"):
+            return []
+        raise ConfigError.of(
+            "unsupported",
+            "recompute_statistics: expected a model of PyTorch or Keras, got a network of RETURNN, whose layers update the "
+            "statistics of BatchNorm by themselves",
+        )
 
     def forward(self, batch: Batch) -> list[Outputs]:
         graph = self._graph
@@ -191,12 +197,6 @@ class NetworkLearner:
             shapes = {short: tuple(self._graph.variables[name].shape.as_list()) for short, name in own.items()}
             trained = frozenset(short for short, name in own.items() if self._graph.kind(name) == "parameters")
             yield Layer(layer.get_absolute_name(), str(layer.layer_class), shapes, trained)
-
-    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        return {}  # shapes are known as templates only
-
-    def step_cost(self, batch: Batch) -> StepCost | None:
-        return None
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         problem = "RETURNN's tools compile its networks: tools/compile_tf_graph.py reads the config and a checkpoint"
@@ -391,7 +391,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         Transfer(lambda arrays: numpy.concatenate(arrays).tolist()), not_finite, on_cpu=True, finite_only=max_skipped is not None
     )
     norm: list[float | None] = [None]
-    meter = LearnerMeter(scores, CpuClock(), check, tensorflow_learner.peak_memory, lambda: norm[0])
+    meter = Meter(scores, CpuClock(), check, tensorflow_learner.peak_memory, lambda: norm[0])
     guard = UpdateGuard(check, scale, norm)
     return NetworkLearner(networks, gradient_exchange, state, guard, meter, (options.seed, options.rank))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost, Total
+from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, split_by_sequence, split_packed
+from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, split_by_sequence, split_packed
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -88,7 +88,7 @@ def peak_memory() -> int | None:
     return None if device_name() == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
 
 
-class TensorFlowMeter(LearnerMeter):
+class TensorFlowMeter(Meter):
     """Reads the pending scores before the clock, as this waits for a GPU, whose steps return before they are finished."""
 
     def take_step_seconds(self) -> float:
@@ -124,17 +124,15 @@ def loss_scale_of(precision: Precision, variables: ModelVariables, optimizer: An
     return precision.loss_scale("float16" if policy == "mixed_float16" else precision.dtype)
 
 
-class TensorFlowLearner:
-    """A Keras model or tf.Module, its optimizer and its losses: `Learner` of `learner/base.py`.
+class TensorFlowLearner(Learner):
+    """A Keras model or tf.Module, its optimizer and its losses.
 
     Args:
         graphs: from batches to losses, outputs and reduced gradients.
         update: from reduced gradients to new parameters.
-        seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
-            between ranks, and are the same after a resume.
     """
 
-    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
+    _may_freeze = False  # the graphs are made for those that are trained in get_model
 
     def __init__(
         self,
@@ -142,34 +140,20 @@ class TensorFlowLearner:
         graphs: StepGraphs,
         update: UpdateGraph,
         state: TensorFlowState,
-        meter: LearnerMeter,
+        meter: Meter,
         seed: tuple[int, int],
     ) -> None:
         self.model = variables.model
+        super().__init__(state, meter, seed)
         self.optimizer = update.optimizer
         counted = [*variables.of_kind("parameters"), *variables.of_kind("frozen")]
         self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
         self.device_name = device_name()
         self.variables = variables
         self.graphs = graphs
-        self.state = state
-        self.meter = meter
-        self.observer: Observer | None = None
-        self.staging = None  # TensorFlow copies its inputs itself
-        self._update = update
-        self._seed = seed
-        self._epoch = 0
-        self._step = 0
+        self._updater = update
         self._reduced: Any = None  # the gradients of the next update
         self._accumulated: Accumulated | None = None  # of the batches since the last update, if more will follow
-        self._checks_after_update = False
-
-    def begin_epoch(self, epoch: int, step: int) -> None:
-        self._check_trained()
-        self._checks_after_update = True  # train_step, which may replace variables, runs when its graph is made
-        self._epoch = epoch
-        self._step = step
-        self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         if batch is not None or self._accumulated is not None or self.graphs.are_exchanged:
@@ -179,7 +163,7 @@ class TensorFlowLearner:
                     self._reduced, self._accumulated = self.graphs.send(self._accumulated), None
         self._step += 1
 
-    def update(self, learning_rate: float) -> None:
+    def _update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self.meter.clock.span():
                 rank = None if self.graphs.are_exchanged else self._seed[1]  # reduced gradients get the same noise on all ranks
@@ -187,15 +171,9 @@ class TensorFlowLearner:
                 if self.observer is not None:
                     self.observer(self._applied_gradients(gradients, divisor))
                 seeds = noise_seeds(self._seed[0], rank, self._step - 1)
-                self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
+                self._updater.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.count(traffic)
         self._reduced = None
-        if self._checks_after_update:
-            self._checks_after_update = False
-            self._check_trained()
-
-    def flush(self) -> None:
-        self._check_trained()  # `update` has already decided whether to skip
 
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
@@ -254,35 +232,14 @@ class TensorFlowLearner:
     def layers(self) -> Iterator[Layer]:
         return describe_layers(self.variables)
 
-    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        return {}  # layers are called within a graph, on tensors of unknown lengths
-
-    def step_cost(self, batch: Batch) -> StepCost | None:
-        return None  # the profiler of TensorFlow counts in graphs of known lengths only
-
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return export_model(self.variables, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
 
-    def _check_trained(self) -> None:
-        """Compare the trainable variables with those of get_model, which the graphs and the optimizer have.
-
-        Raises:
-            ConfigError: the config's code has added, replaced, unfrozen or frozen variables since.
-        """
-        trained = {id(variable): name for name, variable in self.variables.named_of_kind("parameters")}
-        trainable = {id(variable): name for name, variable in variables_of(self.model).named_of_kind("parameters")}
-        new = [name for variable, name in trainable.items() if variable not in trained]
-        frozen = [name for variable, name in trained.items() if variable not in trainable and not new]
-        if new or frozen:
-            what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
-            raise ConfigError.of(
-                "wrong-result",
-                f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those that "
-                "were trainable in get_model: make layers there, and freeze them there or never)",
-            )
+    def _trainable(self) -> Iterable[tuple[str, Any]]:
+        return variables_of(self.model).named_of_kind("parameters")
 
     def _applied_gradients(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
         """The reduced gradients as applied, by parameter name. Those sent as rows become dense."""

@@ -18,10 +18,11 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging, batch_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, StepCost, Total
+from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, StepCost, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
-    LearnerMeter,
+    Meter,
+    Outputs,
     PendingScores,
     Transfer,
     check_marked_losses,
@@ -148,18 +149,16 @@ class StepOptions:
     splitter: BatchSplitter | None = None
 
 
-class TorchLearner:
-    """A torch.nn.Module, its optimizer and its losses: `Learner` of `learner/base.py`.
+class TorchLearner(Learner):
+    """A torch.nn.Module, its optimizer and its losses.
 
     Args:
         functions: the config's.
         gradients: from losses to reduced gradients.
         update: from reduced gradients to new parameters.
-        seed: the training's seed, and the rank. With the step, they determine a step's random numbers (dropout): they differ
-            between ranks, and are the same after a resume.
     """
 
-    keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
+    state: TorchState
 
     def __init__(
         self,
@@ -167,40 +166,29 @@ class TorchLearner:
         gradients: Gradients,
         update: Update,
         state: TorchState,
-        meter: LearnerMeter,
+        meter: Meter,
         seed: tuple[int, int],
         options: StepOptions,
     ) -> None:
-        self._splitter = options.splitter
         self.model = functions.model
+        super().__init__(state, meter, seed)
+        self._splitter = options.splitter
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
         self.staging = functions.staging
-        self.state = state
-        self.meter = meter
-        self.observer: Observer | None = None
         self._functions = functions
         self._gradients = gradients
-        self._update = update
-        self._seed = seed
+        self._updater = update
         self._batch_norm = options.batch_norm
         self._begins_update = True
         self._device = functions.device
-        self._epoch = 0
-        self._step = 0
         self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
-        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # the parameters in the optimizer
-        self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        self._check_trained()
-        self._checks_after_update = True  # a first call of the model can create layers
-        self._epoch = epoch
-        self._step = step
+        super().begin_epoch(epoch, step)
         self._begins_update = True
         self._freeze()  # reducers ask what is frozen before the first step
-        self.state.start_average()
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         if self._begins_update:
@@ -218,25 +206,22 @@ class TorchLearner:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
-                self._gradients.add(losses, self._update.loss_factor, is_last_microbatch)
+                self._gradients.add(losses, self._updater.loss_factor, is_last_microbatch)
                 self._finish_batch_norms(batch, forward=False)
         self._step += 1
 
-    def update(self, learning_rate: float) -> None:
+    def _update(self, learning_rate: float) -> None:
         if self._is_update_due:
             with self.meter.clock.span():
                 self._gradients.finish()
                 if self.observer is not None:
-                    self.observer(self._update.gradients())
-                self._update.apply(learning_rate, self._step - 1)
+                    self.observer(self._updater.gradients())
+                self._updater.apply(learning_rate, self._step - 1)
         self._is_update_due = False
-        if self._checks_after_update:
-            self._checks_after_update = False
-            self._check_trained()
 
     def flush(self) -> None:
-        self._check_trained()
-        self._update.flush()
+        super().flush()
+        self._updater.flush()
 
     def evaluate(self, batch: Batch) -> None:
         await_copy(batch)
@@ -302,7 +287,7 @@ class TorchLearner:
 
         def step() -> None:
             losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-            self._gradients.compute(losses, self._update.loss_factor)
+            self._gradients.compute(losses, self._updater.loss_factor)
 
         with nullcontext() if self._batch_norm is None else self._batch_norm.pause():
             yield step
@@ -316,7 +301,7 @@ class TorchLearner:
             for name, loss in minimized_losses(losses).items():
                 if self._splitter is not None and loss.count is None:
                     self._splitter.check_loss(name, loss.value.ndim == 0, len(piece.indices))
-            self._gradients.add_piece(losses, self._update.loss_factor)
+            self._gradients.add_piece(losses, self._updater.loss_factor)
         except BaseException:
             self._restore_buffers(buffers)  # a piece is computed again
             raise
@@ -334,21 +319,8 @@ class TorchLearner:
         if self.state.freezing is not None:
             self.state.freezing.apply(self._step)
 
-    def _check_trained(self) -> None:
-        """Check that the optimizer has all trained parameters: others would silently keep their values.
-
-        Raises:
-            ConfigError: the config's code has added, replaced or unfrozen parameters since the optimizer was made.
-        """
-        named = self.model.named_parameters()
-        new = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._trained]
-        if new:
-            raise ConfigError.of(
-                "wrong-result",
-                "get_model: expected the parameters that are trained, got others since training began: "
-                f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
-                "some time by freeze_until_step or in epoch_start, rather than in get_model)",
-            )
+    def _trainable(self) -> Iterable[tuple[str, Any]]:
+        return named_trained(self.model).items()
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
@@ -526,7 +498,7 @@ def _meter(
     check: GradientCheck,
     update: Update,
     splitter: BatchSplitter | None,
-) -> LearnerMeter:
+) -> Meter:
     on_cpu = device.type == "cpu"
 
     def not_finite() -> tuple[str, ...]:
@@ -544,4 +516,4 @@ def _meter(
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     take_splits = (lambda: 0) if splitter is None else splitter.take
-    return LearnerMeter(scores, clock, check, lambda: peak_memory(device), update.gradient_norm, take_splits)
+    return Meter(scores, clock, check, lambda: peak_memory(device), update.gradient_norm, take_splits)

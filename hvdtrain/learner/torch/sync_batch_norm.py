@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.exchange.is_active:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
         self.update_running_statistics(mean, variance, count)
         if self.weight is None:
@@ -200,6 +200,7 @@ def synchronize(model: torch.nn.Module, comm: Communicator) -> Exchange | None:
                     "has its own",
                 )
             module.__class__ = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"exchange": exchange})
-            module.number = 1 + len(exchange.modules)
-            exchange.modules[name] = module  # type: ignore[assignment]  # it is a SyncBatchNorm now
+            synchronized: Any = module  # it is a SyncBatchNorm now
+            synchronized.number = 1 + len(exchange.modules)
+            exchange.modules[name] = synchronized
     return exchange if exchange.modules else None

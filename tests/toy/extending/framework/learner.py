@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ import numpy
 from hvdtrain.config.source import as_function
 from hvdtrain.context import RunContext, running
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, StepCost
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, scales_of
+from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, scales_of
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
@@ -98,34 +99,26 @@ class ArrayState(StateBase):
         return []
 
 
-class ArrayLearner:
+class ArrayLearner(Learner):
     """Plain gradient descent."""
 
     device_name = "CPU"
-    staging = None
     optimizer = None
-    keys_of_epoch = None
 
     def __init__(self, keys: LearnerKeys, exchange: GradientExchange) -> None:
         self.model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device="cpu")
         self.num_parameters = sum(array.size for array in self.model.parameters.values())
-        self.state = ArrayState(self.model)
         scores = PendingScores(
             Transfer(lambda tensors: numpy.concatenate(tensors).tolist()), tuple, on_cpu=True, finite_only=False
         )
-        self.meter = LearnerMeter(scores, CpuClock(), None, lambda: None, lambda: None)
-        self.observer: Any = None
+        super().__init__(ArrayState(self.model), Meter(scores, CpuClock(), None, lambda: None, lambda: None))
         self._train_step = as_function(keys.train_step, "train_step")
         self._change: Callable[[UpdateGradients], None] = partial(change_gradients, keys)
         self._exchange = exchange
-        self._epoch = self._step = 0
         self._sums = self._zeros()
 
     def _zeros(self) -> list[Array]:
         return [numpy.zeros_like(array) for array in self.model.parameters.values()]
-
-    def begin_epoch(self, epoch: int, step: int) -> None:
-        self._epoch, self._step = epoch, step
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         if batch is not None:
@@ -134,7 +127,7 @@ class ArrayLearner:
             self._sums = [total + gradient for total, gradient in zip(self._sums, gradients, strict=True)]
         self._step += 1
 
-    def update(self, learning_rate: float) -> None:
+    def _update(self, learning_rate: float) -> None:
         gradients = ArrayGradients(self._exchange.finish(self._exchange.start(self._sums, name="gradients")))
         if self.observer is not None:
             self.observer(iter(zip(self.model.parameters, gradients.values, strict=True)))
@@ -143,11 +136,17 @@ class ArrayLearner:
             array -= learning_rate * gradient
         self._sums = self._zeros()
 
-    def flush(self) -> None:
-        pass
-
     def evaluate(self, batch: Batch) -> None:
         self._run(batch, train=False)
+
+    def try_batch(self, batch: Batch) -> bool:
+        return True
+
+    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
+        return []
+
+    def forward(self, batch: Batch) -> list[Outputs]:
+        raise ConfigError.of("unsupported", "backend: expected a framework with outputs for the task forward")
 
     def _run(self, batch: Batch, train: bool) -> None:
         with running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags)) as context:
@@ -162,12 +161,6 @@ class ArrayLearner:
     def layers(self) -> Iterator[Layer]:
         shapes = {name: array.shape for name, array in self.model.parameters.items()}
         yield Layer("", type(self.model).__name__, shapes, frozenset(shapes))
-
-    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        return {}
-
-    def step_cost(self, batch: Batch) -> StepCost | None:
-        return None
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
         return []

@@ -11,7 +11,7 @@
 # make soak-faults  the table of faults and launchers in docs/resuming.md: each fault has to be named, or training continues
 # make docs    the site of the documents in site/, which needs no network, and the pages of docs/ that are generated
 # make test-soak   tests of rare failures, repeated many times, and what make test proves on fewer ranks or with fewer launchers
-# Every target first sets up the environment if it is missing; see tools/setup.sh.
+# Every target first sets up the environment if it is missing: tools/setup.sh for training, tools/setup_tests.sh for what tests use.
 
 PYTHON_OF_VENV = .venv/bin/python
 RANKS = 2
@@ -36,13 +36,18 @@ PYTEST = OMP_NUM_THREADS=1 tools/run_tests.sh $(PYTHON_OF_VENV) -m pytest -n 3 -
 # What the tests took: exp/tests/*.json, which tests/times.py reads. (With a blank before the file, pytest takes one that exists for tests.)
 TIMES_OF = mkdir -p exp/tests && $(PYTEST) --times=exp/tests
 
-.PHONY: setup setup-tests data train demo-speech test test-all test-rest test-launchers test-times test-gpu test-soak soak-faults fuzz check format \
+.PHONY: setup setup-dev setup-tests data train demo-speech test test-all test-rest test-launchers test-times test-gpu test-soak soak-faults fuzz check format \
 	docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
 
-setup-tests:
+# Python's packages for the tests, formatting, types and documents.
+setup-dev: setup
+	@bash tools/setup_tests.sh python
+
+# And Debian's.
+setup-tests: setup
 	@bash tools/setup_tests.sh
 
 data: setup $(G2P_PARTS)
@@ -54,7 +59,7 @@ data/g2p/%.hdf: demos/g2p/words.py
 # RETURNN's demos and its tests, which our tests run. They are in the source distribution of the installed version, but
 # not in its wheel. A pattern (% stands for the dot) makes all of them in one go.
 data/returnn/demo-torch%config data/returnn/demo-rf%config data/returnn/demo-rf-pt-benchmark%py \
-		data/returnn/demo-tf-attention%config data/returnn/tests/test_torch_engine%py: | setup
+		data/returnn/demo-tf-attention%config data/returnn/tests/test_torch_engine%py: | setup-dev
 	@mkdir -p data/returnn/tests
 	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
 		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest data/returnn returnn==$$version
@@ -76,16 +81,16 @@ data/speech/test/text: demos/speech/speak.py | setup
 demo-speech: data/speech/test/text
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/speech.py ++use_horovod 1 ++max_seqs 16
 
-test: setup data
+test: setup-dev data
 	$(TIMES_OF)/fast.json -m "not slow and not cluster"
 
 # Also on three hosts with Slurm, all simulated on this machine; these are skipped with a reason if they cannot be set up. Most
 # tests wait for processes, hence more workers.
-test-rest: setup setup-tests data $(RETURNN_DEMOS)
+test-rest: setup-tests data $(RETURNN_DEMOS)
 	$(TIMES_OF)/slow.json -n 5 -m slow -rs
 
 # Of these, the tests of launchers, stops, faults and restarts.
-test-launchers: setup setup-tests
+test-launchers: setup-tests
 	$(PYTEST) -n 5 tests/launchers tests/cluster -m "" -rs
 
 test-all: test test-rest
@@ -94,35 +99,34 @@ test-all: test test-rest
 test-times: test test-rest
 	$(PYTHON_OF_VENV) tests/times.py exp/tests/fast.json exp/tests/slow.json
 
-test-gpu: setup
+test-gpu: setup-dev
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py
 
-test-soak: setup data $(RETURNN_DEMOS)
+test-soak: setup-dev data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m pytest -m "soak or again" --soak --durations 10
 
-soak-faults: setup
+soak-faults: setup-dev
 	$(PYTHON_OF_VENV) benchmarks/faults.py
 
 TIMES = 20
-fuzz: setup data
+fuzz: setup-dev data
 	HVDTRAIN_FUZZ_SEED=$(or $(HVDTRAIN_FUZZ_SEED),new) HVDTRAIN_FUZZ_TIMES=$(TIMES) $(PYTEST) -m fuzz
 
-check: setup data $(RETURNN_DEMOS)
+check: setup-dev data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m ruff format --check .
 	$(PYTHON_OF_VENV) -m ruff check .
 	$(PYTHON_OF_VENV) -m mypy
 	$(PYTEST) -m "not slow and not cluster and not launches"
 
-format: setup
+format: setup-dev
 	$(PYTHON_OF_VENV) -m ruff format .
 	$(PYTHON_OF_VENV) -m ruff check --fix .
 
 # The pages that are generated, and the site of all pages: open site/index.html.
-docs: setup
+docs: setup-dev
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
 	$(PYTHON_OF_VENV) tests/config/test_messages.py
 	$(PYTHON_OF_VENV) tests/test_extending.py
-	@$(PYTHON_OF_VENV) -c "import mkdocstrings" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PYTHON_OF_VENV) -m mkdocs build --quiet --clean --config-file tools/site/mkdocs.yml
 	$(PYTHON_OF_VENV) tools/site/check.py site
 
@@ -137,8 +141,7 @@ benchmark: data
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag planning \
 	balance computing_time checks speech shards
 
-benchmark-data: data
-	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"
+benchmark-data: setup-dev data
 	@for name in $(DATA_BENCHMARKS); do \
 		echo; echo "== benchmarks/$$name.py"; $(PYTHON_OF_VENV) benchmarks/$$name.py || exit 1; \
 	done

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that `make train` and `make test` need, from a bare Debian 12: system packages, .venv, the frameworks
-# and Horovod built against them. Instant when nothing is missing. Logs: .venv/setup-logs/.
+# Everything that training needs, from a bare Debian 12: system packages, .venv, the frameworks and Horovod built against
+# them. Instant when nothing is missing. Logs: .venv/setup-logs/. `make setup-dev` adds what tests use.
 #
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
 #   WHEEL=/shared/wheels make setup  Horovod's wheel from there, built on another machine; then no compiler is needed
 #   WHEEL_DIR=/shared make setup     where the built wheel of Horovod is kept and looked for (default: ~/.cache/hvdtrain/wheels)
 #   DEVICE=cuda make setup           frameworks with CUDA, or cpu: without (default: cuda where nvidia-smi lists a GPU)
-#   EXTRAS=mpi,report make setup     extras of pyproject.toml other than all that the demo and the tests need
+#   EXTRAS=mpi,hdf make setup        extras of pyproject.toml other than those that the demo and the report need
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -108,7 +108,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,docs,dev}]"
+extras=".[${EXTRAS:-mpi,demo,report,completion}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

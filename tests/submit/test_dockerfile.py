@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_the_packages_are_those_of_the_setup_script() -> None:
     extras = re.search(r"EXTRAS=(\S+)", "\n".join(arguments_of("ARG")))
     assert extras is not None
     assert not [name for name in extras[1].split(",") if f"\n{name} = [" not in (ROOT / "pyproject.toml").read_text()]
+
+
+def test_what_is_set_up_for_training_and_for_tests_is_every_extra() -> None:
+    """But those of the frameworks, which are installed by their versions, and of comparisons with other trainers."""
+    training, tests = ((ROOT / "tools" / name).read_text() for name in ("setup.sh", "setup_tests.sh"))
+    found = re.findall(r"EXTRAS:-(\S+?)}", training) + re.findall(r"^extras=(\S+)$", tests, re.MULTILINE)
+    every = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    names = ",".join(found).split(",")
+    assert sorted(names) == sorted(every - {"torch", "tensorflow", "horovod", "benchmark", "peers"})
 
 
 def test_its_commands_and_sshds_settings(tmp_path: Path) -> None:

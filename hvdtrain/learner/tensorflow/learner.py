@@ -13,6 +13,7 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.config.source import as_function
+from hvdtrain.data.randomness import StepSeeds, mix_seed, noise_seeds
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
@@ -21,7 +22,6 @@ from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, spli
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.seeds import mix_seed, mix_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.learner.tensorflow.inspect import describe_layers, export_model
@@ -152,6 +152,7 @@ class TensorFlowLearner(Learner):
         self.variables = variables
         self.graphs = graphs
         self._updater = update
+        self._seeds = StepSeeds(len(self.variables.generators), *seed)
         self._reduced: Any = None  # the gradients of the next update
         self._accumulated: Accumulated | None = None  # of the batches since the last update, if more will follow
 
@@ -179,7 +180,7 @@ class TensorFlowLearner(Learner):
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
 
     def try_batch(self, batch: Batch) -> bool:
-        seeds = mix_seeds(len(self.variables.generators), *self._seed, self._step)
+        seeds = self._seeds[self._step]
         try:
             self.graphs.collect(batch, self._epoch, self._step, seeds, None)
         except (tf.errors.ResourceExhaustedError, MemoryError):
@@ -198,7 +199,7 @@ class TensorFlowLearner(Learner):
             for number, batch in enumerate(batches):
                 if batch is not None and norms:
                     step = self._step + number
-                    self.graphs.observe(batch, self._epoch, step, mix_seeds(len(self.variables.generators), *self._seed, step))
+                    self.graphs.observe(batch, self._epoch, step, self._seeds[step])
                     sums = [one + array_of(variable) for one, variable in zip(sums, variables, strict=True)]
                     count += 1
         finally:
@@ -259,7 +260,7 @@ class TensorFlowLearner(Learner):
         if batch is None:
             self.graphs.agree()
             return
-        place = self._epoch, self._step, mix_seeds(len(self.variables.generators), *self._seed, self._step)
+        place = self._epoch, self._step, self._seeds[self._step]
         if is_last_microbatch and self._accumulated is None:
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:

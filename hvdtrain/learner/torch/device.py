@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.data.randomness import seed_generators
 from hvdtrain.errors import ConfigError, Problem, problem, raised_text
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
-from hvdtrain.learner.seeds import mix_seed
 from hvdtrain.runtime import log
 
 
@@ -68,15 +66,11 @@ def peak_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
-def seed_all(device: torch.device, *parts: int) -> None:
-    """Seed torch, Python and numpy with a number mixed from the parts."""
-    mixed = mix_seed(*parts)
-    # Seed only the generators in use: torch.manual_seed seeds those of all device types, which takes a hundred times as long.
-    torch.default_generator.manual_seed(mixed)
+def seed_all(device: torch.device, seed: int) -> None:
+    """Seed the generators of torch on the device and the CPU, of Python and of numpy."""
+    seed_generators(seed)  # torch.manual_seed would seed those of all device types, which takes a hundred times as long
     if device.type == "cuda":
-        torch.cuda.manual_seed(mixed)
-    random.seed(mixed)
-    numpy.random.seed(mixed)
+        torch.cuda.manual_seed(seed)
 
 
 def enable_determinism() -> None:

@@ -16,6 +16,7 @@ import torch
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging, batch_text
+from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, StepCost, Total
@@ -35,7 +36,6 @@ from hvdtrain.learner.meter import (
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.seeds import OF_OPTIMIZER
 from hvdtrain.learner.splitting import BatchSplitter
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.cost import compute_dtype, step_cost
@@ -180,6 +180,7 @@ class TorchLearner(Learner):
         self._functions = functions
         self._gradients = gradients
         self._updater = update
+        self._seeds = StepSeeds(1, *seed)
         self._batch_norm = options.batch_norm
         self._begins_update = True
         self._device = functions.device
@@ -198,7 +199,7 @@ class TorchLearner(Learner):
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
-                seed_all(self._device, *self._seed, self._step)
+                seed_all(self._device, int(self._seeds[self._step][0]))
                 losses = None
                 if batch is not None and self._splitter is not None:
                     self._splitter.run(batch, self._add_piece)
@@ -225,6 +226,7 @@ class TorchLearner(Learner):
 
     def evaluate(self, batch: Batch) -> None:
         await_copy(batch)
+        self._seed_evaluation(batch)
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
 
@@ -234,7 +236,7 @@ class TorchLearner(Learner):
             for number, batch in enumerate(batches):
                 await_copy(batch)
                 with self._functions.watch():
-                    seed_all(self._device, *self._seed, self._step + number)
+                    seed_all(self._device, int(self._seeds[self._step + number][0]))
                     if batch is not None:
                         self._functions.losses(batch, self._epoch, self._step + number, train=True)
                     self._finish_batch_norms(batch, forward=True)
@@ -243,7 +245,12 @@ class TorchLearner(Learner):
 
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
+        self._seed_evaluation(batch)
         return self._functions.outputs(batch, self._epoch, self._step)
+
+    def _seed_evaluation(self, batch: Batch) -> None:
+        """Give functions that draw while they evaluate the same numbers for a batch in every epoch and on any number of ranks."""
+        seed_all(self._device, mix_seed(self._seed[0], EVALUATION, *batch.indices[:1].ravel().tolist()))
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         yield from self.model.named_modules()
@@ -379,7 +386,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     if keys.deterministic:
         enable_determinism()
     device = device_of(keys.device, options.local_rank)
-    seed_all(device, options.seed, 0, 0)
+    seed_all(device, mix_seed(options.seed, 0, 0))
     model, constants = _model(keys, options, device)
     check_storable(model, options.model_format)
     scale = options.precision.loss_scale(options.precision.dtype)
@@ -413,7 +420,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         average = WeightAverage(trained, keys.ema_decay)
 
     def seed_optimizer(step: int) -> None:
-        seed_all(device, options.seed, 0 if are_reduced() else 1 + options.rank, step, OF_OPTIMIZER)
+        seed_all(device, mix_seed(options.seed, 0 if are_reduced() else 1 + options.rank, step, OPTIMIZER))
 
     may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 
+from hvdtrain.data.randomness import mix_seed
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.device import seed_all
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
@@ -115,7 +116,7 @@ def _train_copies(
             parameter.grad = None if is_missing else (gradient * sizes[(update + number) % len(sizes)]).to(parameter)
         for group in tried.param_groups:
             group["lr"] = rate
-        seed_all(small[0].device, update)
+        seed_all(small[0].device, mix_seed(update))
         tried.step()
     return [parameter.detach() for parameter in small]
 

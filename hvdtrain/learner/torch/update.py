@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from hvdtrain.data.randomness import noise_seeds
 from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
-from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import AsyncCopy
 from hvdtrain.learner.torch.optimizer import complete_momentum
 from hvdtrain.learner.torch.optimizer_state import check_plain

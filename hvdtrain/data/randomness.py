@@ -1,0 +1,199 @@
+"""Random numbers: each stream is made from the config's seed and from what it is for, so that runs and resumed runs are equal.
+
+Users' code draws from the process-wide generators of Python, numpy and PyTorch. Each step of a training seeds them, so they
+belong to the thread that trains. Users' code that reads data must not draw from them meanwhile (combine/user_code.py): it would
+change the numbers of the step, and get numbers that depend on the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.types import Array
+
+NOISE = 0x6E6F697365
+"""The stream of the noise of an update. Dropout, which came first, has no name: (seed, rank, step)."""
+
+OPTIMIZER = 0x73746570
+"""The stream of the numbers that an optimizer draws."""
+
+EVALUATION = 0x6576616C
+"""The stream of a batch that is evaluated."""
+
+ITEM = 0x6974656D
+"""The stream of a sequence that the user's code reads."""
+
+EPOCH = 0x65706F6368
+"""The stream of the config's functions that decide on an epoch, such as its order."""
+
+
+def mix_seed(*parts: int) -> int:
+    """Mix numbers such as (seed, rank, step) into a 32-bit seed."""
+    return int(numpy.random.SeedSequence(parts).generate_state(1)[0])
+
+
+def mix_seeds(count: int, *parts: int) -> Array:
+    """Mix numbers into N different seeds; uint32 of shape (count,)."""
+    return numpy.random.SeedSequence(parts).generate_state(count)
+
+
+def noise_seeds(seed: int, rank: int | None, step: int) -> Array:
+    """The seeds of one update's noise, the same after a resume; uint32 of shape (2,).
+
+    Args:
+        rank: None: the noise is the same on all ranks, like the gradients.
+        step: the number of training steps done before the last step of this update.
+    """
+    return mix_seeds(2, seed, 0 if rank is None else 1 + rank, step, NOISE)
+
+
+STEPS = 1024
+"""The number of steps whose seeds are computed at once."""
+
+
+class StepSeeds:
+    """The same as `mix_seeds(count, *parts, step)` for step after step, in a fraction of the time.
+
+    >>> seeds = StepSeeds(3, 42, 1)
+    >>> [(seeds[step] == mix_seeds(3, 42, 1, step)).all().item() for step in (0, 1023, 5000, 7)]
+    [True, True, True, True]
+    """
+
+    def __init__(self, count: int, *parts: int) -> None:
+        self._count = count
+        self._parts = parts
+        self._first = -1
+        self._seeds: Array = numpy.zeros((0, count), numpy.uint32)
+
+    def __getitem__(self, step: int) -> Array:
+        """uint32 of shape (count,)."""
+        first = step - step % STEPS
+        if first != self._first:
+            self._first, self._seeds = first, _mix_steps(self._count, self._parts, first)
+        seeds: Array = self._seeds[step - first]
+        return seeds
+
+
+def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
+    """`mix_seeds(count, *parts, step)` for `STEPS` steps; uint32 of shape (STEPS, count). Numpy's SeedSequence, whose algorithm
+    is fixed, with arrays in place of numbers."""
+    words = [numpy.full(STEPS, word, numpy.uint32) for part in parts for word in _words(part)]
+    words.append(numpy.arange(first, first + STEPS, dtype=numpy.uint32))
+    constant = 0x43B0D7E5
+
+    def hashed(values: Any, factor: int = 0x931E8875) -> Any:
+        nonlocal constant
+        values = values ^ numpy.uint32(constant)
+        constant = constant * factor & 0xFFFFFFFF
+        values = values * numpy.uint32(constant)
+        return values ^ values >> numpy.uint32(16)
+
+    def mixed(one: Any, other: Any) -> Any:
+        values = numpy.uint32(0xCA01F9DD) * one - numpy.uint32(0x4973F715) * other
+        return values ^ values >> numpy.uint32(16)
+
+    zeros = [numpy.zeros(STEPS, numpy.uint32)] * 4
+    pool = [hashed(values) for values in (words + zeros)[:4]]
+    for source in range(4):
+        for place in range(4):
+            if source != place:
+                pool[place] = mixed(pool[place], hashed(pool[source]))
+    for values in words[4:]:
+        pool = [mixed(one, hashed(values)) for one in pool]
+    constant = 0x8B51F9DD
+    return numpy.stack([hashed(pool[number % 4], 0x58F38DED) for number in range(count)], axis=1)
+
+
+def _words(number: int) -> list[int]:
+    """The 32-bit words of a number, the lowest first; at least one."""
+    return [number & 0xFFFFFFFF, *(_words(number >> 32) if number >> 32 else [])]
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the process-wide generators of Python, numpy and, where it is imported, PyTorch (that of CPUs)."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    if (generator := _torch_generator()) is not None:
+        generator.manual_seed(seed)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """The states of these generators; two are equal if nothing was drawn in between."""
+    generator = _torch_generator()
+    of_torch = None if generator is None else generator.get_state().numpy().tobytes()
+    return random.getstate(), _numpy_memory().raw, of_torch
+
+
+@contextmanager
+def own_numbers(*parts: int) -> Iterator[None]:
+    """Within the `with` block, the generators are seeded with a number mixed from the parts; then they are as before."""
+    before, of_numpy = random.getstate(), numpy.random.get_state()
+    generator = _torch_generator()
+    of_torch = None if generator is None else generator.get_state()
+    seed_generators(mix_seed(*parts))
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(of_numpy)
+        if generator is not None:
+            generator.set_state(of_torch)
+
+
+def _torch_generator() -> Any:
+    return getattr(sys.modules.get("torch"), "default_generator", None)
+
+
+def _numpy_memory() -> Any:
+    """The words of numpy's Mersenne Twister and its position among them. `get_state` would take a hundred times as long."""
+    bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
+    if not isinstance(bits, numpy.random.MT19937):
+        return ctypes.create_string_buffer(repr(bits.state).encode())
+    return (ctypes.c_char * (625 * 4)).from_address(bits.ctypes.state_address)
+
+
+class Alone:
+    """Whether a thread that reads data has the generators for itself, because the thread that trains waits for that data.
+
+    Attributes:
+        has_them: whether the generators are only this process's readers': it was started to read.
+    """
+
+    def __init__(self) -> None:
+        self.has_them = False
+        self._is_waiting = threading.Event()
+        self._turn = 0
+
+    @contextmanager
+    def while_waiting(self) -> Iterator[None]:
+        """Around a wait of the thread that trains."""
+        self._turn += 1
+        self._is_waiting.set()
+        try:
+            yield
+        finally:
+            self._is_waiting.clear()
+            self._turn += 1
+
+    def turn(self) -> int | None:
+        """Identifies the wait that goes on; None: the thread that trains does not wait. The main thread is alone."""
+        if threading.current_thread() is threading.main_thread():
+            return -1
+        turn = self._turn
+        return turn if self._is_waiting.is_set() else None
+
+    def wait(self, seconds: float) -> None:
+        """Return when the thread that trains waits, or after some seconds."""
+        self._is_waiting.wait(seconds)
+
+
+ALONE = Alone()
+"""Of this process."""

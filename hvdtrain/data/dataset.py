@@ -163,6 +163,7 @@ class Scanning:
         processes: how many processes this rank may start to read while the other ranks do the same.
         processes_alone: how many it may start while the other ranks wait for it.
         broken: counts the sequences that are found broken when the dataset is opened.
+        seed: the job's, for random numbers of the user's code.
     """
 
     folder: Path | None = None
@@ -174,6 +175,7 @@ class Scanning:
     processes: int = 1
     processes_alone: int = 1
     broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
+    seed: int = 0
 
 
 class SequenceSource(ABC):
@@ -288,6 +290,7 @@ class ForeignDataset(Dataset):
         self.lengths = inner.lengths
         self.memory_mapped = frozenset(getattr(inner, "memory_mapped", getattr(inner, "mapped", ())))
         self.is_stochastic = any(hasattr(inner, name) for name in ("at_epoch", "selected", "drawn"))
+        self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded"))
 
     @property
     def num_sequences(self) -> int:

@@ -35,6 +35,7 @@ from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.mix import mixed_parts
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
+from hvdtrain.data.randomness import ALONE
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
@@ -89,7 +90,7 @@ class ReadAhead(Generic[T]):
     def _take(self) -> Iterator[T]:
         ahead: tuple[str, T | BaseException | None] | None = None  # the next value, after `begin`
         while True:
-            kind, value = self._begin_value(self._ready.get()) if ahead is None else ahead
+            kind, value = self._begin_value(self._next()) if ahead is None else ahead
             if kind == "error":
                 raise value  # type: ignore[misc]  # it is a BaseException
             if kind == "end":
@@ -99,6 +100,13 @@ class ReadAhead(Generic[T]):
                 with suppress(queue.Empty):
                     ahead = self._begin_value(self._ready.get_nowait())
             yield value  # type: ignore[misc]  # it is a T
+
+    def _next(self) -> tuple[str, T | BaseException | None]:
+        """The next value; waits for it."""
+        with suppress(queue.Empty):
+            return self._ready.get_nowait()
+        with ALONE.while_waiting():
+            return self._ready.get()
 
     def _begin_value(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
         kind, value = entry

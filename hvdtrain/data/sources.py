@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +17,7 @@ from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
+from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset, describe, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
@@ -24,6 +26,7 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
+from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
 
@@ -264,10 +267,17 @@ def is_cut_set(value: Any) -> bool:
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
+    Random numbers that the user's code draws meanwhile, such as a split, are the same on all ranks and in every run.
+
     Raises:
         DataError: a file is bad, or the lengths of the source's sequences cannot be known in advance.
     """
     context = context or OpeningContext()
+    with own_numbers(context.scanning.seed, ITEM, zlib.crc32(spec.name.encode())):
+        return _open(spec, context)
+
+
+def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
     opened = spec.open(context)
     dataset = as_dataset(opened)
     if is_cut_set(opened):
@@ -289,7 +299,7 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     if spec.datasets:
         return dataset
     context.parts.append(DatasetPart(spec.name, dataset, spec.files))
-    return with_cache(dataset, context.budget)
+    return with_cache(with_own_numbers(spec.name, dataset, context.scanning), context.budget)
 
 
 def _is_for_returnn(value: Any) -> bool:

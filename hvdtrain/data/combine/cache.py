@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy
@@ -90,6 +91,11 @@ class CachedDataset(Dataset):
         """The number of sequences in memory."""
         return len(self._cached)
 
+    def at_epoch(self, epoch: int) -> CachedDataset:
+        changed = copy(self)
+        changed._dataset = self._dataset.at_epoch(epoch)
+        return changed
+
     def file_bounds(self) -> Array:
         return self._dataset.file_bounds()
 
@@ -110,10 +116,13 @@ class CachedDataset(Dataset):
 
     def _arrays(self, index: int) -> tuple[Array, ...]:
         """The arrays of a sequence in the order of the streams; cached from now on if the budget allows."""
-        if (cached := self._cached.get(index)) is not None:
+        cached = self._cached.get(index)
+        if cached is not None and not self._dataset.is_stochastic:
             return cached
         read = self._dataset.sequence(index)
         arrays = tuple(read[name] for name in self.streams)
+        if self._dataset.is_stochastic:  # as this or an earlier sequence has shown
+            return arrays
         size = sum(_size(read[name]) for name in self.streams if name not in self.memory_mapped)
         if self._budget.take(PER_SEQUENCE + size):
             arrays = tuple(

@@ -9,22 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
 from typing import Any
 
 import numpy
 
 from hvdtrain.config.source import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
-from hvdtrain.data.combine.workers import Workers
+from hvdtrain.data.combine.user_code import Mapped, UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning, ended_iterator_error
+from hvdtrain.data.randomness import EPOCH, own_numbers
 from hvdtrain.data.speech.step_keys import check_steps
 from hvdtrain.data.speech.steps import Draw, Pipeline
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
 
-class MapDataset(Dataset):
+class MapDataset(Mapped):
     """The sequences of a dataset with a function applied to them.
 
     Args:
@@ -32,8 +32,7 @@ class MapDataset(Dataset):
         streams: of the arrays that the function returns.
         lengths_of: computes the lengths after the function, by data key, from the dataset inside and the epoch.
         lengths_vary: whether they depend on the epoch.
-        num_workers: the number of processes that `start` starts.
-        seed: of the function's random numbers, together with the epoch and the index of the sequence.
+        seed: of the function's `rng`, together with the epoch and the index of the sequence.
         others: datasets that the function reads, to be closed with this one.
     """
 
@@ -47,7 +46,6 @@ class MapDataset(Dataset):
         streams: Mapping[str, Stream],
         lengths_of: Callable[[Dataset, int], Mapping[str, Array]],
         lengths_vary: bool,
-        num_workers: int,
         seed: int,
         others: Sequence[Dataset] = (),
     ) -> None:
@@ -61,17 +59,10 @@ class MapDataset(Dataset):
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
         self._epoch = 1
-        self._num_workers = num_workers
-        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker, once per epoch instead of for every sequence
-        self._workers: Workers[tuple[int, int]] = Workers(num_workers, lambda asked: latest(asked[0]).sequence(asked[1]))
         self._lengths_of = lengths_of
         self._lengths_vary = lengths_vary
         self.streams = streams
         self.lengths = lengths_of(dataset, 1)
-
-    def start(self) -> None:
-        """Start the worker processes."""
-        self._workers.start()
 
     def at_epoch(self, epoch: int) -> MapDataset:
         changed = copy(self)
@@ -92,7 +83,9 @@ class MapDataset(Dataset):
         return self._dataset.selected(full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
-        arrays = self._dataset.sequence(index)
+        return self.map(index, self._dataset.sequence(index))
+
+    def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         arguments: dict[str, Any] = {}
         if "epoch" in self._arguments:
             arguments["epoch"] = self._epoch
@@ -114,11 +107,8 @@ class MapDataset(Dataset):
             raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
         return {name: self._check_array(index, name, made) for name in self.streams}
 
-    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Shares the sequences among the worker processes, if any."""
-        if self._workers.is_usable:
-            return self._workers.results([(self._epoch, index) for index in indices])
-        return [self.sequence(index) for index in indices]
+    def inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return self._dataset.sequences(indices)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)
@@ -127,14 +117,12 @@ class MapDataset(Dataset):
         return self._dataset.tag_bytes(start, stop)
 
     def close(self) -> None:
-        self._workers.close()
         for dataset in (self._dataset, *self._others):
             dataset.close()
 
     def how_read(self) -> str:
         how = self._dataset.how_read()
-        by = f"mapped in {self._num_workers} worker processes" if self._num_workers else "mapped"
-        return "; ".join([how, by] if how else [by])
+        return "; ".join([how, "mapped"] if how else ["mapped"])
 
     def warnings(self) -> list[str]:
         return self._dataset.warnings()
@@ -177,7 +165,7 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
 
 
 def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
-    """Open a MapDataset and start its worker processes.
+    """Open a MapDataset.
 
     Raises:
         DataError: a function cannot be imported, or map_lengths returns something other than lengths.
@@ -196,12 +184,12 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset], 
     def lengths_of(inside: Dataset, epoch: int) -> Mapping[str, Array]:
         lengths: Any = {name: column.copy() for name, column in inside.lengths.items()}
         if map_lengths is not None:
-            lengths = map_lengths(lengths, epoch=epoch) if takes_epoch else map_lengths(lengths)
+            with own_numbers(EPOCH, epoch if takes_epoch else 0):  # the same on all ranks, also if it draws
+                lengths = map_lengths(lengths, epoch=epoch) if takes_epoch else map_lengths(lengths)
         return _check_lengths(where, lengths, inside.num_sequences, streams)
 
-    mapped = MapDataset(where, dataset, map_seq, streams, lengths_of, takes_epoch, keys.num_workers, keys.map_seed)
-    mapped.start()
-    return mapped
+    mapped = MapDataset(where, dataset, map_seq, streams, lengths_of, takes_epoch, keys.map_seed)
+    return UserDataset(where, mapped, scanning, keys.num_workers, keys.map_seed)
 
 
 def _open_steps(
@@ -222,11 +210,12 @@ def _open_steps(
     def lengths_of(inside: Dataset, epoch: int) -> Mapping[str, Array]:
         return _check_lengths(where, pipeline.lengths(inside, epoch), inside.num_sequences, pipeline.streams)
 
-    is_random, workers = pipeline.has_random_lengths, keys.num_workers
+    is_random = pipeline.has_random_lengths
     others = [inner for name, inner in datasets.items() if name != "dataset"]
-    mapped = MapDataset(where, dataset, pipeline, pipeline.streams, lengths_of, is_random, workers, keys.map_seed, others)
-    mapped.start()
-    return mapped
+    mapped = MapDataset(where, dataset, pipeline, pipeline.streams, lengths_of, is_random, keys.map_seed, others)
+    if not keys.num_workers and not any(map(callable, steps)):
+        return mapped  # the package's own steps draw from their rng
+    return UserDataset(where, mapped, scanning, keys.num_workers, keys.map_seed)
 
 
 def _function(what: str, function: Any) -> Callable[..., Any]:

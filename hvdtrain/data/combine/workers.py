@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from hvdtrain.data.randomness import ALONE
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 if TYPE_CHECKING:
@@ -249,6 +250,7 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
+    ALONE.has_them = True
     for other in inherited:  # left open in this process, they would keep their workers from ending
         other.close()
     try:

@@ -16,6 +16,7 @@ import numpy
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
 from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits, identity_of
+from hvdtrain.data.randomness import generator_states
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -144,6 +145,10 @@ class ItemsDataset(Dataset):
         items: has `__len__` and `__getitem__`.
         scanning: how many processes may count, how to show their progress, and where to keep the lengths.
 
+    Attributes:
+        kind: the class of the object.
+        draws: whether random numbers were drawn while the first items, or all, were read.
+
     Raises:
         DataError: an item is not as described here, or `lengths` are not.
     """
@@ -155,8 +160,11 @@ class ItemsDataset(Dataset):
         self._lengths_path: Path | None = None
         self.streams: dict[str, Stream] = {}
         self.lengths: dict[str, Array] = {}
+        self.kind = type(items)
+        self.draws = False
         if not self._size:
             return
+        before = generator_states()
         self._form = ItemForm(where)
         tag, first = self._arrays(0)
         self.reads_for_tags = tag is not None
@@ -168,6 +176,7 @@ class ItemsDataset(Dataset):
         else:
             self.lengths, largest = self._count(scanning)
             dims = {key: int(most) + 1 for key, most in largest.items()} | dims
+        self.draws = generator_states() != before
         self.streams = self._form.with_classes(dims, dict(getattr(items, "labels", {})))
 
     @property

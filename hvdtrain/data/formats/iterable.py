@@ -24,6 +24,7 @@ from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm
 from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Question, ScannedSequences
 from hvdtrain.data.formats.streamed import AGAIN, Streamed, open_streamed
+from hvdtrain.data.randomness import ITEM, mix_seed, seed_generators
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 
@@ -77,7 +78,7 @@ class IterableDataset(SequenceSource):
         return None
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
-        reading = self._reading("the iterable")
+        reading = self._reading("the iterable", Scanning().seed)
         for number, (tag, arrays) in enumerate(islice(reading.items(self._epoch), stop)):
             if number >= start:
                 yield tag, arrays
@@ -88,7 +89,7 @@ class IterableDataset(SequenceSource):
         code = getattr(type(self._iterable), "__iter__", None)
         identity = identity_of([self._iterable, code, self._epoch_size, self.dims, self.labels])
         source = Streamed(
-            partial(self._reading, where),
+            partial(self._reading, where, scanning.seed),
             f"iterable {identity}",
             can_skip=False,
             constant=not varies,
@@ -97,8 +98,10 @@ class IterableDataset(SequenceSource):
         )
         return open_streamed(where, source, scanning)
 
-    def _reading(self, where: str) -> IterableReading:
-        return IterableReading(where, self.name, self._iterator, self._window, self._epoch_size, self.dims, self.labels)
+    def _reading(self, where: str, seed: int) -> IterableReading:
+        same = self._epoch_size is None and not takes_epoch(self._iterable)
+        parts = self._iterator, self._window, self._epoch_size, self.dims, self.labels
+        return IterableReading(where, self.name, *parts, seed, same_order=same)
 
     def _iterator(self, epoch: int) -> Iterator[Any]:
         """Start anew. `epoch` is the epoch, or counts the starts if an epoch is not all of the iterable."""
@@ -116,6 +119,9 @@ class IterableReading:
         where: the config key, for messages.
         iterator: starts anew, given the number of the epoch, or of the start.
         window, epoch_size, dims, labels: as in `IterableDataset`.
+        seed: of random numbers that the iterable draws from the process-wide generators; with the epoch and the item.
+        same_order: whether all epochs have the same items in the same order: what the iterable draws before its first item, such
+            as an order, is then the same in all of them.
     """
 
     def __init__(
@@ -127,8 +133,12 @@ class IterableReading:
         epoch_size: int | None,
         dims: Mapping[str, int],
         labels: Mapping[str, Sequence[str]],
+        seed: int = 0,
+        same_order: bool = False,
     ) -> None:
         self._where = where
+        self._seed = seed
+        self._same_order = same_order
         self._name = name
         self._iterator_of = iterator
         self._window = window
@@ -272,6 +282,8 @@ class IterableReading:
     def _advance(self) -> Any:
         """The next item, or `END`; unless an epoch is all of the iterable, it is restarted at its end."""
         for _ in range(2):
+            epoch = 0 if self._epoch_size is not None or (self._same_order and self._position == 0) else self._epoch
+            seed_generators(mix_seed(self._seed, ITEM, epoch, self._position))
             if self._iterator is None:
                 self._starts += 1
                 iterator = self._iterator_of(self._epoch if self._epoch_size is None else self._starts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,7 +329,11 @@ class StreamedDataset(Dataset):
         return len(self._found.tags)
 
     def at_epoch(self, epoch: int) -> Dataset:
-        return self if epoch == self._epoch or self._reader.source.constant else StreamedDataset(self._reader, epoch)
+        if epoch == self._epoch or not self._reader.source.constant:
+            return self if epoch == self._epoch else StreamedDataset(self._reader, epoch)
+        changed = copy(self)
+        changed._epoch = epoch  # of random numbers that do not change the lengths
+        return changed
 
     def sequence(self, index: int) -> dict[str, Array]:
         return self.sequences([index])[0]
@@ -381,7 +386,7 @@ class StreamedDataset(Dataset):
     def _advice(self, same: bool) -> str:
         """What to do about a sequence (the same one, or another) whose length has changed."""
         by_corpus = self._reader.about.by_corpus
-        file = self._reader.file.path("corpus" if by_corpus else f"epoch-{self._epoch}")
+        file = self._reader.file.path("corpus" if by_corpus else f"epoch-{1 if self._reader.source.constant else self._epoch}")
         if file is None:
             return "its lengths were found by reading it once before; if they differ between epochs, set lengths_dir"
         found = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"

@@ -146,13 +146,17 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
 
 
 def call_for_epoch(name: str, function: Callable[..., Any], epoch: int) -> Any:
-    """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
+    """What a function of the config returns for an epoch: the same on all ranks and whenever it is asked, also if it draws random
+    numbers. Raises: DataError, if it does not take the epoch."""
     if signature_error(function, "*, epoch, **_"):
         raise DataError(
             f"{name}: expected a function that takes epoch=... (such as def {name}(*, epoch, **_)), got one with the arguments "
             f"{inspect.signature(function, follow_wrapped=False)}"
         )
-    return function(epoch=epoch)
+    from hvdtrain.data.randomness import EPOCH, own_numbers  # here, as `--help` imports this file without numpy
+
+    with own_numbers(EPOCH, epoch):
+        return function(epoch=epoch)
 
 
 def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:

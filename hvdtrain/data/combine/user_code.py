@@ -1,0 +1,254 @@
+"""Datasets that run the user's code for each sequence: who reads them, so that their random numbers are the same in every run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any, TypeVar
+
+from hvdtrain.data.combine.workers import Workers
+from hvdtrain.data.dataset import Dataset, ForeignDataset, Scanning
+from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.randomness import ALONE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
+from hvdtrain.data.types import Array, Padded
+
+T = TypeVar("T")
+
+RUN_SECONDS = 0.001
+"""How long sequences are read between two looks at the generators, which take some 20 microseconds."""
+
+TRIES = 13
+"""How often sequences are read because a generator changed meanwhile, most likely by a step. After each time, twice as long is
+waited for the thread that trains to need data: half a millisecond, then up to two seconds."""
+
+Question = tuple[str, int, int, Any]
+"""The method to call, the epoch, the index of a sequence, and its arrays before a function is applied; None: not read yet."""
+
+
+class Mapped(Dataset):
+    """A dataset that applies the user's function to the sequences of another one."""
+
+    @abstractmethod
+    def inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Sequences of the dataset inside. Raises: DataError."""
+
+    @abstractmethod
+    def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """A sequence, made of the arrays of the dataset inside. Raises: DataError."""
+
+
+class UserDataset(Dataset):
+    """A dataset that runs the user's code. Random numbers that the code draws for a sequence, from the process-wide generators of
+    Python, numpy or PyTorch, depend on the seed, the epoch and the index of the sequence alone.
+
+    Each step of a training seeds and uses the same generators, in another thread. So code that draws is run by a process of its
+    own, which seeds them for every sequence. Code that draws nothing is run where it is called, with a look at the generators:
+    what was read while one of them changed is read again. If only the code can have changed it, the code draws.
+
+    Args:
+        where: the config key of the dataset, for messages. The numbers differ between datasets inside the same one.
+        num_workers: the number of processes that read from the beginning; 0: none, unless the code draws.
+        seed: a seed besides the one of the job.
+    """
+
+    def __init__(self, where: str, dataset: Dataset, scanning: Scanning, num_workers: int = 0, seed: int = 0) -> None:
+        self._dataset = dataset
+        self._where = where
+        self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
+        self._epoch = 1
+        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each process, once per epoch instead of for every sequence
+        self._shared = _Processes(lambda asked: latest(asked[1])._answer(asked[0], *asked[2:]), num_workers)
+        self._note = scanning.note
+        self._is_whole = _reads_batches(dataset)
+        self._take_over()
+        if num_workers:
+            self._shared.start()
+        elif isinstance(dataset, ItemsDataset) and dataset.draws:
+            self._shared.draws = True
+
+    def _take_over(self) -> None:
+        inner = self._dataset
+        self.streams, self.lengths, self.mix = inner.streams, inner.lengths, inner.mix
+        self.memory_mapped, self.window, self.has_fixed_order = inner.memory_mapped, inner.window, inner.has_fixed_order
+        self.reads_for_tags = inner.reads_for_tags
+
+    @property
+    def is_stochastic(self) -> bool:  # type: ignore[override]  # known for sure only when all sequences have been read
+        return self._dataset.is_stochastic or self._shared.draws
+
+    @property
+    def num_sequences(self) -> int:
+        return self._dataset.num_sequences
+
+    def at_epoch(self, epoch: int) -> UserDataset:
+        changed = copy(self)
+        changed._epoch = epoch
+        with own_numbers(*self._parts, EPOCH, epoch):
+            changed._dataset = self._dataset.at_epoch(epoch)
+        changed._take_over()
+        return changed
+
+    def file_bounds(self) -> Array:
+        return self._dataset.file_bounds()
+
+    def selected(self, full_epoch: int) -> Array | None:
+        with own_numbers(*self._parts, EPOCH, full_epoch):
+            return self._dataset.selected(full_epoch)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        if ALONE.has_them:
+            return [self._answer("sequence", index, None) for index in indices]
+        made: list[dict[str, Array]] = []
+        while len(made) < len(indices):
+            some = None if self._shared.draws else self._undrawn(partial(self._run, indices[len(made) :]))
+            if some is None:
+                return self._ask("sequence", indices)
+            made += some
+        return made
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self._in_one(partial(self._dataset.padded, indices)) or super().padded(indices)
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        return self._in_one(partial(self._dataset.packed, indices, keys)) or super().packed(indices, keys)
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        if not self.reads_for_tags or ALONE.has_them:
+            return self._dataset.tags(indices)
+        tags = None if self._shared.draws else self._undrawn(partial(self._dataset.tags, indices))
+        return self._ask("tag", indices) if tags is None else tags
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return super().tag_bytes(start, stop) if self.reads_for_tags else self._dataset.tag_bytes(start, stop)
+
+    def close(self) -> None:
+        self._shared.close()
+        self._dataset.close()
+
+    def release(self) -> None:
+        self._dataset.release()
+
+    def how_read(self) -> str:
+        how, count = self._dataset.how_read(), self._shared.num_workers
+        by = f"in {count} worker processes" if count else "in a process of its own, as its items are random"
+        return " ".join([how, by] if how else ["read", by]) if self._shared.draws else how
+
+    def warnings(self) -> list[str]:
+        return self._dataset.warnings()
+
+    def _run(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """The first of some sequences, for a short time."""
+        until = time.perf_counter() + RUN_SECONDS
+        made = []
+        for index in indices:
+            made.append(self._dataset.sequence(index))
+            if time.perf_counter() > until:
+                break
+        return made
+
+    def _in_one(self, read: Callable[[], T]) -> T | None:
+        """What the user's own method for batches returns; None: sequences must be read one by one."""
+        return self._undrawn(read) if self._is_whole and not self._shared.draws and not ALONE.has_them else None
+
+    def _undrawn(self, read: Callable[[], T]) -> T | None:
+        """What is read, with no random number drawn in the same time; None: the code that reads draws."""
+        alone = 0
+        for tries in range(TRIES):
+            turn, before = ALONE.turn(), generator_states()
+            made = read()
+            if generator_states() == before:
+                return made
+            alone += turn is not None and turn == ALONE.turn()
+            if alone == 2:  # at the first time, a dataset inside this one may have drawn, which reads by a process from now on
+                break
+            if not alone:
+                ALONE.wait(0.0005 * 2**tries)
+        self._shared.draws = True
+        self._note(
+            f"{self._where}: reading draws random numbers: from now on a process of its own reads, seeded for each sequence "
+            "(steps that ran meanwhile and draw from the same generator may get other numbers in another run)"
+        )
+        return None
+
+    def _ask(self, what: str, indices: Sequence[int]) -> list[Any]:
+        """The answers of the processes to a question about each sequence."""
+        given: Sequence[Any] = [None] * len(indices)
+        if what == "sequence" and self.has_fixed_order and isinstance(self._dataset, Mapped):
+            given = self._dataset.inside(indices)  # by the process that reads it from beginning to end
+        return self._shared.ask([(what, self._epoch, index, arrays) for index, arrays in zip(indices, given, strict=True)])
+
+    def _answer(self, what: str, index: int, given: Any) -> Any:
+        """In such a process: the sequence, or its tag, read with its own random numbers."""
+        seed_generators(mix_seed(*self._parts, self._epoch, index))
+        if what == "tag":
+            return self._dataset.tags([index])[0]
+        return self._dataset.sequence(index) if given is None else self._dataset.map(index, given)  # type: ignore[attr-defined]
+
+
+class _Processes:
+    """The processes that read a dataset in all its epochs.
+
+    Those of `num_workers` are started when the dataset is opened. One that is needed as the code draws is started in each epoch
+    anew, so that it has what callbacks have changed in the user's objects.
+    """
+
+    def __init__(self, work: Callable[[Question], Any], num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.draws = num_workers > 0
+        self._epoch: int | None = None
+        self._lock = threading.Lock()  # tags are read by the thread that trains
+        self._work = work
+        self._workers: Workers[Question] = Workers(max(1, num_workers), work if num_workers else self._in_one_thread)
+
+    def start(self) -> None:
+        self._workers.start()
+
+    def ask(self, questions: list[Question]) -> list[Any]:
+        with self._lock:
+            if questions and not self.num_workers and self._epoch != questions[0][1]:
+                self._workers.close()
+                self._workers.start()
+                self._epoch = questions[0][1]
+            if questions and questions[0][-1] is not None:  # large ones, which a process must have taken before it answers
+                return [self._workers.results([question])[0] for question in questions]
+            return self._workers.results(questions)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._epoch = None
+
+    def _in_one_thread(self, asked: Question) -> Any:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
+        return self._work(asked)
+
+
+def _reads_batches(dataset: Dataset) -> bool:
+    """Whether the user's class has methods of its own to read several sequences."""
+    if isinstance(dataset, ForeignDataset):
+        return dataset.reads_batches
+    names = ("sequences", "padded", "packed")
+    return not _is_ours(type(dataset)) and any(getattr(type(dataset), name) is not getattr(Dataset, name) for name in names)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("hvdtrain.")
+
+
+def with_own_numbers(where: str, dataset: Dataset, scanning: Scanning) -> Dataset:
+    """The dataset, in a `UserDataset` if it runs the user's code for each sequence."""
+    if isinstance(dataset, ItemsDataset):
+        runs_code = isinstance(getattr(dataset.kind, "__getitem__", None), FunctionType)
+    else:
+        runs_code = isinstance(dataset, ForeignDataset) or not _is_ours(type(dataset))
+    return UserDataset(where, dataset, scanning) if runs_code else dataset

@@ -7,6 +7,7 @@ check a file while it is read, so a start does not wait for checks if there are 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -79,6 +80,27 @@ def damage(path: Path) -> str | None:
         return None
 
 
+OF_PROCESS = ("start new thread", "memory", "CUDA", "cuda")
+"""Words in errors about a process that has too little of something."""
+
+
+def is_of_process(error: Exception) -> bool:
+    """Whether an error says that this process lacks memory, threads, open files or rights, and nothing about what it reads."""
+    by_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)  # EINVAL: an impossible position in a file
+    return isinstance(error, MemoryError) or by_system or any(word in str(error) for word in OF_PROCESS)
+
+
+def is_proven(path: Path) -> bool:
+    """Whether a file has a checksum, which is right."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            place = len(view) - len(BLANK)
+            stored = (place, bytes(view[place:]).decode()) if zipfile.is_zipfile(file) else _find_checksum(view)
+            return stored is not None and checksum(view, stored[0]) == stored[1]
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 def _zip_damage(path: Path, view: memoryview) -> str | None:
     """Compare our checksum, or, without one, the CRC-32 of each entry: several in parallel, as zlib releases Python's lock."""
     if view[-len(COMMENT) - len(BLANK) : -len(BLANK)] == COMMENT:
@@ -90,6 +112,8 @@ def _zip_damage(path: Path, view: memoryview) -> str | None:
             whole = pool.map(lambda one: _is_intact(archive, one, view), entries)
             wrong = [entry.filename for entry, ok in zip(entries, whole, strict=True) if not ok]
     except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, struct.error, zlib.error) as error:
+        if is_of_process(error):
+            raise
         return f"an archive that is damaged: {error}"
     return f"other bytes in {wrong[0]!r}, whose CRC-32 differs" if wrong else None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, Problem, problem
-from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_while_reading, write_checksum
+from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_while_reading, is_of_process, is_proven, write_checksum
 
 SAFETENSORS = "safetensors"
 """The value of `checkpoint_format`, and the suffix of the files."""
@@ -86,6 +86,10 @@ def unreadable_error(file: Path, error: Exception) -> CheckpointError:
             "torch.save({'model': model.state_dict()}, ...))"
         )
     lines = text.splitlines() or [type(error).__name__]
+    if is_of_process(error) or is_proven(file):
+        return CheckpointError(
+            f"{file}: expected to read it, got: {lines[0]} (an error of this process: the file is not damaged)"
+        )
     return DamagedCheckpoint(f"{file}: expected a whole checkpoint, got one that cannot be read: {lines[0]}")
 
 

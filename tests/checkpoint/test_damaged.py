@@ -1,6 +1,7 @@
 """Damaged checkpoints: flipped bits, files that do not belong together, entries that cannot be true. Each is refused with the
 file's name and with what to continue from; or the result is that of an undisturbed training."""
 
+import errno
 import random
 import shutil
 from collections.abc import Callable
@@ -246,6 +247,30 @@ def test_a_file_that_needs_code_is_refused_without_advice_to_run_it(corpus: Path
     assert "never runs code from a file (and neither should you" in ended.err
     assert "Re-running" not in ended.err
     assert "arbitrary code" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (RuntimeError("can't start new thread"), "torch.load"),
+        (RuntimeError("can't start new thread"), "hvdtrain.learner.integrity.damage"),
+        (MemoryError(), "torch.load"),
+        (OSError(errno.EMFILE, "Too many open files"), "torch.load"),
+        (KeyError("unforeseen, but the checksum is right"), "torch.load"),
+    ],
+)
+def test_an_error_of_this_process_is_no_damage(
+    corpus: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    shutil.copytree(trained / "pt", tmp_path / "pt")
+    monkeypatch.setattr(where, fails)
+    ended = go_on(corpus, tmp_path / "pt")
+    assert ended.status == 2
+    assert f"{tmp_path / 'pt' / MODEL}: expected to read it, got: {str(error) or 'MemoryError'} (an error of this" in ended.err
+    assert "move" not in ended.err
 
 
 def test_without_an_older_one(corpus: Path, tmp_path: Path, trained: Path) -> None:

@@ -20,8 +20,8 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.contents import FileFormat
+from hvdtrain.learner.model_format import unreadable_error
 from hvdtrain.learner.tensorflow.model_file import file_format
 
 INDEX, PROGRESS = ".index", ".progress"
@@ -46,18 +46,12 @@ def read_arrays(file: Path) -> dict[str, Array]:
         reader = tf.train.load_checkpoint(prefix_of(file))
         return {name: numpy.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
     except (tf.errors.OpError, ValueError) as error:
-        raise unreadable(file, error) from None
+        raise unreadable_error(file, error) from None
 
 
 def prefix_of(file: Path) -> str:
     """The prefix of TensorFlow's files, given it or one of them."""
     return re.sub(r"\.(index|meta|progress|data-\d{5}-of-\d{5})$", "", str(file.absolute()))
-
-
-def unreadable(file: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that cannot be read."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return DamagedCheckpoint(f"{file}: expected a whole checkpoint of TensorFlow, got one that cannot be read: {lines[0]}")
 
 
 def _write_model(meta: Callable[[], bytes], path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
@@ -117,7 +111,7 @@ def _read_model(file: Path) -> dict[str, Any]:
         if not isinstance(progress, dict):
             raise ValueError(f"{progress_file.name} is not a dict")
     except (tf.errors.OpError, OSError, ValueError) as error:
-        raise unreadable(file, error) from None
+        raise unreadable_error(file, error) from None
     return {**progress, "model": {"stored": StoredNetwork(prefix, progress.get("epoch") or None)}}
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -293,14 +294,18 @@ def run_task(settings: Settings) -> None:
 def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     """Print an error that every rank finds by itself, and return the exit status or exit at once.
 
-    The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late.
+    The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late. If
+    nobody has ended this rank by then, it prints the error, too: there may be no rank 0, only variables of an earlier launcher.
 
     Args:
         more: text after the error.
     """
-    if error.on_every_rank and launch.launch().rank != 0:
+    outcome, launcher = error.outcome, launch.launcher()
+    if error.on_every_rank and launcher.process.rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
-    return _fail(f"{error}{more}", error.outcome)
+        outcome = replace(outcome, scope="this rank")
+        more += f"\n  (this is rank {launcher.process.rank} by {launcher.place}: unset these, if no launcher has started it)"
+    return _fail(f"{error}{more}", outcome)
 
 
 def _fail(message: str, outcome: Outcome) -> int:

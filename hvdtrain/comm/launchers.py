@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from hvdtrain.comm import child, horovod_elastic, torchrun_failures
 from hvdtrain.comm.slurm import tasks_per_node
 from hvdtrain.comm.torchrun_failures import Failure
-from hvdtrain.errors import TO_BE_CONTINUED, Outcome, TrainingError
+from hvdtrain.errors import TO_BE_CONTINUED, LaunchError, Outcome, TrainingError
 
 SECONDS_FOR_THE_CAUSE = 1.0
 """How long a rank waits before it reports that another one failed, so that the cause, from that rank or the launcher, is printed
@@ -43,6 +43,7 @@ class Launcher:
     Attributes:
         name: its name in messages.
         variables: the environment variables with rank, size, local rank and local size; several: one of them.
+        proof: a variable that only the launcher itself sets, where people set `variables` as well; None: they do not.
         max_restarts_hint: what to use instead of the key max_restarts.
         peer_status: the exit status of a rank that ends because of another one.
         hung_status: that of a rank that hangs.
@@ -51,6 +52,7 @@ class Launcher:
 
     name: ClassVar[str | None] = None
     variables: ClassVar[Sequence[tuple[str, str, str, str]]] = ()
+    proof: ClassVar[str | None] = None
     max_restarts_hint: ClassVar[str] = (
         "the same command continues from the newest checkpoint; torchrun --max-restarts N restarts ranks"
     )
@@ -74,6 +76,12 @@ class Launcher:
     @classmethod
     def _local_size(cls, environ: Mapping[str, str], variable: str) -> int:
         return number_in(environ, variable, 1)
+
+    @property
+    def place(self) -> str:
+        """The variables that say which rank this is, with their values."""
+        names = next((names[:2] for names in self.variables if names[0] in self._environ), ())
+        return " and ".join(f"{name}={self._environ.get(name)}" for name in names)
 
     @property
     def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
@@ -166,6 +174,7 @@ class Torchrun(Launcher):
 
     name = "torchrun"
     variables = (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
+    proof = "TORCHELASTIC_RUN_ID"
     max_restarts_hint = "torchrun --max-restarts N restarts them"
 
     @property
@@ -206,6 +215,7 @@ class Horovodrun(Launcher):
 
     name = "horovodrun"
     variables = (("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),)
+    proof = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
     max_restarts_hint = "horovodrun --min-np N --host-discovery-script SCRIPT restarts them"
 
     @classmethod
@@ -311,6 +321,19 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher:
     """The launcher that has started a process with this environment."""
     found = (kind.detect(environ) for kind in LAUNCHERS)
     return next(launcher for launcher in found if launcher is not None)
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raises: LaunchError, if left-over variables contradict those of the launcher: the ranks would train each by itself."""
+    first, *others = [launcher for kind in LAUNCHERS if (launcher := kind.detect(environ)) is not None]
+    if first.proof is None or first.proof in environ:
+        return
+    for other in others:
+        if other.process.size > 1 and (other.process.rank, other.process.size) != (first.process.rank, first.process.size):
+            raise LaunchError(
+                f"the environment: expected the variables of one launcher, got {first.place}, and {other.place} of {other.name} "
+                f"(unset {first.place.partition('=')[0]}, if it is left over)"
+            )
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
+from hvdtrain.comm.launchers import check_variables
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
 from hvdtrain.settings import Settings
@@ -24,6 +25,7 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         LaunchError: several processes were started, but the config does not say how to connect them.
         ConfigError: a device does not exist, or the config computes while it is read.
     """
+    check_variables(launch.environment())
     prepare(settings)
     started = launch.launch()
     comm: Communicator
@@ -44,7 +46,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         raise LaunchError(
             f"expected use_horovod or torch_distributed to connect the {started.size} processes that {started.launcher} started, "
             "got neither: each process would train the model by itself and overwrite the files of the others "
-            "(add ++use_horovod 1 to the command, or ++torch_distributed {})"
+            "(add ++use_horovod 1 to the command, or ++torch_distributed {}; without a launcher, unset "
+            f"{launch.launcher().place.partition('=')[0]})"
         ).on_all_ranks()
     else:
         comm = SingleCommunicator()

@@ -1,5 +1,6 @@
 """What each launcher makes of how its ranks end, and what errors say of it."""
 
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import cli
 from hvdtrain.comm import horovod_elastic
-from hvdtrain.comm.launchers import LAUNCHERS, Launch, Launcher, launcher_of
+from hvdtrain.comm.launchers import LAUNCHERS, Launch, Launcher, check_variables, launcher_of
 from hvdtrain.comm.torchrun_failures import Failure, read
 from hvdtrain.errors import ConfigError, DamagedCheckpoint, HvdtrainError, LaunchError, Outcome, PeerFailure, TrainingError
 from hvdtrain.runtime.interrupt import Stopped
@@ -121,3 +123,39 @@ def test_nothing_is_set_on_an_error_later() -> None:
         error.status = 3  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         error.outcome.status = 3  # type: ignore[misc]
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("left_over", "launched", "is_refused"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, MPIRUN, True),  # each rank would train by itself
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, MPIRUN, True),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, MPIRUN, False),  # set for a program that reads these
+        ({"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}, MPIRUN, False),  # a torchrun on each host
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # in a shell of Slurm's
+        ({}, MPIRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, False),  # mpirun starts its daemons by srun
+        ({}, {}, False),
+    ],
+)
+def test_left_over_variables_of_another_launcher(left_over: dict[str, str], launched: dict[str, str], is_refused: bool) -> None:
+    if not is_refused:
+        check_variables(left_over | launched)
+        return
+    first = next(iter(left_over))
+    with pytest.raises(LaunchError, match=f"got {first}=0 and .*, and .*=1 and .*unset {first}, if it is left over"):
+        check_variables(left_over | launched)
+
+
+def test_a_rank_that_nobody_ends_says_why_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in MPIRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "SECONDS_FOR_RANK_0", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    assert cli.main(["no_such_config.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rank 1 of 2: 1 problem in the config:")
+    assert "by OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2: unset these, if no launcher has started it" in said

@@ -95,7 +95,9 @@ def test_several_processes_without_use_horovod_are_refused(corpus: Path, tmp_pat
     finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model"}, ranks=2)
     assert finished.status == 2
     assert "2 processes that mpirun started" in finished.err
-    assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
+    assert "(add ++use_horovod 1 to the command, or ++torch_distributed {}; without a launcher, unset OMPI_COMM_WORLD_RANK)" in (
+        finished.err
+    )
     assert "Traceback" not in finished.err
     assert not list(tmp_path.iterdir())
 

@@ -19,7 +19,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_wi
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
-from hvdtrain.learner.model_state import Role, StatePart
+from hvdtrain.learner.model_state import ROLES, StatePart
 from hvdtrain.learner.reducer import EpochSync, Numbers
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
@@ -30,9 +30,6 @@ NO_AVERAGES = Averages()
 
 ALIKE = "alike"
 """The entry of a checkpoint with the lowest rank that has the same model and optimizer, for each rank."""
-
-MODEL_ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
-"""All tensors of a model."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +430,7 @@ class Saver:
 
 def share_model(comm: Communicator, state: StateBase) -> None:
     """Collective. Broadcast rank 0's model."""
-    for role in MODEL_ROLES:
+    for role in ROLES:
         state.map_tensors(role, partial(comm.broadcast, name=f"initial_{role}"))
 
 

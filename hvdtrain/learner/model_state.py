@@ -19,6 +19,8 @@ Role = Literal["parameters", "frozen", "statistics", "counters"]
 What a model does not save (a buffer of PyTorch with persistent=False) has no role: each rank has its own, and none is sent.
 """
 
+ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
+
 StatePart = Role | Literal["optimizer", "kept"]
 """The parts of the state that can differ between ranks, so that each rank saves its own; "kept" are the tensors that a reducer
 keeps (`ModelState.own`)."""

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.lock import lock_model
 from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import MODEL_ROLES, Saver
+from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
@@ -33,6 +33,7 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.integrity import new_save_id
+from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.running_average import RunningAverage
@@ -317,7 +318,7 @@ def check_keys(settings: Settings, purpose: Purpose, comm: Communicator) -> None
 
 def check_models(settings: Settings, comm: Communicator, learner: Learner) -> None:
     """Collective. Raises: ConfigError, unless all ranks have models with the same tensors in one order."""
-    shapes = named_kinds(learner.state, MODEL_ROLES)
+    shapes = named_kinds(learner.state, ROLES)
     if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
         shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, "model", shapes)

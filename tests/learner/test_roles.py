@@ -12,12 +12,11 @@ from learners import learner_of
 from thread_ranks import on_ranks
 from trainings import marked
 
-from hvdtrain.checkpoint.saver import MODEL_ROLES
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.averaging import mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.model_state import Role
+from hvdtrain.learner.model_state import ROLES, Role
 from hvdtrain.learner.preload import PreloadNames, PreloadRequest
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
@@ -102,7 +101,7 @@ def train_alone(state: StateBase, amount: float) -> None:
 def arrays(state: StateBase) -> dict[str, numpy.ndarray]:
     """Copies of all tensors by name; those in 16 bits as float32."""
     found = {}
-    for role in MODEL_ROLES:
+    for role in ROLES:
         for name, tensor in state.tensors(role).items():
             wide = tensor.float() if getattr(tensor, "dtype", None) == torch.bfloat16 else tensor
             found[name] = numpy.array(numpy.asarray(wide))
@@ -237,7 +236,7 @@ def test_checkpoints_and_preloads_bring_every_role_back(framework: str, tmp_path
     made = state_of(framework)
     train_alone(made, 1.0)
     made.contents({}).write(*files)
-    parts = [role for role in MODEL_ROLES if made.kinds(role)]
+    parts = [role for role in ROLES if made.kinds(role)]
     made.write_rank(tmp_path / f"rank.{suffix}", parts)
 
     def choose(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> PreloadNames:

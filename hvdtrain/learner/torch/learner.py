@@ -478,7 +478,7 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):
         raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
-    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, torch.nn.UninitializedParameter)]
+    lazy = [name for name, one in [*model.named_parameters(), *model.named_buffers()] if torch.nn.parameter.is_lazy(one)]
     if lazy:
         names = ", ".join(lazy)
         raise ConfigError.of(

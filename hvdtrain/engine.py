@@ -24,7 +24,7 @@ from hvdtrain.training.control import Control, StopNow, stopped_by
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
-from hvdtrain.training.notifier import Notifier
+from hvdtrain.training.notifier import LONG, Notifier
 from hvdtrain.training.phase import EvaluatedModel, Phase
 from hvdtrain.training.saving import Saving
 from hvdtrain.training.session import Session
@@ -71,8 +71,9 @@ class Engine:
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
         self._phase = Phase(session.progress)
         self._evaluated = evaluated = EvaluatedModel(learner.state, session.reducer.sync)
-        self._training = Training(comm, learner, self._phase, evaluated, session.progress, session.best)  # what callbacks see
-        self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
+        self._training = Training(session, self._phase, evaluated)  # what the callbacks see
+        has_services = bool(reporters.services)
+        self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
@@ -122,6 +123,8 @@ class Engine:
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
         self._training.scores = scores
+        if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
+            self._save()  # the watchdog may end what takes very long
         self._notifier.notify("on_epoch_end")
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, self._gather_seconds())
@@ -227,7 +230,10 @@ class Engine:
         losses = current.scores.scales()
         with self._within.apart(), self._evaluated.use():
             scores = with_totals(self._evaluate(current, {}), losses)
-        self._within.report(epoch, scores, losses, [feed.name for feed in self._evaluations])
+        saved = self._within.report(epoch, scores, losses, [feed.name for feed in self._evaluations])
+        if saved is not None:
+            self._training.checkpoint = saved.model_file
+            self._notifier.notify("on_save")
         follow_scores(self._rates, self._limits, epoch, self._progress)
         if self._control.save.is_due(self._progress.step):
             self._save()

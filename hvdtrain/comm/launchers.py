@@ -99,6 +99,11 @@ class Launcher:
         return None
 
     @property
+    def grace(self) -> float | None:
+        """The seconds for which it lets ranks live after SIGTERM; None: as long as they need."""
+        return None
+
+    @property
     def failures(self) -> Sequence[float]:
         """The times at which it lost ranks and restarted them, as far as known."""
         return ()
@@ -152,6 +157,10 @@ class Mpirun(Launcher):
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     )
+
+    @property
+    def grace(self) -> float | None:
+        return float(number_in(self._environ, "OMPI_MCA_odls_base_sigkill_timeout", 1))
 
 
 class Srun(Launcher):

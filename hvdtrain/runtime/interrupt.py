@@ -46,11 +46,12 @@ class InterruptKeys(Section):
 
     time_limit: float | str | None = key(
         None,
-        "stop with a checkpoint and exit status 75 before the job has run this long: seconds, 'hh:mm:ss' or 'd-hh:mm:ss'",
+        "stop with a checkpoint and exit status 75 before the job, with its restarts, has run this long: seconds, 'hh:mm:ss' or "
+        "'d-hh:mm:ss'",
         Rule("a positive number of seconds, or a time such as '23:30:00' or '1-12:00:00'", _is_time),
     )
     time_limit_margin: float = key(
-        60.0, "stop this many seconds before time_limit, to leave time for start-up, two training steps and saving", not_negative
+        60.0, "stop this many seconds before time_limit, to leave time for two training steps and saving", not_negative
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
@@ -96,15 +97,17 @@ class Interrupt:
     so does the first one before `defer_sigint` is called, as there is nothing to save yet.
 
     Args:
-        seconds: the time limit; None: no limit.
+        seconds: from now on, the time limit; None: no limit.
         grace: the seconds for which the launcher lets ranks live after a signal to stop; None: as long as they need.
 
     Attributes:
         on_sigterm: called at once on the first SIGTERM; it must not raise.
+        seconds_to_save: what the last checkpoint took; None: there was none.
     """
 
     def __init__(self, seconds: float | None, grace: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.grace = grace
+        self.seconds_to_save: float | None = None
         self._clock = clock
         self._deadline = None if seconds is None else clock() + seconds
         self._former: dict[signal.Signals, Any] = {}

@@ -17,12 +17,12 @@ from typing import Literal
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Diagnosis, Heartbeat, Heartbeats, has_waited_long
 
-Phase = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
-"""What a rank is doing. Each phase has its own timeout: 'unhurried' are callbacks, trackers and the end, as the user's code may
-take any time; 'finishing' waits for checkpoints that are written in the background; 'between' is the rest of an epoch."""
+Pace = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
+"""How fast what a rank is doing goes on. Each has its own timeout: 'unhurried' are callbacks, trackers and the end, as the user's
+code may take much time; 'finishing' waits for checkpoints that are written in background; 'between' is the rest of an epoch."""
 
 UNKNOWN = 1800.0
-"""Seconds without progress that are allowed before any interval of a phase is known; always, in the first two phases."""
+"""Seconds without progress that are allowed before any interval of a pace is known; always, in the first two paces."""
 
 SECOND = 300.0
 """The least that is allowed while only the first interval is known, in which frameworks compile."""
@@ -57,14 +57,14 @@ class Ending:
 
 @dataclass
 class Patience:
-    """How long a rank may make no progress, by phase.
+    """How long a rank may make no progress, by pace.
 
-    The first interval of a phase counts only until the second one is known, as frameworks compile in it. Planning is an
+    The first interval of a pace counts only until the second one is known, as frameworks compile in it. Planning is an
     exception: it compiles nothing, and its first interval, the plan of the training data, is often the longest one. Finishing is
     another one: mostly it takes no time at all, and many minutes if a disk is slow once.
 
     Args:
-        fixed: the seconds to allow instead in all phases but the first two, which are not bound by the time of a step.
+        fixed: the seconds to allow instead in all paces but the first two, which are not bound by the time of a step.
 
     >>> patience = Patience()
     >>> patience.seconds("steps")
@@ -86,27 +86,27 @@ class Patience:
     """
 
     fixed: float | None = None
-    _first: dict[Phase, float] = field(default_factory=dict)
-    _longest: dict[Phase, float] = field(default_factory=dict)
+    _first: dict[Pace, float] = field(default_factory=dict)
+    _longest: dict[Pace, float] = field(default_factory=dict)
 
-    def learn(self, phase: Phase, seconds: float) -> None:
+    def learn(self, pace: Pace, seconds: float) -> None:
         """Record an interval between two signs of progress."""
-        if phase == "finishing":
+        if pace == "finishing":
             return
-        if phase in self._first or phase == "planning":
-            self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
+        if pace in self._first or pace == "planning":
+            self._longest[pace] = max(self._longest.get(pace, 0.0), seconds)
         else:
-            self._first[phase] = seconds
+            self._first[pace] = seconds
 
-    def seconds(self, phase: Phase) -> float:
+    def seconds(self, pace: Pace) -> float:
         """Seconds that are allowed without progress."""
-        if phase in ("start-up", "unhurried"):
+        if pace in ("start-up", "unhurried"):
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
             return self.fixed
-        if phase in self._longest:
-            return max(LEAST, TIMES * self._longest[phase])
-        return max(SECOND, TIMES * self._first[phase]) if phase in self._first else UNKNOWN
+        if pace in self._longest:
+            return max(LEAST, TIMES * self._longest[pace])
+        return max(SECOND, TIMES * self._first[pace]) if pace in self._first else UNKNOWN
 
     @property
     def seconds_of_silence(self) -> float:
@@ -153,7 +153,7 @@ class Watchdog:
         self._thread = threading.get_ident()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._activity = "starting"
-        self._phase: Phase = "start-up"
+        self._pace: Pace = "start-up"
         self._done = threading.Event()
         self._sending = threading.Lock()  # so that ENDED or FAILED is the last message
         self._last_check = self._last_beat
@@ -162,13 +162,18 @@ class Watchdog:
         self._has_printed_stacks = False
         self._has_recorded = False
 
-    def beat(self, activity: str, phase: Phase = "start-up") -> None:
+    def beat(self, activity: str, pace: Pace = "start-up") -> None:
         """Reset the timeout, and record what the process is about to do, for messages."""
         now = time.monotonic()
-        self._patience.learn(self._phase, now - self._last_beat)
+        self._patience.learn(self._pace, now - self._last_beat)
         self._last_beat = now
         self._beats += 1
-        self._activity, self._phase = activity, phase
+        self._activity, self._pace = activity, pace
+
+    def go_on(self) -> None:
+        """Reset the timeout in the midst of an activity."""
+        self._last_beat = time.monotonic()
+        self._beats += 1
 
     def ended_ranks(self, seconds: float) -> list[str]:
         """Wait at most this long until another rank has ended; return a line for each one that has."""
@@ -226,10 +231,10 @@ class Watchdog:
 
     def _heartbeat(self) -> Heartbeat:
         idle = time.monotonic() - self._last_beat
-        is_overdue = idle > self._patience.seconds(self._phase)
+        is_overdue = idle > self._patience.seconds(self._pace)
         heartbeat = Heartbeat(self._activity, idle, self._beats, _is_waiting(self._thread), is_overdue)
         # Another rank's callback may take its time, but a rank that is stopped in one never ends it.
-        if self._phase == "unhurried" and heartbeat.waits and idle > self._patience.seconds_of_silence:
+        if self._pace == "unhurried" and heartbeat.waits and idle > self._patience.seconds_of_silence:
             overdue = replace(heartbeat, overdue=True)
             diagnosis = self._heartbeats.conclude(overdue)
             if diagnosis is not None and diagnosis.silent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,14 @@ from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
+
+
+def job_began(settings: Settings) -> float:
+    """When the job began: its restarts by a launcher belong to it."""
+    launcher = launch.launcher()
+    if launcher.began is not None:
+        return launcher.began
+    return process_began(launcher.parent) if settings.process.is_own else time.time()
 
 
 @contextmanager

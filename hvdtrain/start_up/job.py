@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -52,6 +53,7 @@ from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
+from hvdtrain.start_up.goodput import job_began
 from hvdtrain.start_up.ranks import open_communicator, threads
 from hvdtrain.training.best_start import BestStart
 from hvdtrain.training.session import Session
@@ -62,12 +64,6 @@ without data; load it with the training data, for statistics; measure steps of a
 
 WITH_TRAINED = ("evaluate", "forward", "export", "load", "statistics")
 """The purposes that use a trained model."""
-
-BY_MPIRUN = (
-    "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
-    "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
-)
-"""Printed at once, as mpirun may kill the ranks before a checkpoint is written."""
 
 
 @contextmanager
@@ -108,6 +104,18 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
             raise failure.with_causes((*session.watchdog.ended_ranks(SECONDS_TO_END), *changed)) from failure.__cause__
 
 
+def by_mpirun(interrupt: Interrupt) -> str:
+    """What is printed at once, as mpirun may kill the ranks before a checkpoint is written."""
+    seconds, grace = interrupt.seconds_to_save, interrupt.grace
+    is_late = seconds is not None and grace is not None and seconds > grace
+    saving = f"A checkpoint takes {seconds:.1f} s, which is too long" if is_late else "Saving a checkpoint, if there is time"
+    later = "a second later" if grace == 1 else f"{grace:g} s later"
+    return (
+        f"SIGTERM from mpirun, as after Ctrl-C: it kills the ranks {later} and returns 1. {saving} "
+        "(kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
+    )
+
+
 def close(feeds: Iterable[Feed]) -> None:
     """Close the datasets."""
     for feed in feeds:
@@ -135,7 +143,9 @@ def _open(
     if launcher.restarts == "all ranks":
         together(comm, launcher.refuse_to_repeat, name="former_failure")
     check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, for which ranks would wait in vain
-    interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
+    limit = settings.interrupt.seconds if purpose == "train" else None
+    left = None if limit is None else limit - (time.time() - job_began(settings))
+    interrupt = Interrupt(left, launcher.grace)
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
     if purpose != "measure":
@@ -154,7 +164,7 @@ def _open(
     watchdog = _watch(settings, purpose, comm, watched)
     if comm.rank == 0:
         # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
-        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
+        interrupt.on_sigterm = lambda: print_through_mpirun(by_mpirun(interrupt)) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("building the model")

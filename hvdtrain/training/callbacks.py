@@ -14,11 +14,9 @@ from hvdtrain.config.source import as_function
 from hvdtrain.errors import Problem
 
 if TYPE_CHECKING:
-    from hvdtrain.checkpoint.progress import BestModel, Progress
-    from hvdtrain.comm.base import Communicator
-    from hvdtrain.learner.base import Learner
     from hvdtrain.schedule.history import EpochRecord
     from hvdtrain.training.phase import EvaluatedModel, Phase
+    from hvdtrain.training.session import Session
 
 EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
@@ -27,7 +25,7 @@ EVENTS = {
     "on_evaluation_begin": "before a dataset is evaluated, also within an epoch",
     "on_evaluation_end": "after a dataset was evaluated, also within an epoch",
     "on_epoch_end": "after all evaluations of an epoch, before it is saved",
-    "on_save": "after a checkpoint was written, also within an epoch",
+    "on_save": "after a checkpoint was written, also within an epoch, or the model of an evaluation within it",
     "on_stop": "at the end of the training, whether finished or stopped, but not after an error",
 }
 """By method, when it is called."""
@@ -48,14 +46,14 @@ class Training:
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
     """
 
-    def __init__(
-        self, comm: Communicator, learner: Learner, phase: Phase, evaluated: EvaluatedModel, progress: Progress, best: BestModel
-    ) -> None:
-        self._learner = learner
+    def __init__(self, session: Session, phase: Phase, evaluated: EvaluatedModel) -> None:
+        comm, progress = session.comm, session.progress
+        self._learner = session.learner
+        self._watchdog = session.watchdog
         self._phase = phase
         self._evaluated = evaluated
         self._progress = progress
-        self._best = best
+        self._best = session.best
         self.rank = comm.rank
         self.size = comm.size
         self.learning_rate: float | None = None
@@ -119,6 +117,10 @@ class Training:
         """The number of steps done in the whole training."""
         return self._phase.step
 
+    def beat(self) -> None:
+        """Say that a callback which takes many minutes makes progress. Half an hour without one ends the job, as it may hang."""
+        self._watchdog.go_on()
+
     def stop(self, reason: str) -> None:
         """Request a stop, as a signal does: all ranks stop after the same step, a few steps from now, with a checkpoint and
         status 75 (`docs/resuming.md`). A request of one rank is enough.
@@ -144,17 +146,22 @@ class Callbacks:
 
     def __init__(self, objects: Sequence[Any] = ()) -> None:
         # Looked up once: on_step_end is called in every step.
-        self._calls: dict[str, list[Call]] = {
-            event: [getattr(callback, event) for callback in objects if hasattr(callback, event)] for event in EVENTS
+        self._calls: dict[str, list[tuple[str, Call]]] = {
+            event: [(type(one).__name__, getattr(one, event)) for one in objects if hasattr(one, event)] for event in EVENTS
         }
 
     def has(self, event: str) -> bool:
         """Whether any of them has the method `event`."""
         return bool(self._calls[event])
 
-    def call(self, event: str, training: Training) -> None:
-        """Call the method `event` of all callbacks that have it."""
-        for call in self._calls[event]:
+    def call(self, event: str, training: Training, note: Callable[[str], object] = lambda _: None) -> None:
+        """Call the method `event` of all callbacks that have it.
+
+        Args:
+            note: called before each of them with the name of its class.
+        """
+        for name, call in self._calls[event]:
+            note(name)
             call(training)
 
 

@@ -57,12 +57,17 @@ class Interval:
         if self._minutes is None or not self._has_clock:
             return False
         minutes = self._minutes() if callable(self._minutes) else self._minutes
-        return self._clock() - self._done_at >= 60 * minutes
+        return self.age >= 60 * minutes
 
     def count(self, requests: int) -> None:
         """Take up the result of an exchange."""
         self._is_requested = self._is_requested or (bool(requests) and not self._is_old_request)
         self._is_old_request = False
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was last done."""
+        return self._clock() - self._done_at
 
     def done(self, step: int) -> None:
         """It was done after this step."""
@@ -147,6 +152,10 @@ class Control:
     def is_save_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
         """Whether to save the model of a finished epoch."""
         return epoch % self._save_epochs == 0 or is_last
+
+    def is_save_worthwhile(self, seconds: float) -> bool:
+        """Collective. Whether so many seconds of training are not saved."""
+        return bool(self._comm.gather(self.save.age, name="age")[0] >= seconds)
 
     def stop_reason(self) -> str:
         """Collective. Why the ranks stop."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvdtrain.comm.base import Communicator
+from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
+from hvdtrain.training.phase import EvaluatedModel
 
 REPORTS = "reports to services"
 """An additional event, which may also take any time."""
+
+LONG = 60.0
+"""Seconds of the user's code, and of training, before which it is worthwhile to save."""
 
 
 class Notifier:
@@ -19,46 +25,70 @@ class Notifier:
     Args:
         callbacks: the callbacks of this rank.
         training: their argument.
+        evaluated: what they may put into the model while they run.
         has_services: whether this rank reports to services.
     """
 
     def __init__(
-        self, comm: Communicator, watchdog: Watchdog, callbacks: Callbacks, training: Training, has_services: bool
+        self,
+        comm: Communicator,
+        watchdog: Watchdog,
+        callbacks: Callbacks,
+        training: Training,
+        evaluated: EvaluatedModel,
+        has_services: bool,
     ) -> None:
         self._comm = comm
         self._watchdog = watchdog
         self._callbacks = callbacks
         self._training = training
+        self._evaluated = evaluated
         self._own_events = {event for event in EVENTS if callbacks.has(event)} | ({REPORTS} if has_services else set())
-        self._subscribed_events: set[str] = set()  # those of all ranks together
+        self._longest: dict[str, float] = {}  # seconds of any rank for each event of any rank
 
     def subscribe(self) -> None:
         """Collective. Find out which events any rank has callbacks for."""
-        self._subscribed_events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
+        events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
+        self._longest = dict.fromkeys(events, LONG)
+
+    def may_take_long(self, event: str) -> bool:
+        """Whether there are callbacks for an event that took long before, or were not called yet."""
+        return self._longest.get(event, 0.0) >= LONG
 
     def notify(self, event: str) -> None:
         """Collective. Call the callbacks for an event."""
-        if event in self._subscribed_events:
-            with self._without_timeout(f"{event} of a callback"):
-                self._callbacks.call(event, self._training)
+        if event in self._longest:
+            with self._without_timeout(event, f"{event} of another rank's callback"):
+                self._call(event, lambda name: self._watchdog.beat(f"{event} of {name}", "unhurried"))
 
     def notify_step_end(self) -> None:
         """Call the callbacks of this rank after a step; the ranks do not wait for each other."""
-        self._callbacks.call("on_step_end", self._training)
+        self._call("on_step_end", lambda name: None)
+
+    def _call(self, event: str, note: Callable[[str], object]) -> None:
+        depth = self._evaluated.depth
+        self._callbacks.call(event, self._training, note)
+        if self._evaluated.depth != depth:
+            raise ConfigError.of(
+                "wrong-call",
+                f"{event}: expected to leave training.evaluated_weights(), got a `with` block of it that is still open: the "
+                "training would go on with these weights",
+            )
 
     @contextmanager
     def reporting(self, epoch: int) -> Iterator[None]:
         """Collective. A context for reporting an epoch to services."""
-        if REPORTS not in self._subscribed_events:
+        if REPORTS not in self._longest:
             yield
             return
-        with self._without_timeout(f"{REPORTS} of epoch {epoch}"):
+        with self._without_timeout(REPORTS, f"{REPORTS} of epoch {epoch}"):
             yield
 
     @contextmanager
-    def _without_timeout(self, what: str) -> Iterator[None]:
-        """Collective. A context for the user's code: the watchdog allows it any time, and ranks without such code wait."""
+    def _without_timeout(self, event: str, what: str) -> Iterator[None]:
+        """Collective. A context for the user's code: the watchdog allows it much time, and ranks without such code wait."""
         self._watchdog.beat(what, "unhurried")
+        began = time.monotonic()
         yield
-        self._comm.gather(None, name="unhurried")
+        self._longest[event] = max(self._comm.gather(time.monotonic() - began, name="unhurried"))
         self._watchdog.beat(f"after {what}", "between")

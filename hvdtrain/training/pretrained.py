@@ -21,7 +21,8 @@ class SavePretrained:
 
     Args:
         folder: is replaced when the files for it are complete.
-        which: "best": whenever a checkpoint of the best epoch so far was written, as best.json counts; "last": of any epoch.
+        which: "best": whenever the best model so far was written, as best.json counts, also of an evaluation within an epoch;
+            "last": that of any epoch.
         part: the attribute of the model that has `save_pretrained`, such as "encoder" or "encoder.inner"; "": the model itself.
         others: more objects to write, such as a tokenizer.
     """
@@ -45,9 +46,13 @@ class SavePretrained:
         self._writer(training)
 
     def on_save(self, training: Training) -> None:
-        wanted = training.best_epoch if self._which == "best" else training.finished_epoch
-        if training.epoch != training.finished_epoch or wanted != training.epoch:
+        is_epoch = training.epoch == training.finished_epoch
+        if self._which == "last" and not is_epoch:
             return
+        if self._which == "best":
+            at = training.best_step
+            if training.best_epoch != training.epoch or not (is_epoch if at is None else at == training.step):
+                return
         with training.evaluated_weights():
             if training.rank == 0:
                 self._write(training)
@@ -73,4 +78,5 @@ class SavePretrained:
             one.save_pretrained(unfinished)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.replace(unfinished, self._folder)
-        log.info(f"{self._folder}: the model of epoch {training.epoch}, written by its save_pretrained")
+        within = "" if training.epoch == training.finished_epoch else f", step {training.step}"
+        log.info(f"{self._folder}: the model of epoch {training.epoch}{within}, written by its save_pretrained")

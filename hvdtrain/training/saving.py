@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -53,7 +54,9 @@ class Saving:
             expect_wait(session)
             ranks = session.saver.prepare(partial(check_files, feeds))
             session.watchdog.beat(f"step {progress.step}, saving", "saving")
+            began = time.monotonic()
             checkpoint = session.saver.save(progress, ranks)
+            session.interrupt.seconds_to_save = time.monotonic() - began
         session.goodput.count_save()
         session.watchdog.beat(f"step {progress.step}, after saving", "between")
         if checkpoint is not None:

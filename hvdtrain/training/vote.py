@@ -35,9 +35,7 @@ def vote_interval(reducer: Reducer, grace: float | None) -> float:
     """
     if reducer.gradients.keeps_ranks_alike:
         return INTERVAL
-    return (
-        LOCAL_UPDATES_INTERVAL if grace is None else min(LOCAL_UPDATES_INTERVAL, grace / 8)
-    )  # two exchanges, and the rest saves
+    return LOCAL_UPDATES_INTERVAL if grace is None else min(LOCAL_UPDATES_INTERVAL, grace / 10)  # two of them, then it saves
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from hvdtrain.checkpoint.folder import Checkpoint
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.report.epoch import EvaluationReceiver
 from hvdtrain.report.steps import StepNumbers
@@ -56,8 +57,10 @@ class EvaluationWithin:
             self._step_numbers.skip(self._seconds)
         self._session.watchdog.beat(f"epoch {self._session.progress.epoch + 1}, after the evaluation within it", "between")
 
-    def report(self, epoch: TrainingEpoch, scores: dict[str, float], losses: dict[str, float], datasets: Sequence[str]) -> None:
-        """Record the evaluation in the training's progress, and report it.
+    def report(
+        self, epoch: TrainingEpoch, scores: dict[str, float], losses: dict[str, float], datasets: Sequence[str]
+    ) -> Checkpoint | None:
+        """Collective. Record the evaluation in the training's progress, and report it. Returns its model if that was saved.
 
         Args:
             losses: the losses that are minimized, each with its scale.
@@ -69,11 +72,12 @@ class EvaluationWithin:
         progress.evaluations.append(record)
         await_checkpoint(self._session)
         self._session.watchdog.beat(f"step {progress.step}, saving", "saving")
-        self._session.saver.save_evaluated(progress)
+        saved = self._session.saver.save_evaluated(progress)
         report = evaluation_report(epoch, record, self._seconds)
         log.result(report.line(datasets))
         for receive in self._receivers:
             receive(report)
+        return saved
 
 
 def follow_scores(rates: Rates, limits: TrainingLimits, epoch: TrainingEpoch, progress: Progress) -> None:

@@ -111,7 +111,7 @@ def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_if_it_has_to_w
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(saved_within(tmp_path)) == 1
-    assert err.count("SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1.") == 1, err
+    assert err.count("SIGTERM from mpirun, as after Ctrl-C: it kills the ranks 5 s later and returns 1.") == 1, err
     assert err.count("stopped by SIGTERM in epoch") == 1
 
 

@@ -130,12 +130,14 @@ def test_a_model_goes_on_exactly_from_what_was_trained(kind: type[nn.Module], tm
 
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_peft_loads_what_the_callback_writes(which: str, tmp_path: Path) -> None:
-    """The averaged weights, as in the checkpoint, of the best epoch or of the last one."""
+    """The averaged weights, as in the checkpoint, of the best epoch, or within it, or of the last one."""
     adapters = tmp_path / "adapters"
     save = hvdtrain.SavePretrained(adapters, which=which, part="encoder")  # type: ignore[arg-type]
-    result = train(tmp_path, Bert, num_epochs=4, callbacks=save, ema_decay=0.8, learning_rate=0.3)
-    best = json.loads((tmp_path / "best.json").read_text())["epoch"]
-    expected = torch.load(tmp_path / f"model.{best if which == 'best' else 4:03d}.pt", weights_only=True)["model"]
+    keys = {"ema_decay": 0.8, "learning_rate": 0.3, "eval_interval_steps": 3}
+    result = train(tmp_path, Bert, num_epochs=4, callbacks=save, **keys)
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert "step" in best, "the test wants a best model within an epoch"
+    expected = torch.load(tmp_path / (best["file"] if which == "best" else "model.004.pt"), weights_only=True)["model"]
     model = Bert()
     loaded = peft.PeftModel.from_pretrained(model.encoder.unload(), adapters).state_dict()
     ours = {name.removeprefix("encoder."): one for name, one in expected.items() if "lora_" in name}

@@ -10,9 +10,11 @@ from inside import run_inside
 from launching import TOY, Finished, faults
 from trainings import Run, Trained, trains
 
+from hvdtrain import engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.watchdog import Patience, Watchdog
 from hvdtrain.settings import read_settings
+from hvdtrain.training import notifier
 
 CALLBACKS = """
 import json
@@ -62,6 +64,17 @@ class Asks:
 
     def on_stop(self, training):
         print("stopped by", training.stopped_by)
+
+
+class Told:
+    def __init__(self, what, when):
+        setattr(self, when, lambda training: getattr(training, what)())
+
+
+class Leaves:
+    def on_epoch_begin(self, training):
+        self.left = training.evaluated_weights()
+        self.left.__enter__()
 
 
 class Fails:
@@ -138,12 +151,14 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     finished = run(corpus, tmp_path, "[Notes()]", evaluated=True)
     assert finished.status == 0, finished.err
     unhurried = [number for number, (phase, _) in enumerate(beats) if phase == "unhurried"]
-    assert [beats[number][1] for number in unhurried] == [
-        *("on_train_begin of a callback", "on_epoch_begin of a callback"),
-        *("on_evaluation_begin of a callback", "on_evaluation_end of a callback", "on_epoch_end of a callback"),
-        *("on_save of a callback", "reports to services of epoch 1", "on_stop of a callback", "closing the job"),
+    assert [beats[number][1] for number in unhurried if "another" not in beats[number][1]] == [
+        *("on_train_begin of Notes", "on_epoch_begin of EpochFunctions", "on_epoch_begin of Notes"),
+        *("on_evaluation_begin of EpochFunctions", "on_evaluation_begin of Notes"),
+        *("on_evaluation_end of EpochFunctions", "on_evaluation_end of Notes"),
+        *("on_epoch_end of EpochFunctions", "on_epoch_end of Notes"),
+        *("on_save of Notes", "reports to services of epoch 1", "on_stop of Notes", "closing the job"),
     ]
-    assert {beats[number + 1][0] for number in unhurried[:-1]} == {"between"}
+    assert {beats[number + 1][0] for number in unhurried[:-1]} == {"unhurried", "between"}
     [saving] = [number for number, (phase, _) in enumerate(beats) if phase == "saving"]
     assert [beats[saving + by] for by in (-1, 1)] == [
         ("finishing", "step 2, waiting for the checkpoint before"),
@@ -160,6 +175,22 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     assert [activity for phase, activity in beats if phase == "unhurried"] == ["closing the job"]
     phases = [phase for phase, _ in beats]
     assert "start-up" not in phases[phases.index("planning") :]
+
+
+def test_what_may_take_long_is_saved_before_and_may_say_that_it_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "LONG", 0.0)
+    monkeypatch.setattr(engine, "LONG", 0.0)
+    told = '[Told("beat", "on_epoch_end"), Fails()]'
+    finished = run(corpus, tmp_path, told)
+    assert finished.status == 1
+    assert (tmp_path / "model.001.step-2.pt").exists()
+
+
+def test_weights_that_a_callback_leaves_in_the_model_are_refused(corpus: Path, tmp_path: Path) -> None:
+    finished = run(corpus, tmp_path, "Leaves", ema_decay=0.5)
+    assert finished.problems == ("on_epoch_begin: wrong-call",), finished.err
 
 
 def test_a_callback_can_end_training_after_an_epoch(corpus: Path, tmp_path: Path) -> None:

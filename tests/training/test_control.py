@@ -8,9 +8,12 @@ import pytest
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.child import TIMES
+from hvdtrain.comm.launchers import Launch, Ngpu
 from hvdtrain.learner.reducer import Traffic
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.start_up.goodput import job_began
 from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.limits import TrainingLimits
@@ -57,6 +60,13 @@ def test_a_request_stays_until_it_is_carried_out(minutes: Any) -> None:
     assert interval.is_wanted()
     interval.count(1)
     assert interval.is_due(3)
+
+
+def test_a_restart_does_not_begin_the_time_limit_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Ngpu({TIMES: "100.0,200.0"}, Launch(None))
+    monkeypatch.setattr("hvdtrain.comm.launch.launcher", lambda: launcher)
+    settings: Any = SimpleNamespace(process=SimpleNamespace(is_own=True))
+    assert job_began(settings) == 100.0
 
 
 @dataclass

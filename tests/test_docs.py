@@ -105,6 +105,11 @@ def test_the_site_has_no_broken_link_and_loads_nothing_from_elsewhere(tmp_path: 
     checked = subprocess.run([sys.executable, tools / "check.py", tmp_path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    rows = {entry["location"]: entry for entry in index}
+    assert rows["keys.html#max_seqs"]["title"] == "max_seqs"
+    assert rows["keys.html#max_seqs"]["boost"] > rows["keys.html#max_seqs_dev"]["boost"]  # which begins with it
+    assert sum(place.startswith("messages.html#message-") for place in rows) > 300
+    assert len(rows) == len(index), "two places with one address: a search finds the last one only"
     for words, place in (("waits for others: was a connection lost", "troubleshooting.html"), ("mark_as_loss", "classes.html")):
         assert any(words in entry["text"] and entry["location"].startswith(place) for entry in index), words
 

@@ -23,6 +23,7 @@ extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,optimi
 stamp=.venv/setup-tests-complete
 wanted=$(cat tools/setup_tests.sh pyproject.toml | sha256sum | cut -d' ' -f1)
 if [ ! -f $stamp ] || [ "$(cat $stamp)" != "$wanted" ]; then
+    mkdir -p .venv/setup-logs
     run "Python's packages" .venv/setup-logs/tests.log \
         .venv/bin/python -m pip --disable-pip-version-check install --no-build-isolation -e ".[$extras]" || exit 1
     echo "$wanted" >$stamp

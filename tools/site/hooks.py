@@ -6,6 +6,9 @@ Markdown as it is, code in a block with its highlighting.
 
 from __future__ import annotations
 
+import html
+import itertools
+import json
 import posixpath
 import re
 from functools import cache
@@ -26,14 +29,22 @@ PAGES = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.
 BOOST = {
     "messages.md": 2,
     "troubleshooting.md": 2,
-    "decisions.md": 0.5,
-    "trust.md": 0.5,
-    "CHANGELOG.md": 0.5,
-    "returnn_keys.md": 0.5,
+    "glossary.md": 0.5,
+    "decisions.md": 0.3,
+    "status.md": 0.3,
+    "trust.md": 0.3,
+    "CHANGELOG.md": 0.2,
+    "returnn_keys.md": 0.2,
 }
 """How much more than on other pages a word counts in a search."""
 
+OF_A_KEY, OF_A_BEGINNING, OF_A_MESSAGE = 5, 10, 3
+"""The same for the row of a key, whose title is its name; for one whose name is the beginning of others, which a search for it
+finds, too; and for a message."""
+
 LINK = re.compile(r"(?P<begin>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<path>[^\s():#]+)(?P<anchor>#[^\s)]*)?\)")
+KEY = re.compile(r"^\| (?P<anchors>(?:<a id=\"[^\"]+\"></a>)+)(?P<names>.*?) \| (?P<text>.*) \|$", re.MULTILINE)
+MESSAGE = re.compile(r"^- (?P<quotes>`+) ?(?P<text>.*?) ?(?P=quotes)$", re.MULTILINE)
 FENCE = re.compile(r"^(?P<margin> *)```.*?^(?P=margin)```$", re.MULTILINE | re.DOTALL)
 
 LANGUAGES = {".py": "python", ".js": "javascript", ".css": "css", ".sh": "bash", ".def": "bash", ".toml": "toml"}
@@ -93,6 +104,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     elif place in BOOST:
         page.meta["search"] = {"boost": BOOST[place]}
 
+    if place == "messages.md":
+        numbers = itertools.count(1)
+        markdown = MESSAGE.sub(lambda found: f'- <a id="message-{next(numbers)}"></a>{found[0][2:]}', markdown)
+
     def on_site(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link["path"]))
         path = posixpath.relpath(site_place(target), posixpath.dirname(place) or ".")
@@ -102,6 +117,35 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"{begin}{path}{link['anchor'] or ''})"
 
     return outside_of_code(markdown, lambda text: LINK.sub(on_site, text))
+
+
+def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let site.css know the page of the keys, whose rows are blocks on a phone."""
+    return f'<div class="keys">{content}</div>' if page.file.src_uri == "keys.md" else content
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Let a search find the row of a key and a single message, besides sections of pages. (The plugin `offline` comes later.)"""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    rows = list(KEY.finditer((ROOT / "docs" / "keys.md").read_text(encoding="utf-8")))
+    names = [row["names"].replace("`", "") for row in rows]
+    for row, name in zip(rows, names, strict=True):
+        anchor = re.findall(r'id="([^"]+)"', row["anchors"])[0]
+        begins = any(other.startswith(name) and other != name for other in names)
+        index["docs"].append(entry(f"keys.html#{anchor}", name, row["text"], OF_A_BEGINNING if begins else OF_A_KEY))
+    title = ""
+    numbers = itertools.count(1)
+    for line in (ROOT / "docs" / "messages.md").read_text(encoding="utf-8").splitlines():
+        title = line.removeprefix("### ") if line.startswith("### ") else title
+        if found := MESSAGE.match(line):
+            index["docs"].append(entry(f"messages.html#message-{next(numbers)}", title, found["text"], OF_A_MESSAGE))
+    path.write_text(json.dumps(index), encoding="utf-8")
+
+
+def entry(location: str, title: str, text: str, boost: float) -> dict[str, Any]:
+    """What the search knows of a place of the site."""
+    return {"location": location, "title": html.escape(title), "text": f"<p>{html.escape(text)}</p>", "boost": boost}
 
 
 @cache

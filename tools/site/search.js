@@ -1,13 +1,14 @@
-// A message that is pasted into the search is found by its rare words: names and numbers in it differ from case to case.
+// A message that is pasted into the search is found by its words: names and numbers in it differ from case to case.
 const common = /^(rank|ranks|epoch|step|steps|expected|with|that|this|from|none|other|others|config|command|line)$/
 
 document.addEventListener("paste", event => {
   const input = event.target
   if (!input.matches?.(".md-search__input")) return
   const pasted = event.clipboardData.getData("text")
-  const words = pasted.split(/[\s,;:()'"]+/).filter(word => /^[A-Za-z_.+-]{4,}$/.test(word) && !common.test(word))
-  if (words.length < 3) return
+  const sign = pasted.match(/\b(expected|unknown key)\b/)?.[0].split(" ")[0] // most messages have one of them, the rows of keys do not
+  const words = pasted.split(/[\s,;:()'"?]+/).filter(word => /^[A-Za-z_.+-]{4,}$/.test(word) && (sign ? word !== sign : !common.test(word)))
+  if (words.length < (sign ? 2 : 3)) return
   event.preventDefault()
-  input.value = words.join(" ")
+  input.value = words.concat(sign ? `+${sign}` : []).join(" ")
   input.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }))
 })

@@ -207,3 +207,14 @@ def _identity_of(path: str) -> Identity | None:
         return identity(os.stat(path))
     except OSError:  # opening it gives a better message
         return None
+
+
+def text_lines(content: bytes) -> list[str]:
+    r"""The lines of a text in UTF-8, without the mark that Windows' editors write before the first one, and without blanks at the
+    end of a line; a line of nothing else keeps them, as a vocabulary may have a blank. Raises: UnicodeDecodeError.
+
+    >>> text_lines(b"\xef\xbb\xbfa \r\n \nb c\n")
+    ['a', ' ', 'b c']
+    """
+    lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
+    return [line.rstrip() or line.rstrip("\r") for line in lines]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.formats.folder import Units, Vocabulary, split
+from hvdtrain.data.formats.wav import damage, damage_of_file
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -55,6 +56,8 @@ def sound(rate: int | None) -> Convert:
     def convert(value: Any, where: str) -> Array:
         encoded = value["bytes"]
         try:
+            if problem := damage_of_file(value["path"]) if encoded is None else damage(io.BytesIO(encoded), len(encoded)):
+                raise DataError(f"{where}: expected a whole sound file, got {problem}")
             samples, found = soundfile.read(
                 value["path"] if encoded is None else io.BytesIO(encoded), dtype="float32", always_2d=True
             )

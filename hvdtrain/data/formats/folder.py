@@ -5,15 +5,18 @@ Text becomes class indices by a vocabulary, a list of entries: the class of an e
 
 from __future__ import annotations
 
+import os
 import wave
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy
 
+from hvdtrain.data.files import text_lines
+from hvdtrain.data.formats.wav import damage_of_file
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
@@ -34,6 +37,17 @@ class Vocabulary:
         self._where = where
         self.entries = list(entries)
         self._classes = {entry: number for number, entry in enumerate(entries)}
+
+    def misfit(self, texts: Iterable[Sequence[str]]) -> str:
+        """What to say if most units of some texts are not in the vocabulary; '': nothing."""
+        counts = Counter(unit for units in texts for unit in units)
+        unknown = sum(count for unit, count in counts.items() if unit not in self._classes)
+        if 2 * unknown <= counts.total():
+            return ""
+        return (
+            f"{unknown} of the {counts.total()} units of its first texts are not in {self._where} and become {UNKNOWN} (does it "
+            "fit the data: characters or words, upper or lower case?)"
+        )
 
     def check(self, units: Sequence[str], source: str, tag: str) -> None:
         """Check that the vocabulary has all units of a sequence. Raises: DataError, naming `source` and `tag`."""
@@ -71,7 +85,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file. Raises: DataError."""
     try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return text_lines(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: expected a text file, got: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -172,11 +186,11 @@ class FolderDataset(ItemSequence):
         return tag, arrays
 
     def _read(self, path: Path) -> Array:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             return _read_array(path)
         rate, values = _read_sound(path)
         if self._rate is None:  # that of the first file, so that the result does not depend on which one is read first
-            first = next((file for file in map(self._files.__getitem__, self._tags) if file.suffix == ".wav"), path)
+            first = next((file for file in map(self._files.__getitem__, self._tags) if file.suffix.lower() == ".wav"), path)
             self._rate = rate if first == path else _read_sound(first)[0]
         if rate != self._rate:
             raise DataError(f"{path}: expected {self._rate} samples per second as in the first file, got {rate}")
@@ -188,13 +202,23 @@ def _files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: expected a folder of .npy or .wav files, got {'a file' if folder.exists() else 'nothing'}")
     files: dict[str, Path] = {}
-    for path in folder.rglob("*"):
-        if path.suffix in SUFFIXES and path.is_file():
+    for path in _walk(folder):
+        if path.suffix.lower() in SUFFIXES and path.is_file():
             tag = path.relative_to(folder).with_suffix("").as_posix()
             if tag in files:
                 raise DataError(f"{folder}: expected one file for {tag!r}, got {files[tag].name} and {path.name}")
             files[tag] = path
     return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """The files below a folder, also those below linked folders, each of which is entered once. (Path.rglob leaves these out.)"""
+    entered = {os.path.realpath(folder)}
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = {name: os.path.realpath(os.path.join(root, name)) for name in folders}
+        folders[:] = [name for name in folders if real[name] not in entered]
+        entered |= {real[name] for name in folders}
+        yield from (Path(root, name) for name in names)
 
 
 def _read_transcript(path: Path, units: Units) -> dict[str, list[str]]:
@@ -229,5 +253,7 @@ def _read_sound(path: Path) -> tuple[int, Array]:
         raise DataError(f"{path}: expected a .wav file of 16-bit PCM, got {8 * width} bits")
     if len(stored) != samples * channels * width:
         raise DataError(f"{path}: expected {samples} samples as its header says, got {len(stored) // (channels * width)}")
+    if problem := damage_of_file(path):
+        raise DataError(f"{path}: expected a whole .wav file, got {problem}")
     # As floats with a channel axis: RETURNN would take integers without one for class indices.
     return rate, (numpy.frombuffer(stored, "<i2").astype(numpy.float32) / 32768).reshape(samples, channels)

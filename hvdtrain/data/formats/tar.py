@@ -411,6 +411,6 @@ def _number(content: bytes, where: str) -> Array:
 
 def _text(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig").rstrip()  # a mark of Windows' editors, and the end of the line
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: expected text in UTF-8, got: {error}") from None

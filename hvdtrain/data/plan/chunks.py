@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.files import text_lines
 from hvdtrain.data.plan.batch_keys import Limit
 from hvdtrain.data.plan.chunk_keys import FRAMES_END, ChunkKeys, Context, Tail, limit_of, parse, parse_context
 from hvdtrain.data.types import Array, Batch
@@ -65,7 +66,7 @@ def read_tags(path: Path) -> frozenset[str]:
     """The lines of a text file, possibly compressed with gzip (.gz). Raises: DataError."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = content.decode("utf-8").splitlines()
+        lines = text_lines(content)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"seq_list_filter_file: expected a text file with a tag on each line, got {path}: {reason}") from None

@@ -22,6 +22,10 @@ OVERSHOOT = 0.5
 """Seconds by which a segment may end after its recording, as in Kaldi: it then ends with the recording."""
 
 
+LOOKED_AT = 100
+"""So many transcripts show whether a vocabulary fits them."""
+
+
 class Column(ABC):
     """A data key of a folder. Sequences are numbered as the utterances of the folder.
 
@@ -90,6 +94,11 @@ class TextColumn(Column):
 
     def lengths(self) -> Array | None:
         return self._count() if isinstance(self._encoder, (RawText, UnitEncoder)) else None
+
+    def misfit(self) -> str:
+        """What to say if a vocabulary does not fit the first transcripts; '': nothing."""
+        first = numpy.flatnonzero(self.positions >= 0)[:LOOKED_AT].tolist()
+        return self._encoder.misfit(map(self.value, first)) if isinstance(self._encoder, UnitEncoder) else ""
 
 
 class NumbersColumn(Column):
@@ -171,12 +180,14 @@ class SoundColumn(Column):
         self._starts: Array | None = None
         self._stops: Array | None = None  # none of segments that end with the recording, until its length is known
         self._has_rate_of_first = rate is None
+        self._chosen = numpy.full(len(positions), -1)  # of all channels, by sequence; -1: none is chosen
         if table is not recordings:
-            self._lines, times = _segments(table, positions, recordings)
+            self._lines, times, self._chosen = _segments(table, positions, recordings)
         info = self._first(lambda index: reader.info(*self._recording(index)))
         self.rate = rate or info.rate
-        self._channels = info.channels
-        self.stream = Stream(numpy.dtype(numpy.float32), (info.channels,), info.channels, sparse=False)
+        self._chooses = bool((self._chosen >= 0).any())
+        self._channels = 1 if self._chooses else info.channels
+        self.stream = Stream(numpy.dtype(numpy.float32), (self._channels,), self._channels, sparse=False)
         self.tolerance = 0
         self._lengths: Array | None = None
         if table is not recordings:
@@ -236,6 +247,12 @@ class SoundColumn(Column):
         start = 0 if self._starts is None else int(self._starts[index])
         stop = None if self._stops is None or self._stops[index] < 0 else int(self._stops[index])
         samples, rate = self._reader.read(name, where, start, stop)
+        if (chosen := int(self._chosen[index])) >= 0:
+            if chosen >= samples.shape[1]:
+                raise BrokenSequence(
+                    f"{where}: expected a channel below {samples.shape[1]}, got {chosen} in {self.value(index)!r}"
+                )
+            samples = samples[:, chosen : chosen + 1]
         self._check(rate, samples.shape[1], where)
         expected = len(samples) if self._lengths is None else int(self._lengths[index])
         if samples_differ := expected - len(samples):
@@ -256,7 +273,7 @@ class SoundColumn(Column):
 
     def _checked_info(self, name: str, where: str) -> int:
         info = self._reader.info(name, where)
-        self._check(info.rate, info.channels, where)
+        self._check(info.rate, self._channels if self._chooses else info.channels, where)
         return info.samples
 
     def _check(self, rate: int, channels: int, where: str) -> None:
@@ -264,7 +281,8 @@ class SoundColumn(Column):
             what = "as the first recording has" if self._has_rate_of_first else "as sample_rate says"
             raise BrokenSequence(f"{where}: expected {self.rate} samples per second, {what}, got {rate}")
         if channels != self._channels:
-            raise BrokenSequence(f"{where}: expected {self._channels} channels, as the first recording has, got {channels}")
+            whose = "as other segments have" if self._chooses else "as the first recording has"
+            raise BrokenSequence(f"{where}: expected {self._channels} channels, {whose}, got {channels}")
 
 
 class FbankColumn(Column):
@@ -295,26 +313,31 @@ def check_finite(values: Array, where: str) -> Array:
     return values
 
 
-def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array, Array]:
-    """The lines of the recordings of segments, and their begin and end in seconds; an end of -1: that of the recording.
+def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array, Array, Array]:
+    """The lines of the recordings of segments; their begin and end in seconds (an end of -1: that of the recording); and their
+    channels, counted from 0 (-1: all).
 
     Raises:
         DataError: a line is not as described, or has a recording that there is not.
     """
     lines = numpy.full(len(positions), -1, numpy.int64)
-    times = numpy.zeros((len(positions), 2))
+    times, channels = numpy.zeros((len(positions), 2)), numpy.full(len(positions), -1)
     for index in numpy.flatnonzero(positions >= 0).tolist():
         position = int(positions[index])
         fields = table.values[position].split()
         try:
             name, begin, end = fields[0], float(fields[1]), float(fields[2])
-            is_right = begin >= 0 and (end > begin or end < 0)
+            channel = int(fields[3]) if len(fields) > 3 else -1
+            is_right = begin >= 0 and (end > begin or end < 0) and channel >= -1 and len(fields) <= 4
         except (IndexError, ValueError):
             is_right = False
         if not is_right:
-            raise DataError(f"{table.where(position)}: expected `recording begin end` in seconds, got {table.values[position]!r}")
+            raise DataError(
+                f"{table.where(position)}: expected `recording begin end` in seconds, and perhaps a channel, got "
+                f"{table.values[position]!r}"
+            )
         line = recordings.find(name)
         if line is None:
             raise DataError(f"{table.where(position)}: expected a recording of {recordings.path}, got {name!r}")
-        lines[index], times[index] = line, (begin, end)
-    return lines, times
+        lines[index], times[index], channels[index] = line, (begin, end), channel
+    return lines, times, channels

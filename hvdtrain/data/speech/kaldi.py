@@ -70,6 +70,10 @@ class KaldiFolder(Dataset):
                 )
         return arrays
 
+    def warnings(self) -> list[str]:
+        texts = {name: column.misfit() for name, column in self._columns.items() if isinstance(column, TextColumn)}
+        return [f"{name!r}: {text}" for name, text in texts.items() if text]
+
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [self._ids[number] for number in self._used[list(indices)].tolist()]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.formats.wav import damage, damage_of_file
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 
@@ -46,9 +47,11 @@ class SoundReader:
         if self._is_file(name, where):
             path = self._path(name)
             try:
-                found = self._soundfile.info(path)
+                found, problem = self._soundfile.info(path), damage_of_file(path)
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected a sound file, got {_reason(path, error)}") from None
+            if problem:
+                raise BrokenSequence(f"{where}: expected a whole sound file, got {path}: {problem}")
             return SoundInfo(found.frames, found.samplerate, found.channels)
         samples, rate = self._whole(name, where)
         return SoundInfo(len(samples), rate, samples.shape[1])
@@ -97,14 +100,37 @@ class SoundReader:
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected sound from the command, got: {error}") from None
             return samples, rate
+        if (encoded := self._archived_wav(name, where)) is not None:
+            samples, rate = self._soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
+            return samples, rate
         loaded = load_archived(self._root, name, where)
         if not isinstance(loaded, tuple) or len(loaded) != 2:
             raise BrokenSequence(f"{where}: expected sound, got an array that is not sound")
         first, second = loaded
         rate, values = (int(first), second) if isinstance(first, (int, numpy.integer)) else (int(second), first)
-        if values.dtype.kind == "i":
+        if values.dtype == numpy.uint8:  # the only unsigned PCM
+            values = (values.astype(numpy.float32) - 128) / 128
+        elif values.dtype.kind == "i":
             values = values.astype(numpy.float32) / numpy.float32(-float(numpy.iinfo(values.dtype).min))
         return values.astype(numpy.float32, copy=False).reshape(len(values), -1), rate
+
+    def _archived_wav(self, name: str, where: str) -> bytes | None:
+        """A .wav file in an archive, of which kaldiio neither scales 8 bits nor decodes mu-law; None: it is something else, which
+        `load_archived` reads or refuses. Raises: BrokenSequence, if it is not whole."""
+        path, offset = _place(str((self._root / name).absolute()))
+        if "[" in name.rpartition(":")[2] or not path.is_file():
+            return None
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            head = stream.read(8)
+            if head[:4] != b"RIFF":
+                return None
+            encoded = head + stream.read(min(int.from_bytes(head[4:], "little"), path.stat().st_size))
+        says = int.from_bytes(head[4:], "little") + 8
+        problem = f"{len(encoded)} of its {says} bytes" if len(encoded) < says else damage(io.BytesIO(encoded), len(encoded))
+        if problem:
+            raise BrokenSequence(f"{where}: expected a whole sound file, got {problem}")
+        return encoded
 
 
 def is_archive(name: str) -> bool:

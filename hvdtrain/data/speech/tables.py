@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.files import text_lines
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -27,7 +28,7 @@ class Table:
     def __init__(self, path: Path, may_be_empty: bool = False) -> None:
         self.path = path
         try:
-            lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = text_lines(path.read_bytes())
         except OSError as error:
             raise DataError(f"{path}: expected a text file, got: {error.strerror}") from None
         except UnicodeDecodeError as error:

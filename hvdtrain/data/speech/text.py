@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ class UnitEncoder:
         self._space = SPACE if units == "characters" and SPACE in vocabulary.entries else " "
         self.stream = _classes(vocabulary.entries)
 
+    def misfit(self, texts: Iterable[str]) -> str:
+        """What to say if most units of some texts are not in the vocabulary; '': nothing."""
+        return self._vocabulary.misfit(self._units_of(text) for text in texts)
+
     def length(self, text: str, where: str) -> int:
         return len(self._split(text, where))
 
@@ -65,9 +69,7 @@ class UnitEncoder:
         return self._vocabulary.classes(self._split(text, where))
 
     def _split(self, text: str, where: str) -> list[str]:
-        found = split(text, self._units)
-        if self._space != " ":
-            found = [self._space if unit == " " else unit for unit in found]
+        found = self._units_of(text)
         if self._known.issuperset(found):  # several times as fast as the check
             return found
         try:
@@ -75,6 +77,10 @@ class UnitEncoder:
         except DataError as error:
             raise BrokenSequence(str(error)) from None
         return found
+
+    def _units_of(self, text: str) -> list[str]:
+        found = split(text, self._units)
+        return found if self._space == " " else [self._space if unit == " " else unit for unit in found]
 
 
 class Tokens:

@@ -116,6 +116,18 @@ def test_what_is_not_as_it_should_be(arrays: Path, capsys: pytest.CaptureFixture
     assert "foldr" in capsys.readouterr().err
 
 
+def test_linked_folders_and_other_spellings_of_suffixes(tmp_path: Path) -> None:
+    far, near = tmp_path / "far", tmp_path / "near"
+    far.mkdir()
+    near.mkdir()
+    numpy.save(far / "a.npy", numpy.zeros(3))
+    (far / "a.npy").rename(near / "b.NPY")
+    numpy.save(far / "a.npy", numpy.ones(2))
+    (near / "linked").symlink_to(far)
+    (near / "again").symlink_to(near)
+    assert [tag for tag, _ in FolderDataset(str(near))] == ["b", "linked/a"]
+
+
 def test_files_that_are_not_what_they_are_called(arrays: Path) -> None:
     folder = arrays / "files"
     write_wav(folder / "one.wav", [1])

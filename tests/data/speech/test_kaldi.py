@@ -325,3 +325,68 @@ def test_token_lists(folder: Path) -> None:
     assert dataset.sequence(5)["classes"].tolist() == [4, 5, 5]
     assert dataset.sequence(0)["classes"].tolist() == [1, 1, 5]
     assert dataset.streams["classes"].labels[2] == "<space>"
+
+
+def test_a_segment_of_one_channel(tmp_path: Path) -> None:
+    both = numpy.stack([sound(1, RATE), sound(2, RATE)], axis=1)
+    soundfile.write(tmp_path / "call.wav", both, RATE, subtype="PCM_16")
+    write_table(tmp_path / "wav.scp", {"call": tmp_path / "call.wav"})
+    write_table(tmp_path / "segments", {"a": "call 0 0.5 0", "b": "call 0.25 -1 1"})
+    write_table(tmp_path / "text", {"a": "x", "b": "x"})
+    options = {"folder": str(tmp_path), "vocabulary": ["x"]}
+    made = everything(opened(options))
+    numpy.testing.assert_array_equal(made["a"]["data"], both[: RATE // 2, :1])
+    numpy.testing.assert_array_equal(made["b"]["data"], both[RATE // 4 :, 1:])
+    for line, message in {
+        "call 0 0.5 2": "expected a channel below 2, got 2",
+        "call 0 0.5": "expected 1 channels, as other segments have, got 2",
+        "call 0 0.5 0 1": "expected `recording begin end` in seconds, and perhaps a channel",
+    }.items():
+        write_table(tmp_path / "segments", {"a": line, "b": "call 0.25 -1 1"})
+        with pytest.raises(DataError, match=message):
+            everything(opened(options))
+
+
+@pytest.mark.parametrize("subtype", ["PCM_U8", "ULAW", "PCM_16", "PCM_24", "FLOAT"])
+def test_every_wav_in_an_archive_is_decoded(tmp_path: Path, subtype: str) -> None:
+    soundfile.write(tmp_path / "a.wav", sound(3, 400), RATE, subtype=subtype)
+    content = (tmp_path / "a.wav").read_bytes()
+    (tmp_path / "all.ark").write_bytes(b"a " + content + b"b " + content[:-99])
+    write_table(tmp_path / "wav.scp", {"a": f"{tmp_path}/all.ark:2", "b": f"{tmp_path}/all.ark:{len(content) + 4}"})
+    write_table(tmp_path / "text", {"a": "x", "b": "x"})
+    dataset = opened({"folder": str(tmp_path), "vocabulary": ["x"]}, limit=1)
+    expected, _ = soundfile.read(tmp_path / "a.wav", dtype="float32", always_2d=True)
+    assert dataset.num_sequences == 1, "what is cut off is broken"
+    numpy.testing.assert_array_equal(dataset.sequence(0)["data"], expected)
+
+
+def test_tables_written_on_windows(folder: Path) -> None:
+    for name in ("wav.scp", "text"):
+        text = (folder / name).read_text().replace("\n", " \r\n")
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (folder / "letters").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(sorted({*"".join(WORDS)})).encode() + b"\r\n")
+    made = everything(opened({"folder": str(folder), "vocabulary": str(folder / "letters")}))
+    (folder / "plain").write_text("\n".join(sorted({*"".join(WORDS)})))
+    assert list(made) == [f"utt{number:02}" for number in range(6)]
+    letters = sorted({*"".join(WORDS)})
+    assert ["".join(letters[letter] for letter in one["classes"]) for one in made.values()] == WORDS
+
+
+def test_a_vocabulary_that_does_not_fit(folder: Path) -> None:
+    dataset = opened({"folder": str(folder), "vocabulary": ["<unk>", "T", "O"]})
+    [line] = dataset.warnings()
+    assert re.match(r"'classes': \d+ of the \d+ units of its first texts are not in vocabulary and become <unk>", line)
+    assert opened({"folder": str(folder), "vocabulary": ["<unk>", *"aebtnowh"]}).warnings() == []
+
+
+@pytest.mark.parametrize("cut", [1000, 20])
+def test_a_wav_that_is_not_whole_is_broken(folder: Path, cut: int) -> None:
+    path = folder / "audio" / "utt01.wav"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DataError, match=r"expected a (whole )?sound file, got .*utt01"):
+        opened({"folder": str(folder), "vocabulary_from": str(folder / "text")})
+    header = bytearray((folder / "audio" / "utt02.wav").read_bytes())
+    header[4:8], header[40:44] = (36).to_bytes(4, "little"), bytes(4)  # as of a writer that was not closed
+    path.write_bytes(header)
+    with pytest.raises(DataError, match=r"was its writer closed"):
+        opened({"folder": str(folder), "vocabulary_from": str(folder / "text")})

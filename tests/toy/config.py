@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import hvdtrain
@@ -103,11 +104,33 @@ class WithStatistics(Plain):
         return super().forward(self.dropout(self.norm(frames.transpose(1, 2)).transpose(1, 2)), mask)
 
 
+class Reused(Plain):
+    """With a layer that is computed three times, each time again in backward, which then adds to its gradient three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, frames, mask):
+        hidden = self.first(frames.transpose(1, 2)).transpose(1, 2).relu()
+        for _ in range(3):
+            hidden = torch.utils.checkpoint.checkpoint(lambda values: self.middle(values).tanh(), hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+MODELS = {
+    "plain": Plain,
+    "reused": Reused,
+    "statistics": WithStatistics,
+    "only_statistics": lambda: WithStatistics(dropout=0.0),
+}
+
+
 def get_model(**_):
     torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to be broadcast
     if layers == "threads":
         return nn.DataParallel(Plain())
-    return {"plain": Plain, "statistics": WithStatistics, "only_statistics": lambda: WithStatistics(dropout=0.0)}[layers]()
+    return MODELS[layers]()
 
 
 def train_step(*, model, extern_data, **_):

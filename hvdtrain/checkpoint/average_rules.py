@@ -248,11 +248,11 @@ def _best_checkpoints(
 
 
 def _best(records: Sequence[EpochRecord], measure: Measure, count: int) -> list[EpochRecord]:
-    """The best records, of equally good ones the earlier; without those whose score is NaN or missing."""
+    """The best records, of equally good ones the earlier; without those that have no comparable score."""
     name = measure.name(records)
     if name is None:
         return []
-    errors = [errors_of(record.scores, measure.higher).get(name, nan) for record in records]
+    errors = [errors_of(record.comparable, measure.higher).get(name, nan) for record in records]
     places = [(error, place) for place, error in enumerate(errors) if not isnan(error)]  # records are in their order already
     return [records[place] for _, place in sorted(places)[:count]]
 

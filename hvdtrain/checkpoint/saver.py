@@ -439,7 +439,7 @@ def clean_up(
 ) -> None:
     """Remove the models that neither a rule keeps nor an average needs."""
     epochs = checkpoints.finished_epochs()
-    kept = rule.epochs_to_keep(epochs, {record.epoch: record.scores for record in history})
+    kept = rule.epochs_to_keep(epochs, {record.epoch: record.comparable for record in history})
     for epoch, reasons in averages.epochs_to_keep(epochs, history).items():
         kept[epoch] = [*kept.get(epoch, []), *reasons]
     kept = dict(sorted(kept.items()))

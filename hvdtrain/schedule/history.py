@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite, nan
 
 META = ":meta:"
 """The prefix of entries in learning rate files that are metadata, not scores."""
@@ -61,6 +61,11 @@ class EpochRecord:
     scores: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     is_updated: bool = field(default=True, kw_only=True)
+
+    @property
+    def comparable(self) -> dict[str, float]:
+        """The scores by which the epoch may be among the best: NaN in place of what is not finite, or was not trained for."""
+        return {name: score if self.is_updated and isfinite(score) else nan for name, score in self.scores.items()}
 
     @property
     def at_step(self) -> int | None:

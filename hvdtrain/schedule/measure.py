@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, nan
+from math import inf, isnan, nan
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import Section, key
@@ -144,8 +144,8 @@ def best_of(
     best: EpochRecord | None = None
     lowest = inf
     for record in history:
-        error = errors_of(record.scores, higher).get(score, nan)
-        if record.is_updated and isfinite(error) and (best is None or error < lowest - min_difference):
+        error = errors_of(record.comparable, higher).get(score, nan)
+        if not isnan(error) and (best is None or error < lowest - min_difference):
             best, lowest = record, error
     return best
 

@@ -182,6 +182,27 @@ MUTATIONS = [
         ("tests/learner/test_param_average.py",),
     ),
     Mutation(
+        "a rank's weight multiplies masks and tables, too",
+        "learner/buffers.py",
+        " if not is_alike]",
+        "]",
+        ("tests/learner/test_roles.py",),
+    ),
+    Mutation(
+        "0 times the -inf of a rank without a batch",
+        "learner/reducer.py",
+        "tensor * weight if weight else tensor**0 - 1",
+        "tensor * weight",
+        ("tests/learner/test_roles.py",),
+    ),
+    Mutation(
+        "averages of weights in bfloat16 are in bfloat16",
+        "learner/torch/state.py",
+        "torch.float32 if weight.dtype in HALVES else weight.dtype",
+        "weight.dtype",
+        ("tests/learner/test_roles.py",),
+    ),
+    Mutation(
         "the velocity of an outer optimizer has the wrong sign",
         "learner/param_sync.py",
         "velocity = self.momentum * moments[0] + gradient",

@@ -105,6 +105,17 @@ class WeightAverageBase(EvaluationWeights):
     def has_started(self) -> bool:
         return bool(self._averages)
 
+    def start(self, updates: int = 0) -> None:
+        averages = {name: self._wide(weight) for name, weight in self._weights.items()}
+        if self._averages:
+            self.restore(averages)  # a graph may have the present objects
+        else:
+            self._averages = averages
+        self.updates = updates
+
+    def adopt(self, changed: Collection[str]) -> None:
+        self.restore({name: self._wide(self._weights[name]) for name in self._averages.keys() & changed})
+
     def follow(self, updates: int) -> None:
         self._approach(1 - retained_share(self._decay, self.updates, updates))
         self.updates += updates
@@ -122,6 +133,10 @@ class WeightAverageBase(EvaluationWeights):
     def _leave(self) -> None:
         self._exchange(self._trained)
         self._trained = {}
+
+    @abstractmethod
+    def _wide(self, weight: Any) -> Any:
+        """An average that begins with a weight, in float32 or wider."""
 
     @abstractmethod
     def _values(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -112,16 +112,8 @@ class WeightAverage(WeightAverageBase):
         super().__init__({name: tensorflow_variable(variable) for name, variable in named.items()}, decay)
         self._graph = tf.function(self._add_share, autograph=False)
 
-    def start(self, updates: int = 0) -> None:
-        for name, variable in self._weights.items():
-            if name in self._averages:
-                self._averages[name].assign(exchange_value(variable))
-            else:
-                self._averages[name] = tf.Variable(exchange_value(variable), trainable=False)
-        self.updates = updates
-
-    def adopt(self, changed: Collection[str]) -> None:
-        self.restore({name: exchange_value(self._weights[name]) for name in self._averages.keys() & changed})
+    def _wide(self, weight: tf.Variable) -> tf.Variable:
+        return tf.Variable(exchange_value(weight), trainable=False)
 
     def restore(self, exact: Mapping[str, Any]) -> None:
         for name, values in exact.items():

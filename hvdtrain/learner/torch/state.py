@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -269,15 +269,8 @@ class TorchState(StateBase):
 class WeightAverage(WeightAverageBase):
     """The moving average of parameters."""
 
-    def start(self, updates: int = 0) -> None:
-        self._averages = {
-            name: one.detach().to(torch.float32 if one.dtype in HALVES else one.dtype, copy=True)
-            for name, one in self._weights.items()
-        }
-        self.updates = updates
-
-    def adopt(self, changed: Collection[str]) -> None:
-        self.restore({name: self._weights[name].detach() for name in self._averages.keys() & changed})
+    def _wide(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().to(torch.float32 if weight.dtype in HALVES else weight.dtype, copy=True)
 
     def restore(self, exact: Mapping[str, torch.Tensor]) -> None:
         for name, values in exact.items():

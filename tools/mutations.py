@@ -1,4 +1,4 @@
-"""Break the package in 40 places, one at a time, and tell whether the tests notice: `python tools/mutations.py`.
+"""Break the package in more than 40 places, one at a time, and tell whether the tests notice: `python tools/mutations.py`.
 
 Every mutation is a defect that somebody could really introduce, with the cheapest tests that should notice it. The tests run in a
 copy of the checkout in a temporary folder, changes that are not committed included; the checkout itself stays as it is. First,

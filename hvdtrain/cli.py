@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.comm import fork_server, launch, local
 from hvdtrain.comm.child import end_with
+from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import did_you_mean
@@ -251,6 +252,8 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     except LaunchError as error:
         return _fail_before_connecting(error)
     except Stopped as stopped:
+        if not stopped.on_every_rank and launcher.process.rank:
+            time.sleep(SECONDS_FOR_THE_CAUSE)  # of all ranks that got the signal, one is to print it
         launcher.on_stop(stopped.outcome, str(stopped))
         return stopped.status if stopped.is_printed else _end(str(stopped), stopped.outcome)
     except HvdtrainError as error:

@@ -90,7 +90,6 @@ class Engine:
             TrainingError: a loss is not a finite number.
             ConfigError: the config names a score that the epoch does not have; a checkpoint was written.
         """
-        self._session.interrupt.defer_sigint()
         self._notifier.subscribe()
         self._notifier.notify("on_train_begin")
         end = None

@@ -75,6 +75,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         session = replace(session, goodput=open_goodput(settings, session, began))
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
+        session.interrupt.defer()
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -85,6 +85,12 @@ class Stopped(HvdtrainError):
         super().__init__(message)
         self.outcome = Outcome(status, "all ranks", repeatable)
 
+    @classmethod
+    def before_training(cls, reason: str) -> Stopped:
+        """The error of a rank that stops while the job starts. It cannot tell the others, which may wait for it."""
+        stopped = cls(f"stopped by {reason} before the first step; the same command starts again")
+        return stopped._with(outcome=replace(stopped.outcome, scope="this rank"))
+
     def as_printed(self) -> Self:
         """The same error, marked as printed."""
         return self._with(is_printed=True)
@@ -93,8 +99,8 @@ class Stopped(HvdtrainError):
 class Interrupt:
     """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
-    SIGTERM, SIGUSR1 and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt, and
-    so does the first one before `defer_sigint` is called, as there is nothing to save yet.
+    SIGTERM, SIGUSR1 and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
+    `defer` is called, there is nothing to save yet: then SIGINT raises KeyboardInterrupt, and the others raise Stopped.
 
     Args:
         seconds: from now on, the time limit; None: no limit.
@@ -111,7 +117,7 @@ class Interrupt:
         self._clock = clock
         self._deadline = None if seconds is None else clock() + seconds
         self._former: dict[signal.Signals, Any] = {}
-        self._defers_sigint = False
+        self._defers = False
         self._parent = os.getppid()
         self._signal: signal.Signals | None = None
         self.on_sigterm: Callable[[], object] = lambda: None
@@ -126,9 +132,9 @@ class Interrupt:
         for number, former in self._former.items():
             signal.signal(number, former)
 
-    def defer_sigint(self) -> None:
-        """Record the first SIGINT from now on. The caller checks `reason` regularly and saves a checkpoint."""
-        self._defers_sigint = True
+    def defer(self) -> None:
+        """Record signals from now on. The caller checks `reason` regularly and saves a checkpoint."""
+        self._defers = True
 
     @property
     def reason(self) -> str | None:
@@ -143,9 +149,11 @@ class Interrupt:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if received == signal.SIGINT and (not self._defers_sigint or self._signal == signal.SIGINT):
+        if received == signal.SIGINT and (not self._defers or self._signal == signal.SIGINT):
             raise KeyboardInterrupt
         is_first = self._signal is None
         self._signal = received
+        if not self._defers:
+            raise Stopped.before_training(self.reason or received.name)
         if received == signal.SIGTERM and is_first:
             self.on_sigterm()

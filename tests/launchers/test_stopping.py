@@ -143,7 +143,7 @@ def test_a_signal_that_comes_twice_by_hand_ends_at_once() -> None:
     with Interrupt(None) as interrupt:
         with pytest.raises(KeyboardInterrupt):  # no signal yet that there is something to save
             signal.raise_signal(signal.SIGINT)
-        interrupt.defer_sigint()
+        interrupt.defer()
         signal.raise_signal(signal.SIGUSR1)
         assert interrupt.reason == "SIGUSR1"
         signal.raise_signal(signal.SIGINT)
@@ -166,3 +166,12 @@ def test_time_limits() -> None:
     assert interrupt.reason is None
     now[0] = 60.0
     assert interrupt.reason == "time_limit"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_the_job_starts_ends_it_at_once(corpus: Path, tmp_path: Path, how: signal.Signals) -> None:
+    more = tmp_path / "more.py"
+    more.write_text(f"import signal\ndef startup_callback(**_):\n    signal.raise_signal({how.value})\n    1 / 0\n")
+    ended = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model"}, options=[str(more)])
+    assert (ended.status, ended.err) == (75, f"stopped by {how.name} before the first step; the same command starts again\n")
+    assert (state(tmp_path).name, list(tmp_path.glob("*.pt"))) == ("stopped", [])

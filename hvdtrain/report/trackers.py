@@ -122,7 +122,10 @@ class BackgroundTracker:
     def begin(self, run: RunDescription) -> None:
         """Start the thread, whose first call is `begin`."""
         self._calls.put(("begin", (run,)))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self._note_failure("begin", error)
 
     def epoch(self, report: EpochReport) -> None:
         self._calls.put(("log_epoch", (report.epoch, report.global_step, metrics(report))))
@@ -149,7 +152,8 @@ class BackgroundTracker:
 
     def wait(self, seconds: float) -> None:
         """Wait until all calls are made, for at most this many seconds, and log what was not done."""
-        self._thread.join(max(0.0, seconds))
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
             log.warning(f"trackers: {self._label} is still busy and was abandoned; {self._calls.qsize()} calls were not made")
         if self.num_failures > 1:
@@ -170,11 +174,14 @@ class BackgroundTracker:
                 if name == "begin":
                     self._record_begin(result)
             except BaseException as error:  # even a SystemExit, which would end the thread silently
-                self._is_disabled = name == "begin"
-                if not self.num_failures:
-                    without = " without it" if self._is_disabled else ""
-                    log.warning(f"trackers: {self._label} failed in {name}, training continues{without}: {_error_text(error)}")
-                self.num_failures += 1
+                self._note_failure(name, error)
+
+    def _note_failure(self, name: str, error: BaseException) -> None:
+        self._is_disabled = name == "begin"
+        if not self.num_failures:
+            without = " without it" if self._is_disabled else ""
+            log.warning(f"trackers: {self._label} failed in {name}, training continues{without}: {_error_text(error)}")
+        self.num_failures += 1
 
     def _record_begin(self, run_id: Any) -> None:
         if run_id is not None:

@@ -145,18 +145,23 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
     ids = RunIds(folder)
     known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
     git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
-    trackers = []
-    for number, service in enumerate(services):
-        is_first = number == [other.label for other in services].index(service.label)
-        label = service.label if is_first else f"{service.label} ({number})"
-        trackers.append(BackgroundTracker(label, service.make, partial(ids.store, label)))
-        config = config_values(start.settings)
-        trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
-    if metrics_file is not None:
-        trackers.append(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))))
-        trackers[-1].begin(RunDescription(folder.name, folder, None, progress.step, {}, {}, start))
+    trackers: list[BackgroundTracker] = []
+
+    def begin(tracker: BackgroundTracker, run: RunDescription) -> None:
+        tracker.begin(run)
+        trackers.append(tracker)
+
     status: Status = "failed"
-    try:
+    try:  # from here on, as those that have begun end in any case
+        for number, service in enumerate(services):
+            is_first = number == [other.label for other in services].index(service.label)
+            label = service.label if is_first else f"{service.label} ({number})"
+            config = config_values(start.settings)
+            run = RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start)
+            begin(BackgroundTracker(label, service.make, partial(ids.store, label)), run)
+        if metrics_file is not None:
+            run = RunDescription(folder.name, folder, None, progress.step, {}, {}, start)
+            begin(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))), run)
         yield trackers
         status = "finished"
     except Stopped:

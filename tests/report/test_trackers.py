@@ -180,6 +180,31 @@ def test_what_a_training_is_that_was_stopped_or_failed(corpus: Path, tmp_path: P
     assert tracked.read_text().splitlines()[-1] == "end failed"
 
 
+def test_trackers_end_that_began_before_one_could_not(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, make = threading.Thread.start, BackgroundTracker.__init__
+    twice = "\ntrackers = 2 * (trackers if isinstance(trackers, list) else [trackers])\n"
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name.startswith("tracker ") and thread.name.endswith("(1)"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    finished = run(corpus, config_with(tmp_path, OWN + twice))
+    assert finished.status == 0, finished.err
+    assert "(1) failed in begin, training continues without it: RuntimeError: can't start new thread" in finished.out
+    assert (tmp_path / "exp" / "tracked.txt").read_text().splitlines()[-1] == "end finished"
+
+    def fails(self: BackgroundTracker, label: str, *arguments: Any) -> None:
+        if label.endswith("(1)"):
+            raise EOFError
+        make(self, label, *arguments)
+
+    monkeypatch.setattr(BackgroundTracker, "__init__", fails)
+    assert run(corpus, config_with(tmp_path, OWN + twice), num_epochs=2).status == 1
+    assert (tmp_path / "exp" / "tracked.txt").read_text().splitlines()[-1] == "end failed"
+
+
 REPORT = EpochReport(1, 10, 10, 1.0, 0.9, 0.1, 100, {"train_loss_ce": 2.0})
 RUN = RunDescription("exp", Path("exp"), None, 0, {}, {}, Start([("host", "CPU")], {}, 1, 5))
 

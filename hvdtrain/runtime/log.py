@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
@@ -421,12 +422,19 @@ def terminal_of(stream: IO[str]) -> int | None:
         name = Path(parent, "comm").read_text().strip()
         if name == MPIRUN_OF_OPEN_MPI_5:
             return None
-        if name.startswith(MPIRUN):
-            window = os.open(f"{parent}/fd/{own}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-            if os.isatty(window) and os.get_terminal_size(window).columns:
-                return window
-            os.close(window)
+        if name.startswith(MPIRUN) and (window := _opened_terminal(f"{parent}/fd/{own}")) is not None:
+            return window
     return own if os.get_terminal_size(own).columns else None
+
+
+@cache
+def _opened_terminal(path: str) -> int | None:
+    """A descriptor of a terminal, which stays open: each bar and each command asks for it. None: it is no terminal."""
+    window = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    if os.isatty(window) and os.get_terminal_size(window).columns:
+        return window
+    os.close(window)
+    return None
 
 
 class Terminal:

@@ -1,6 +1,9 @@
 """What `hvdtrain dump` draws on a terminal: a real one, of the system's kind (pty)."""
 
+import os
+import pty
 import re
+import termios
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from terminal import Terminal, screen
 
 from hvdtrain.cli import main
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.runtime import log
 
 CORPUS = """
 import time
@@ -98,3 +102,17 @@ def test_nothing_is_drawn_into_a_file(folder: Path, monkeypatch: pytest.MonkeyPa
     assert main(dump('{"class": "corpus.py:Slow", "seconds": 0.5}')[2:]) == 0
     assert capfd.readouterr().err == ""
     assert open_hdf([folder / "out.hdf"]).num_sequences == 60
+
+
+def test_bars_under_mpirun_open_its_terminal_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, inside = pty.openpty()
+    termios.tcsetwinsize(inside, (24, 80))
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were mpirun
+    monkeypatch.setattr(log, "MPIRUN", (Path("/proc/self/comm").read_text().strip(),))
+    log._opened_terminal.cache_clear()
+    with open(inside, "w") as stream:
+        windows = {log.terminal_of(stream) for _ in range(3)}
+    log._opened_terminal.cache_clear()
+    assert len(windows - {inside, None}) == 1
+    for descriptor in (*windows, end):
+        os.close(descriptor)  # type: ignore[arg-type]  # one is a number

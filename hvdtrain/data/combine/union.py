@@ -202,8 +202,8 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
     dtype = numpy.result_type(*dtypes.values()) if others else stream.dtype
     kinds = {each.kind for each in dtypes.values()}
     if ("O" in kinds and len(kinds) > 1) or (dtype.kind == "f" and kinds <= {"i", "u"}):
-        other = next(name for name, each in dtypes.items() if each != stream.dtype)
-        raise DataError(f"{where}: expected the type {stream.dtype} of {first}, got {dtypes[other]} in {other}")
+        unlike = next(name for name, each in dtypes.items() if each != stream.dtype)
+        raise DataError(f"{where}: expected the type {stream.dtype} of {first}, got {dtypes[unlike]} in {unlike}")
     return replace(stream, dtype=dtype, labels=labels)
 
 

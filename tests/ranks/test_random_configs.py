@@ -51,6 +51,7 @@ SCHEDULES: list[Any] = [
     "one_cycle",
 ]
 
+ENDS = ("min", "max")
 FEATURES: list[dict[str, Any]] = [
     {"gradient_clip_global_norm": 0.3},
     {"gradient_clip_global_norm": 30.0},
@@ -61,7 +62,7 @@ FEATURES: list[dict[str, Any]] = [
     {"gradient_noise": 0.01},
     # Not with Keras:
     {"layers": "reused"},
-    {"layers": "only_statistics", "sync_batch_norm": True, "min_seq_length": {"data": 6}, "max_seq_length": {"data": 6}},
+    {"layers": "only_statistics", "sync_batch_norm": True, "parts": 1, **{f"{end}_seq_length": {"data": 6} for end in ENDS}},
     {"freeze_until_step": {"first.*": 8}},
     {"checkpoint_modules": ["first"]},
     {"more": {"learning_rate_multipliers": {"last.*": 0.1}}},
@@ -115,7 +116,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         if run.transport == "torch.distributed":
             given["torch_distributed"] = {"backend": "gloo", "sharded": "ema_decay" not in given and chance.random() < 0.5}
         made[f"{case}.whole"] = given
-        stops = (chance.randrange(2, 7), chance.randrange(11, 16))
+        stops = (1, 2) if "min_seq_length" in given else (chance.randrange(2, 7), chance.randrange(11, 16))
         made[f"{case}.stopped"] = {**given, "fault": f"SIGTERM,{run.size - 1},{stops[0]},{stops[1]}"}
     return made
 

@@ -11,6 +11,7 @@ import numpy
 
 from hvdtrain.data.formats.conversions import Convert, classes, numbers, sound
 from hvdtrain.data.formats.folder import Item, ItemSequence, Units, Vocabulary, read_vocabulary
+from hvdtrain.data.formats.tables import Group
 from hvdtrain.errors import ConfigError, DataError
 
 BLOCK = 64
@@ -89,28 +90,27 @@ class HuggingFaceDataset(ItemSequence):
         }
         self.labels = {key: list(column.labels) for key, column in self._columns.items() if column.labels}
         self._tag = tag
+        # In Arrow's form: the package's conversion to numpy makes numbers of missing values, and float32 of float64.
         self._rows = _leave_undecoded(rows, [column.name for column in self._columns.values() if column.decodes]).with_format(
-            "numpy", columns=sorted({*columns.values(), *([tag] if tag is not None else [])})
+            "arrow", columns=sorted({*columns.values(), *([tag] if tag is not None else [])})
         )
         self._block = range(0)
-        self._values: dict[str, Any] = {}
+        self._group: Group | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def item(self, number: int) -> Item:
-        if number not in self._block:
+        if self._group is None or number not in self._block:
             first = number // BLOCK * BLOCK
-            self._values = self._rows[first : first + BLOCK]
+            self._group = Group(self._folder, first, self._rows[first : first + BLOCK])
             self._block = range(first, min(first + BLOCK, len(self)))
-        place = number - self._block.start
-        tag = f"row-{number}" if self._tag is None else str(self._values[self._tag][place])
-        arrays = {}
-        for key, column in self._columns.items():
-            value, where = self._values[column.name][place], f"{self._folder}, column {column.name!r}, row {number}"
-            if value is None:
-                raise DataError(f"{where}: expected a value, got none")
-            arrays[key] = column.convert(value, where)
+        group, place = self._group, number - self._block.start
+        arrays = {
+            key: column.convert(group.value(column.name, place), group.describe(column.name, place))
+            for key, column in self._columns.items()
+        }
+        tag = f"row-{number}" if self._tag is None else str(numpy.asarray(group.value(self._tag, place)).item())
         return tag, arrays
 
 

@@ -179,7 +179,7 @@ def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scann
         about = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: expected a tar file, got: {error.strerror}") from None
-    identity = repr(("tar", FORMAT, os.path.basename(path), about.st_size, about.st_mtime_ns, list(entries)))
+    identity = repr(("tar", FORMAT, os.path.realpath(path), about.st_size, about.st_mtime_ns, list(entries)))
     file = LengthsFile(scanning.folder, identity)
     stored = file.path("tar")
     with file.turn(scanning.waiting):

@@ -151,7 +151,7 @@ def test_strings_become_classes_of_a_vocabulary(folder: Path, tmp_path: Path) ->
         ({"folder": "{folder}/odd", "columns": {"data": "missing"}}, "column 'missing', row 1: expected a value, got none"),
         (
             {"folder": "{folder}/odd", "columns": {"data": "ragged"}},
-            "column 'ragged', row 0: expected numbers in rows of the same length",
+            "column 'ragged', row 0: expected frames of 1 numbers each, got frames of other sizes",
         ),
         ({"folder": "{folder}/odd", "columns": {"data": "noise"}}, "column 'noise', row 0: expected a sound file, got: "),
         (
@@ -180,6 +180,23 @@ def test_mistakes_are_reported(folder: Path, tmp_path: Path, options: dict[str, 
     options = {**options, "folder": options["folder"].format(folder=folder)}
     with pytest.raises(DataError, match=message):
         list(HuggingFaceDataset(**options))
+
+
+@pytest.mark.parametrize("column", ["number", "numbers", "words", "tag"])
+def test_a_missing_value_is_no_number_and_no_text(tmp_path: Path, column: str) -> None:
+    rows = [{"number": 2**53 + 1, "numbers": [0.1, 1.0], "words": ["a"], "tag": "one"}] * 2
+    rows.append({**rows[0], column: {"number": None, "numbers": [0.1, None], "words": ["a", None], "tag": None}[column]})
+    features = {"number": datasets.Value("int64"), "numbers": datasets.List(datasets.Value("float64"))}
+    features |= {"words": datasets.List(datasets.Value("string")), "tag": datasets.Value("string")}
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "rows")
+    (tmp_path / "words").write_text("a\n<unk>\n")
+    made = HuggingFaceDataset(str(tmp_path / "rows"), tag="tag", vocabulary={"words": str(tmp_path / "words")})
+    with pytest.raises(DataError, match=f"column {column!r}, row 2: expected a value, got none"):
+        made[2]
+    whole = datasets.Dataset.from_list(rows[:2], features=datasets.Features(features))
+    whole.save_to_disk(tmp_path / "whole")
+    _, arrays = HuggingFaceDataset(str(tmp_path / "whole"), tag="tag")[1]
+    assert (arrays["number"].tolist(), arrays["numbers"].tolist()) == ([2**53 + 1], [0.1, 1.0])
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

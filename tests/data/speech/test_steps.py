@@ -121,10 +121,13 @@ def test_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         input=str(folder / "lines"), model_prefix=str(folder / "bpe"), vocab_size=15, model_type="bpe", minloglevel=2
     )
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "bpe.model"))
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "[UNK]": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.enable_truncation(1)  # as of a model that takes few tokens: labels are neither cut nor filled up
+    tokenizer.enable_padding(length=3)
     tokenizer.save(str(folder / "tokenizer.json"))
-    for vocabulary, encode in (("bpe.model", model.encode), ("tokenizer.json", lambda text: tokenizer.encode(text).ids)):
+    for vocabulary, encode in (("bpe.model", model.encode), ("tokenizer.json", lambda text: whole.encode(text).ids)):
         step = {"class": "Tokens", "vocabulary": str(folder / vocabulary)}
         inside = {"class": "KaldiFolder", "folder": str(folder / "train"), "vocabulary": str(folder / vocabulary)}
         for dataset in (mapped(folder, [step], folder / "kept"), opened(inside)):
@@ -132,7 +135,7 @@ def test_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 classes = dataset.sequence(number)["classes"]
                 assert classes.tolist() == encode(WORDS[number % len(WORDS)])
                 assert dataset.lengths["classes"][number] == len(classes)
-    assert dataset.streams["classes"].labels == ("one", "two", "[UNK]")
+    assert dataset.streams["classes"].labels == ("one", "two", "", "", "[UNK]")
 
     def fail(*args: object) -> None:
         raise AssertionError("lengths are kept")

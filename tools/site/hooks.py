@@ -38,13 +38,17 @@ BOOST = {
 }
 """How much more than on other pages a word counts in a search."""
 
-OF_A_KEY, OF_A_BEGINNING, OF_A_MESSAGE = 5, 10, 3
+OF_A_KEY, OF_A_BEGINNING, OF_A_MESSAGE = 5, 10, {"messages.md": 3, "troubleshooting.md": 4}
 """The same for the row of a key, whose title is its name; for one whose name is the beginning of others, which a search for it
 finds, too; and for a message."""
 
 LINK = re.compile(r"(?P<begin>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<path>[^\s():#]+)(?P<anchor>#[^\s)]*)?\)")
 KEY = re.compile(r"^\| (?P<anchors>(?:<a id=\"[^\"]+\"></a>)+)(?P<names>.*?) \| (?P<text>.*) \|$", re.MULTILINE)
-MESSAGE = re.compile(r"^- (?P<quotes>`+) ?(?P<text>.*?) ?(?P=quotes)$", re.MULTILINE)
+MESSAGES = {
+    "messages.md": re.compile(r"^(?P<begin>- )(?P<quotes>`+) ?(?P<text>.*?) ?(?P=quotes)$", re.MULTILINE),
+    "troubleshooting.md": re.compile(r"^(?P<begin>)```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL),
+}
+"""The messages that a page explains, below a heading of the third level."""
 FENCE = re.compile(r"^(?P<margin> *)```.*?^(?P=margin)```$", re.MULTILINE | re.DOTALL)
 
 LANGUAGES = {".py": "python", ".js": "javascript", ".css": "css", ".sh": "bash", ".def": "bash", ".toml": "toml"}
@@ -104,9 +108,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     elif place in BOOST:
         page.meta["search"] = {"boost": BOOST[place]}
 
-    if place == "messages.md":
+    if place in MESSAGES:
         numbers = itertools.count(1)
-        markdown = MESSAGE.sub(lambda found: f'- <a id="message-{next(numbers)}"></a>{found[0][2:]}', markdown)
+        markdown = MESSAGES[place].sub(lambda found: with_anchor(found, next(numbers)), markdown)
 
     def on_site(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link["path"]))
@@ -134,13 +138,20 @@ def on_post_build(*, config: MkDocsConfig) -> None:
         anchor = re.findall(r'id="([^"]+)"', row["anchors"])[0]
         begins = any(other.startswith(name) and other != name for other in names)
         index["docs"].append(entry(f"keys.html#{anchor}", name, row["text"], OF_A_BEGINNING if begins else OF_A_KEY))
-    title = ""
-    numbers = itertools.count(1)
-    for line in (ROOT / "docs" / "messages.md").read_text(encoding="utf-8").splitlines():
-        title = line.removeprefix("### ") if line.startswith("### ") else title
-        if found := MESSAGE.match(line):
-            index["docs"].append(entry(f"messages.html#message-{next(numbers)}", title, found["text"], OF_A_MESSAGE))
+    for page, message in MESSAGES.items():
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for number, found in enumerate(message.finditer(text), start=1):
+            title = text[: found.start()].rpartition("\n### ")[2].partition("\n")[0]
+            location = f"{page.removesuffix('.md')}.html#message-{number}"
+            index["docs"].append(entry(location, title, found["text"], OF_A_MESSAGE[page]))
     path.write_text(json.dumps(index), encoding="utf-8")
+
+
+def with_anchor(found: re.Match[str], number: int) -> str:
+    """A message with an anchor in front of it: in the item of a list, or before a block of code."""
+    anchor = f'<a id="message-{number}"></a>'
+    begin = found["begin"]
+    return f"{begin}{anchor}{found[0].removeprefix(begin)}" if begin else f"{anchor}\n\n{found[0]}"
 
 
 def entry(location: str, title: str, text: str, boost: float) -> dict[str, Any]:

@@ -9,6 +9,6 @@ document.addEventListener("paste", event => {
   const words = pasted.split(/[\s,;:()'"?]+/).filter(word => /^[A-Za-z_.+-]{4,}$/.test(word) && (sign ? word !== sign : !common.test(word)))
   if (words.length < (sign ? 2 : 3)) return
   event.preventDefault()
-  input.value = words.concat(sign ? `+${sign}` : []).join(" ")
+  input.value = (sign ? words.concat(`+${sign}`) : words.map(word => `text:${word}`)).join(" ") // names of keys are titles
   input.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }))
 })

@@ -1,13 +1,19 @@
 """Random numbers that the user's code draws while it reads: an item's depend on the seed, the epoch and the index alone."""
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from launching import TOY, hvdtrain
+from opened_data import opened
 from trainings import Run, Trained, assert_same, trains
+
+from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.types import Stream
 
 CONFIG = TOY.with_name("random_items.py")
 ALL = "numpy,torch,random,gauss"
@@ -47,6 +53,40 @@ def test_two_trainings_are_equal(tmp_path: Path, keys: dict[str, object], noted:
     varying = [number for number in range(40) if values[1, number] != values[2, number]]
     # an iterable that does not take the epoch has its items in the same order in every epoch
     assert varying == ([26] if "only_at" in keys else list(range(1 if keys["around"] == "iterable" else 0, 40)))
+
+
+class Drawn:
+    """Not derived from the package's class; what it draws when it is made is the same on all ranks, too."""
+
+    streams = {"data": Stream(numpy.dtype("float64"), (1,), 1, False)}
+    lengths = {"data": numpy.ones(9, numpy.int32)}
+    num_sequences, level = 9, 1.0
+
+    def __init__(self) -> None:
+        self.base = numpy.random.rand()
+
+    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        return {"data": numpy.array([[self.base + self.level * random.random()]])}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
+
+def test_numbers_depend_neither_on_the_order_nor_on_the_process_and_callbacks_may_change_the_object() -> None:
+    objects: list[Drawn] = []
+
+    def numbers(epoch: int, *groups: list[int], seed: int = 42) -> list[float]:
+        dataset = opened({"class": lambda: objects.append(Drawn()) or objects[-1]}, scanning=Scanning(seed=seed))
+        found = [made["data"].item() for group in groups for made in dataset.at_epoch(epoch).sequences(group)]
+        if epoch == 1:
+            objects[-1].level = 0.0
+            assert dataset.at_epoch(2).sequence(5)["data"].item() == objects[-1].base
+        dataset.close()
+        return found
+
+    whole = numbers(1, list(range(9)))
+    assert numbers(1, [3], [8, 0]) == [whole[3], whole[8], whole[0]]
+    assert len({*whole, *numbers(2, list(range(9))), *numbers(1, list(range(9)), seed=7)}) == 27
 
 
 @trains(TWO)

@@ -108,9 +108,14 @@ class UserDataset(Dataset):
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         if ALONE.has_them:
             return [self._answer("sequence", index, None) for index in indices]
+        if self._shared.draws:
+            return self._ask("sequence", indices)
+        given: Sequence[Any] = [None] * len(indices)
+        if isinstance(self._dataset, Mapped):
+            given = self._dataset.inside(indices)  # another dataset's code, which may draw itself
         made: list[dict[str, Array]] = []
         while len(made) < len(indices):
-            some = None if self._shared.draws else self._undrawn(partial(self._run, indices[len(made) :]))
+            some = self._undrawn(partial(self._run, indices[len(made) :], given[len(made) :]))
             if some is None:
                 return self._ask("sequence", indices)
             made += some
@@ -146,12 +151,12 @@ class UserDataset(Dataset):
     def warnings(self) -> list[str]:
         return self._dataset.warnings()
 
-    def _run(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+    def _run(self, indices: Sequence[int], given: Sequence[Any]) -> list[dict[str, Array]]:
         """The first of some sequences, for a short time."""
         until = time.perf_counter() + RUN_SECONDS
         made = []
-        for index in indices:
-            made.append(self._dataset.sequence(index))
+        for index, arrays in zip(indices, given, strict=True):
+            made.append(self._read(index, arrays))
             if time.perf_counter() > until:
                 break
         return made
@@ -162,17 +167,14 @@ class UserDataset(Dataset):
 
     def _undrawn(self, read: Callable[[], T]) -> T | None:
         """What is read, with no random number drawn in the same time; None: the code that reads draws."""
-        alone = 0
         for tries in range(TRIES):
             turn, before = ALONE.turn(), generator_states()
             made = read()
             if generator_states() == before:
                 return made
-            alone += turn is not None and turn == ALONE.turn()
-            if alone == 2:  # at the first time, a dataset inside this one may have drawn, which reads by a process from now on
+            if turn is not None and turn == ALONE.turn():
                 break
-            if not alone:
-                ALONE.wait(0.0005 * 2**tries)
+            ALONE.wait(0.0005 * 2**tries)
         self._shared.draws = True
         self._note(
             f"{self._where}: reading draws random numbers: from now on a process of its own reads, seeded for each sequence "
@@ -192,7 +194,12 @@ class UserDataset(Dataset):
         seed_generators(mix_seed(*self._parts, self._epoch, index))
         if what == "tag":
             return self._dataset.tags([index])[0]
-        return self._dataset.sequence(index) if given is None else self._dataset.map(index, given)  # type: ignore[attr-defined]
+        return self._read(index, given)
+
+    def _read(self, index: int, given: Any) -> dict[str, Array]:
+        if given is None or not isinstance(self._dataset, Mapped):
+            return self._dataset.sequence(index)
+        return self._dataset.map(index, given)
 
 
 class _Processes:

@@ -163,7 +163,7 @@ class Scanning:
         processes: how many processes this rank may start to read while the other ranks do the same.
         processes_alone: how many it may start while the other ranks wait for it.
         broken: counts the sequences that are found broken when the dataset is opened.
-        seed: the job's, for random numbers of the user's code.
+        seed: the job's `random_seed`, for random numbers of the user's code.
     """
 
     folder: Path | None = None
@@ -175,7 +175,7 @@ class Scanning:
     processes: int = 1
     processes_alone: int = 1
     broken: BrokenSequences = field(default_factory=lambda: BrokenSequences("data", 0))
-    seed: int = 0
+    seed: int = 42
 
 
 class SequenceSource(ABC):

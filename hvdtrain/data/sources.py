@@ -6,7 +6,7 @@ import inspect
 import traceback
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from os import PathLike, fspath
@@ -267,14 +267,17 @@ def is_cut_set(value: Any) -> bool:
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
-    Random numbers that the user's code draws meanwhile, such as a split, are the same on all ranks and in every run.
-
     Raises:
         DataError: a file is bad, or the lengths of the source's sequences cannot be known in advance.
     """
     context = context or OpeningContext()
-    with own_numbers(context.scanning.seed, ITEM, zlib.crc32(spec.name.encode())):
+    with numbers_of_opening(spec.name, context.scanning):
         return _open(spec, context)
+
+
+def numbers_of_opening(name: str, scanning: Scanning) -> AbstractContextManager[None]:
+    """Within the `with` block, random numbers that the user's code draws, such as a split, are the same in every run and rank."""
+    return own_numbers(scanning.seed, ITEM, zlib.crc32(name.encode()))
 
 
 def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:

@@ -22,6 +22,7 @@ import numpy
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
+from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
 from hvdtrain.data.formats.items import ItemForm, ItemsDataset
@@ -34,7 +35,7 @@ from hvdtrain.data.plan.chunks import epoch_subset, find_listed
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
 from hvdtrain.data.remote import is_remote
-from hvdtrain.data.sources import OpeningContext, parse
+from hvdtrain.data.sources import OpeningContext, numbers_of_opening, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
 from hvdtrain.returnn_layer.imports import WatchedImports
@@ -216,6 +217,7 @@ class Source:
         labels: the names of the classes, by key.
         dims: the number of classes, by key.
         remark: a message for the user.
+        close: closes files and ends processes.
     """
 
     total: int | None
@@ -223,6 +225,7 @@ class Source:
     labels: Mapping[str, Sequence[str]]
     dims: Mapping[str, int]
     remark: str = ""
+    close: Callable[[], None] = lambda: None
 
 
 def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_COPIES) -> Source:
@@ -231,11 +234,14 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
     Raises:
         DataError: it cannot be read, or its keys would be ignored.
     """
-    opened = spec.open(OpeningContext(copies=copies))
+    context = OpeningContext(copies=copies)
+    with numbers_of_opening(spec.name, context.scanning):
+        opened = spec.open(context)
     dataset = as_dataset(opened)
     if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
         dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
+        dataset = with_own_numbers(spec.name, dataset, context.scanning)
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
         # Unchanged, even if RETURNN's SimpleHDFWriter did not know it: parts of a corpus must not get different ones.
         dims = {name: max(UNKNOWN_DIM, stream.dim) for name, stream in dataset.streams.items() if stream.sparse}
@@ -245,7 +251,7 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         subset = epoch_subset(dataset, listed_sequences, full_epoch(spec.order, epoch))
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
-        return Source(len(indices), partial(_read_by_index, dataset, indices), labels, dims)
+        return Source(len(indices), partial(_read_by_index, dataset, indices), labels, dims, close=dataset.close)
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)
@@ -296,6 +302,7 @@ def dump(
             def prepare() -> tuple[Source, HDFWriter | None]:
                 selection.check()
                 source = open_source(spec, selection.epoch, copies)
+                stack.callback(source.close)
                 if source.total is None and peers.size > 1:
                     raise DataError(
                         f"{spec.name}: expected a source with a known number of sequences (__len__), to share them out "

@@ -13,7 +13,9 @@ from opened_data import opened
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.types import Stream
+from hvdtrain.hdf_tools.dump import main as dump
 
 CONFIG = TOY.with_name("random_items.py")
 ALL = "numpy,torch,random,gauss"
@@ -95,10 +97,14 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {"whole": keys, "stopped": keys | {"stop_at": 4}}
 
 
-def test_ranks_and_resumed_runs_have_the_same_items(tmp_path: Path, trained: Trained) -> None:
+def test_ranks_and_resumed_runs_have_the_same_items_and_dump_writes_them(tmp_path: Path, trained: Trained) -> None:
     """And what a step draws itself depends on its number and the rank."""
     made = trained(trainings, TWO)
     alone = [json.loads(line) for line in trained_alone(tmp_path / "alone", draws=ALL, around="items")[0]]
+    dumped = tmp_path / "dumped.hdf"
+    assert dump([str(CONFIG), str(dumped), "--epoch", "2", "++draws", ALL]) == 0
+    frames = {made["number"].item(): made["data"][0, 0].item() for made in open_hdf([str(dumped)]).sequences(range(40))}
+    assert frames == {number: value for epoch, number, value, _ in alone if epoch == 2}
     noted = [[json.loads(line) for line in made.needed(f"whole.ids.{rank}").read_text().splitlines()] for rank in range(2)]
     assert sorted(line[:3] for lines in noted for line in lines) == sorted(line[:3] for line in alone)
     assert not {str(line[3]) for line in noted[0]} & {str(line[3]) for line in noted[1]}

@@ -104,7 +104,7 @@ class RunKeys(Section):
     )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
-        42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
+        42, "for initial weights, dropout, random items and the like (the order of sequences goes by the epoch)", not_negative
     )
     num_threads: int | None = key(
         None,

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -89,6 +90,15 @@ def test_numbers_depend_neither_on_the_order_nor_on_the_process_and_callbacks_ma
     whole = numbers(1, list(range(9)))
     assert numbers(1, [3], [8, 0]) == [whole[3], whole[8], whole[0]]
     assert len({*whole, *numbers(2, list(range(9))), *numbers(1, list(range(9)), seed=7)}) == 27
+
+
+def test_a_generator_of_its_own_is_reported() -> None:
+    class Items(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            return numpy.random.default_rng().random((3, 2))
+
+    assert ["differs when it is read again" in line for line in opened(Items([1, 2])).warnings()] == [True]
+    assert opened([numpy.ones((3, 2)), numpy.full((4, 2), numpy.nan)]).warnings() == []
 
 
 @trains(TWO)

@@ -16,7 +16,7 @@ import numpy
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
 from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits, identity_of
-from hvdtrain.data.randomness import generator_states
+from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -40,6 +40,11 @@ SIMPLE = (str, int, float, bool, type(None))
 
 Counted = tuple[dict[str, Array], dict[str, int]]
 """The lengths of some items, and the largest class; both by data key."""
+
+OTHER_NUMBERS = (
+    "differs when it is read again: runs and numbers of ranks will, too, as it is made with a generator of its own (draw from "
+    "numpy.random, random or torch, which are seeded for every item)"
+)
 
 ALONE = Scanning()
 
@@ -162,11 +167,12 @@ class ItemsDataset(Dataset):
         self.lengths: dict[str, Array] = {}
         self.kind = type(items)
         self.draws = False
+        self._repeats = True
         if not self._size:
             return
-        before = generator_states()
         self._form = ItemForm(where)
-        tag, first = self._arrays(0)
+        tag, first = self._first()
+        before = generator_states()
         self.reads_for_tags = tag is not None
         self.streams = self._form.streams
         given = getattr(items, "lengths", None)
@@ -176,7 +182,7 @@ class ItemsDataset(Dataset):
         else:
             self.lengths, largest = self._count(scanning)
             dims = {key: int(most) + 1 for key, most in largest.items()} | dims
-        self.draws = generator_states() != before
+        self.draws = self.draws or generator_states() != before
         self.streams = self._form.with_classes(dims, dict(getattr(items, "labels", {})))
 
     @property
@@ -203,7 +209,19 @@ class ItemsDataset(Dataset):
         return [str(self._arrays(index)[0]) for index in indices]
 
     def warnings(self) -> list[str]:
-        return batch_warnings(self.lengths)
+        return [*([] if self._repeats else [f"item 0 {OTHER_NUMBERS}"]), *batch_warnings(self.lengths)]
+
+    def _first(self) -> tuple[str | None, dict[str, Array]]:
+        """The first item, read twice with the same random numbers. Raises: DataError."""
+        found = []
+        for _ in range(2):
+            with own_numbers(ITEM):
+                before = generator_states()
+                found.append(self._arrays(0))
+                self.draws = self.draws or generator_states() != before
+        (_, first), (_, again) = found
+        self._repeats = all(numpy.array_equal(first[key], again[key], equal_nan=True) for key in first)
+        return found[0]
 
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.comm.base import all_reduce  # noqa: E402
 from hvdtrain.comm.horovod import open_horovod  # noqa: E402
-from hvdtrain.training import agreement  # noqa: E402  # found through the line above
+from hvdtrain.training import vote  # noqa: E402  # found through the line above
 
 ROUNDS, STEPS = 40, 50
 
@@ -32,7 +32,7 @@ def numbers(values: Sequence[float]) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     comm = open_horovod("torch")
-    votes = agreement.StopVote(comm, numbers, interval=0.0)
+    votes = vote.Vote(comm, numbers, interval=0.0)
     gradient = torch.zeros(500_000)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * ROUNDS + 2):
@@ -40,7 +40,7 @@ def main() -> None:
         for _ in range(STEPS):
             all_reduce(comm, [gradient], "average", name="gradient")
             if number % 2:
-                votes.step(lambda: agreement.NONE)
+                votes.step(vote.Requests)
         seconds[bool(number % 2)].append((time.perf_counter() - began) / STEPS)
     votes.finish()
     with_votes, without = (median(seconds[which][1:]) for which in (True, False))

@@ -106,9 +106,10 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
 
 def by_mpirun(interrupt: Interrupt) -> str:
     """What is printed at once, as mpirun may kill the ranks before a checkpoint is written."""
-    seconds, grace = interrupt.seconds_to_save, interrupt.grace
-    is_late = seconds is not None and grace is not None and seconds > grace
-    saving = f"A checkpoint takes {seconds:.1f} s, which is too long" if is_late else "Saving a checkpoint, if there is time"
+    seconds, grace = interrupt.seconds_to_save or 0.0, interrupt.grace or 0.0  # without mpirun, it is not printed
+    saving = (
+        f"A checkpoint takes {seconds:.1f} s, which is too long" if seconds > grace else "Saving a checkpoint, if there is time"
+    )
     later = "a second later" if grace == 1 else f"{grace:g} s later"
     return (
         f"SIGTERM from mpirun, as after Ctrl-C: it kills the ranks {later} and returns 1. {saving} "

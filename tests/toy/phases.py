@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import hvdtrain
+from hvdtrain.runtime.goodput import process_began
 
 EVENTS = "train_begin epoch_begin step_end evaluation_begin evaluation_end epoch_end save stop".split()
 
@@ -25,6 +26,8 @@ evaluates = config.bool("evaluates", True)
 num_epochs, log_verbosity = 2, 3
 train["partition_epoch"] = 4  # epochs of five steps
 dev = {**dev, "partition_epoch": 3} if evaluates else None
+if event == "sleep":  # the config is read at each start
+    time_limit, time_limit_margin = time.time() - process_began() + 1.0, 0.0
 if config.bool("modes", False):
     optimizer = lambda parameters: TwoPoints(parameters)  # noqa: E731
 

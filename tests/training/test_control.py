@@ -11,9 +11,11 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.child import TIMES
 from hvdtrain.comm.launchers import Launch, Ngpu
 from hvdtrain.learner.reducer import Traffic
+from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.start_up.goodput import job_began
+from hvdtrain.start_up.job import by_mpirun
 from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.limits import TrainingLimits
@@ -131,3 +133,14 @@ def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_shor
     assert 8 <= len(asked) - before <= 12  # in a second
     step(5.0, Requests(stop=1), "evaluation")  # its steps are long: at once, and again in the next one
     assert step(5.0, Requests(), "evaluation") == Requests(stop=1)
+
+
+@pytest.mark.parametrize(
+    ("grace", "seconds", "expected"),
+    [(1.0, None, "a second later and returns 1. Saving"), (5.0, 7.0, "5 s later and returns 1. A checkpoint takes 7.0 s")],
+)
+def test_what_is_said_of_a_signal(grace: float, seconds: float | None, expected: str) -> None:
+    interrupt = Interrupt(None, grace)
+    interrupt.seconds_to_save = seconds
+    assert expected in by_mpirun(interrupt)
+    assert by_mpirun(Interrupt(None)), "a signal handler must not raise"

@@ -6,16 +6,18 @@ arrived, or when all of them are requested: no step waits for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
+import numpy
+
 from hvdtrain.comm.base import Tensor
 from hvdtrain.context import Loss, Output
-from hvdtrain.data.types import Array
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.learner.precision import GradientCheck, Updates
 from hvdtrain.runtime.scores import Scores
@@ -135,20 +137,28 @@ def check_marked_outputs(outputs: Mapping[str, Output]) -> None:
 
 
 def split_by_sequence(
-    outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int, vectors: frozenset[str] = frozenset()
+    outputs: Mapping[str, tuple[Any, Sequence[int] | None]],
+    batch: Batch,
+    vectors: Iterable[str] = (),
+    array_of: Callable[[Any], Array] = numpy.asarray,
 ) -> list[Outputs]:
     """The outputs of each sequence of a batch by name, without padding.
 
     Args:
-        outputs: by name, one row for each sequence, and the number of its frames without padding; None: all frames.
-        count: the number of sequences in the batch.
+        outputs: by name, one row for each sequence, and the number of its frames without padding; None: all frames. Of a packed
+            batch, those with numbers of frames are the frames of one sequence after the other.
         vectors: as in `Outputs`.
+        array_of: the array of a row.
 
     Raises:
-        ConfigError: an output has another number of rows.
+        ConfigError: an output has another number of rows, or of frames.
     """
-    sequences = [Outputs(vectors) for _ in range(count)]
-    for name, (rows, seq_lens) in outputs.items():
+    count, known = len(batch.indices), frozenset(vectors)
+    sequences = [Outputs(known) for _ in range(count)]
+    for name, (values, seq_lens) in outputs.items():
+        if seq_lens is not None and batch.is_packed:
+            values, seq_lens = _split_packed(name, values, seq_lens), None
+        rows = [array_of(row) for row in values]
         lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
         if not len(rows) == len(lengths) == count:
             raise ConfigError.of(
@@ -159,7 +169,7 @@ def split_by_sequence(
     return sequences
 
 
-def split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
+def _split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
     """The rows of an output of packed data, whose frames come one sequence after the other.
 
     Raises:
@@ -211,9 +221,9 @@ class Meter:
         self,
         scores: PendingScores,
         clock: Clock,
-        check: GradientCheck | None,
-        peak_memory: Callable[[], int | None],
-        gradient_norm: Callable[[], float | None],
+        check: GradientCheck | None = None,
+        peak_memory: Callable[[], int | None] = lambda: None,
+        gradient_norm: Callable[[], float | None] = lambda: None,
         take_splits: Callable[[], int] = lambda: 0,
     ) -> None:
         self.scores = scores
@@ -291,7 +301,7 @@ class PendingScores:
 
     Args:
         transfer: fetches tensors of shape (2 * losses,), each with the sums followed by the counts.
-        not_finite: returns the names of the parameters that are not finite.
+        parameters: returns the parameters' values by name.
         on_cpu: fetch every batch's numbers immediately, as deferring gains nothing.
         finite_only: leave out the non-finite sums of training batches, as their updates are skipped.
     """
@@ -299,13 +309,13 @@ class PendingScores:
     def __init__(
         self,
         transfer: Transfer,
-        not_finite: Callable[[], tuple[str, ...]],
+        parameters: Callable[[], Iterable[tuple[str, Array]]],
         *,
-        on_cpu: bool,
-        finite_only: bool,
+        on_cpu: bool = True,
+        finite_only: bool = False,
     ) -> None:
         self._transfer = transfer
-        self._find_not_finite = not_finite
+        self._parameters = parameters
         self._max_pending = 1 if on_cpu else MAX_PENDING
         self._finite_only = finite_only
         self._pending: list[_Pending] = []
@@ -368,5 +378,6 @@ class PendingScores:
                     continue
                 self._scores.add(name, total, count, loss_scale)
                 if loss_scale and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:
-                    found = NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), self._find_not_finite())
+                    broken = tuple(name for name, values in self._parameters() if not numpy.isfinite(values).all())
+                    found = NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), broken)
                     self._not_finite.append(found)

@@ -239,6 +239,11 @@ class GradientCheck:
         self._updates = Updates()
 
     @property
+    def has_limit(self) -> bool:
+        """Whether the config lets updates be skipped, up to a number of them in a row."""
+        return self._max_skipped is not None
+
+    @property
     def is_needed(self) -> bool:
         """Whether gradients have to be checked, as updates may be skipped."""
         return self._max_skipped is not None or self.scale is not None

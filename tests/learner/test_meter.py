@@ -31,7 +31,7 @@ class Device:
 
 
 def pending(transfer: Transfer) -> PendingScores:
-    return PendingScores(transfer, lambda: ("weight",), on_cpu=False, finite_only=False)
+    return PendingScores(transfer, lambda: [("weight", numpy.array([numpy.nan])), ("bias", numpy.zeros(1))], on_cpu=False)
 
 
 def add(scores: PendingScores, step: int, value: float) -> None:

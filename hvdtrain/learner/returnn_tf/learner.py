@@ -182,7 +182,7 @@ class NetworkLearner(Learner):
         for name, output in outputs.items():
             rows |= output.arrays(name, fetched["outputs"][name])
         vectors = (name for name, output in outputs.items() if output.sizes is None and output.values.dtype.is_floating)
-        return split_by_sequence(rows, len(batch.indices), frozenset(vectors))
+        return split_by_sequence(rows, batch, vectors)
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         yield "", self.model
@@ -383,13 +383,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     state = NetworkState(networks, scale)
-
-    def not_finite() -> tuple[str, ...]:
-        return tuple(name for name, array in state.named_parameters() if not numpy.isfinite(array).all())
-
-    scores = PendingScores(
-        Transfer(lambda arrays: numpy.concatenate(arrays).tolist()), not_finite, on_cpu=True, finite_only=max_skipped is not None
-    )
+    transfer = Transfer(lambda arrays: numpy.concatenate(arrays).tolist())
+    scores = PendingScores(transfer, state.named_parameters, finite_only=check.has_limit)
     norm: list[float | None] = [None]
     meter = Meter(scores, CpuClock(), check, tensorflow_learner.peak_memory, lambda: norm[0])
     guard = UpdateGuard(check, scale, norm)

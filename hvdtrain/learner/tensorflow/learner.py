@@ -18,7 +18,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, split_by_sequence, split_packed
+from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -213,19 +213,16 @@ class TensorFlowLearner(Learner):
 
     def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
-        rows: dict[str, tuple[Sequence[Array], Sequence[int] | None]] = {}
-        for name, (values, seq_lens) in outputs.items():
-            lengths = None if seq_lens is None else seq_lens.numpy().tolist()
-            if lengths is not None and batch.is_packed:
-                rows[name] = split_packed(name, values.numpy(), lengths), None
-            else:
-                rows[name] = list(values.numpy()), lengths
+        arrays = {
+            name: (values.numpy(), None if seq_lens is None else seq_lens.numpy().tolist())
+            for name, (values, seq_lens) in outputs.items()
+        }
         vectors = (
             name
             for name, (values, seq_lens) in outputs.items()
             if seq_lens is None and values.ndim == 2 and values.dtype.is_floating
         )
-        return split_by_sequence(rows, len(batch.indices), frozenset(vectors))
+        return split_by_sequence(arrays, batch, vectors)
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
@@ -297,12 +294,16 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
     update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
+    state = TensorFlowState(variables, optimizer, average, scale, options.model_format)
+    transfer = Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist())
+    on_cpu = device_name() == "CPU"
+    scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)
     return TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
         update,
-        TensorFlowState(variables, optimizer, average, scale, options.model_format),
-        _meter(variables, check, update, finite_only=max_skipped is not None),
+        state,
+        TensorFlowMeter(scores, CpuClock(), check, peak_memory, update.gradient_norm),
         (options.seed, options.rank),
     )
 
@@ -324,17 +325,3 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
             "called: call the model once in get_model)",
         )
     return variables
-
-
-def _meter(variables: ModelVariables, check: GradientCheck, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
-    def not_finite() -> tuple[str, ...]:
-        named = [*variables.named_of_kind("parameters"), *variables.named_of_kind("frozen")]
-        return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
-
-    scores = PendingScores(
-        Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
-        not_finite,
-        on_cpu=device_name() == "CPU",
-        finite_only=finite_only,
-    )
-    return TensorFlowMeter(scores, CpuClock(), check, peak_memory, update.gradient_norm)

@@ -31,7 +31,6 @@ from hvdtrain.learner.meter import (
     minimized_losses,
     scales_of,
     split_by_sequence,
-    split_packed,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck
@@ -124,16 +123,13 @@ class ConfigFunctions:
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
-        outputs, vectors = {}, set()
+        outputs, vectors = {}, []
         for name, output in context.outputs.items():
             value = output.value
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
-                vectors.add(name)
-            lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
-            if lengths is not None and batch.is_packed:
-                value, lengths = split_packed(name, value, lengths), None
-            outputs[name] = [array_of(row) for row in value], lengths
-        return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
+                vectors.append(name)
+            outputs[name] = value, None if output.seq_lens is None else [int(length) for length in output.seq_lens]
+        return split_by_sequence(outputs, batch, vectors, array_of)
 
 
 @dataclass(frozen=True)
@@ -444,7 +440,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         gradients,
         update,
         state,
-        _meter(keys, model, device, check, update, splitter),
+        _meter(state, device, check, update, splitter),
         (options.seed, options.rank),
         StepOptions(exchange, splitter),
     )
@@ -499,28 +495,16 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
 
 
 def _meter(
-    keys: LearnerKeys,
-    model: torch.nn.Module,
-    device: torch.device,
-    check: GradientCheck,
-    update: Update,
-    splitter: BatchSplitter | None,
+    state: TorchState, device: torch.device, check: GradientCheck, update: Update, splitter: BatchSplitter | None
 ) -> Meter:
     on_cpu = device.type == "cpu"
-
-    def not_finite() -> tuple[str, ...]:
-        return tuple(name for name, values in model.named_parameters() if not bool(values.isfinite().all()))
 
     def read(tensors: list[torch.Tensor]) -> list[float]:
         return torch.cat(tensors).tolist()
 
     from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived)
-    scores = PendingScores(
-        Transfer(read) if on_cpu else from_gpu,
-        not_finite,
-        on_cpu=on_cpu,
-        finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
-    )
+    transfer = Transfer(read) if on_cpu else from_gpu
+    scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     take_splits = (lambda: 0) if splitter is None else splitter.take
     return Meter(scores, clock, check, lambda: peak_memory(device), update.gradient_norm, take_splits)

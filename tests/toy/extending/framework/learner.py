@@ -108,10 +108,9 @@ class ArrayLearner(Learner):
     def __init__(self, keys: LearnerKeys, exchange: GradientExchange) -> None:
         self.model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device="cpu")
         self.num_parameters = sum(array.size for array in self.model.parameters.values())
-        scores = PendingScores(
-            Transfer(lambda tensors: numpy.concatenate(tensors).tolist()), tuple, on_cpu=True, finite_only=False
-        )
-        super().__init__(ArrayState(self.model), Meter(scores, CpuClock(), None, lambda: None, lambda: None))
+        state = ArrayState(self.model)
+        scores = PendingScores(Transfer(lambda tensors: numpy.concatenate(tensors).tolist()), state.named_parameters)
+        super().__init__(state, Meter(scores, CpuClock()))
         self._train_step = as_function(keys.train_step, "train_step")
         self._change: Callable[[UpdateGradients], None] = partial(change_gradients, keys)
         self._exchange = exchange

@@ -31,7 +31,7 @@ from hvdtrain.learner.contents import (
     Marks,
 )
 from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
-from hvdtrain.learner.model_state import Role, StatePart
+from hvdtrain.learner.model_state import ROLES, Role, StatePart
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest
 from hvdtrain.learner.running_average import RunningAverage
@@ -50,7 +50,7 @@ DIGEST = 8
 
 WITH_PARAMETERS: tuple[Role, ...] = ("parameters", "frozen")
 
-WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, "parameters", "frozen", "statistics", "counters")
+WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, *ROLES)
 """Entries that hold tensors, by their names or numbers."""
 
 
@@ -387,7 +387,7 @@ class StateBase(ABC):
 
 
 def _roles(parts: Sequence[StatePart]) -> list[Role]:
-    return [part for part in parts if part != "optimizer" and part != "kept"]
+    return [role for role in ROLES if role in parts]
 
 
 def _with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:

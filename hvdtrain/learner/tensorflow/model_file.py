@@ -26,8 +26,9 @@ from hvdtrain.learner.model_format import (
     unreadable_error,
     verified_read,
 )
+from hvdtrain.learner.model_state import ROLES
 
-TENSORS = ("optimizer", TRAINED, EXACT, "parameters", "frozen", "statistics", "counters")
+TENSORS = ("optimizer", TRAINED, EXACT, *ROLES)
 """Entries with arrays by name."""
 
 PROGRESS = "progress"

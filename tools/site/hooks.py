@@ -137,7 +137,9 @@ def on_post_build(*, config: MkDocsConfig) -> None:
     for row, name in zip(rows, names, strict=True):
         anchor = re.findall(r'id="([^"]+)"', row["anchors"])[0]
         begins = any(other.startswith(name) and other != name for other in names)
-        index["docs"].append(entry(f"keys.html#{anchor}", name, row["text"], OF_A_BEGINNING if begins else OF_A_KEY))
+        index["docs"].append(
+            entry(f"keys.html#{anchor}", name, row["text"].replace(" | ", "; "), OF_A_BEGINNING if begins else OF_A_KEY)
+        )
     for page, message in MESSAGES.items():
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         for number, found in enumerate(message.finditer(text), start=1):

@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError, problem
 SHOWN = 5
 """The most differences that a message shows."""
 
-Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "all_reduce"]
+Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "plan", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ COMPARED: Mapping[Fact, Comparison] = {
     "keys_of_epoch": Comparison(
         "before the epoch", "", "every rank gets them by itself: do they depend on hvdtrain.rank() or the host?"
     ),
+    "plan": Comparison("when it is made, by a checksum", "", "does the config or the data depend on the rank or the host?"),
     "all_reduce": Comparison(
         "when a config calls it", "", "every rank has to call all_reduce equally often, in the same order, with the same shapes"
     ),
 }
-"""All that is compared by name and value. (The plan of an epoch is compared where the ranks agree on its batches:
-`training/agreement.py`.)"""
+"""All that is compared by name and value."""
 
 OWN_KEYS = frozenset(
     (

@@ -11,15 +11,17 @@ from typing import Any, Literal
 import numpy
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together, together_with_message
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together_with_message
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, map_plan, offer_plan
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 
-Message = Offer | Literal["waits"] | None
-"""A rank's message to the others: where its plan is, that it waits for one, or None if it made a plan for itself."""
+Message = Offer | Literal["waits"] | int | None
+"""A rank's message to the others: where its plan is, that it waits for one, or the checksum of a plan that it made for itself;
+None: it has an order of its own."""
 
 
 def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
@@ -29,37 +31,45 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
     memory to share, they make it themselves.
 
     Raises:
+        ConfigError: the ranks make different plans, because of keys or lengths that the error names; on all ranks alike.
         DataError: on all ranks alike.
     """
+    is_shared = feed.only is None and feed.distribution == "shard"
     with ExitStack() as shared:
         inputs: int | None = None  # the checksum, where the plan is shared
 
         def plan_or_offer() -> tuple[Plan | None, Message]:
             nonlocal inputs
-            if comm.local_size == 1 or feed.only is not None or feed.distribution != "shard":
-                return feed.plan(epoch), None
-            arguments = feed.inputs(epoch)
-            if arguments.size < WORTHWHILE:
-                return arguments.plan(), None
-            inputs = arguments.checksum()
-            if comm.local_rank != 0:
-                return None, "waits"
-            made = arguments.plan()
-            offer = shared.enter_context(offer_plan(made, inputs))
-            return (made if offer is None else map_plan(offer) or made), offer
+            if is_shared and min(comm.size, comm.local_size) > 1 and (arguments := feed.inputs(epoch)).size >= WORTHWHILE:
+                inputs = arguments.checksum()
+                if comm.local_rank != 0:
+                    return None, "waits"
+                made = arguments.plan()
+                offer = shared.enter_context(offer_plan(made, inputs))
+                return (made if offer is None else map_plan(offer) or made), offer or made.fingerprint()
+            made = feed.plan(epoch)
+            return made, made.fingerprint() if is_shared and comm.size > 1 else None
 
         made, messages = together_with_message(comm, plan_or_offer, name=f"plan_{feed.name}")
-        if "waits" not in messages:
-            return made  # type: ignore[return-value]  # only a rank that waits has none
 
-        def map_or_plan() -> Plan:
-            if made is not None:
-                return made
+        def map_or_plan() -> tuple[Plan, int]:
             offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
-            found = (map_plan(offer) for offer in offers)
-            return next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
+            found = (map_plan(offer) for offer in offers if made is None)
+            mapped = made or next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
+            return mapped, mapped.fingerprint()
 
-        return together(comm, map_or_plan, name=f"map_plan_{feed.name}")
+        checksums = [message.plan if isinstance(message, Offer) else message for message in messages]
+        if "waits" in messages:
+            made, checksums = together_with_message(comm, map_or_plan, name=f"map_plan_{feed.name}")
+    if made is None:
+        raise RuntimeError(f"{feed.name}: expected a plan, got none")
+    if others := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
+        check_alike(comm, "plan", feed.plan_inputs(epoch), of=f"{feed.name}: ")
+        raise DataError(
+            f"{feed.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
+            "(are the files the same on all hosts?)"
+        ).on_all_ranks()
+    return made
 
 
 def completed_share(
@@ -146,7 +156,6 @@ def agree_on_batches(
         file: the model's file from which training resumes.
 
     Raises:
-        DataError: the ranks planned different epochs.
         CheckpointError: the epoch began with another plan, or the position is beyond its end.
     """
     answers = comm.gather((num_left, plan.fingerprint(), plan.num_batches), name="plan")
@@ -154,8 +163,7 @@ def agree_on_batches(
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None
     if feed.distribution == "shard":
-        error = _different_plans_error(feed, fingerprints)
-        fingerprints = fingerprints[:1]
+        fingerprints = fingerprints[:1]  # `plan_together` has compared them
     if current.fingerprints and not _is_same_plan(current, feed, fingerprints):
         error = _changed_plan_error(current, feed, plan_inputs)
     elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
@@ -176,17 +184,6 @@ def _is_same_plan(current: EpochProgress, feed: Feed, fingerprints: Sequence[int
     if feed.distribution != "shard" and current.made_from.get("horovod_dataset_distribution") == feed.distribution:
         before, fingerprints = before[: len(fingerprints)], fingerprints[: len(before)]
     return before == list(fingerprints)
-
-
-def _different_plans_error(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:
-    """The error if ranks that share a plan have different ones."""
-    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
-    if not others:
-        return None
-    return DataError(
-        f"{feed.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
-        "(are the files the same on all hosts?)"
-    )
 
 
 def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str]) -> CheckpointError:

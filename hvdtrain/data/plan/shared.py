@@ -149,6 +149,7 @@ class Offer:
         shape: of the order.
         dtype: of the order: int32, unless there are too many sequences for it.
         inputs: the checksum of the inputs of the plan.
+        plan: that of the plan itself.
     """
 
     host: str
@@ -159,6 +160,7 @@ class Offer:
     shape: tuple[int, ...]
     dtype: str
     inputs: int
+    plan: int
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +180,9 @@ def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
     blocks = (made.order[i : i + BLOCK].astype(dtype) for i in range(0, len(made.order), BLOCK))
     try:
         complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
-        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs)
+        offer = Offer(
+            this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs, made.fingerprint()
+        )
         yield offer if complete else None
     finally:
         os.close(descriptor)

@@ -25,7 +25,7 @@ from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, map_plan, offer_plan
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.training import agreement
 from hvdtrain.training.agreement import plan_together
 
@@ -109,21 +109,32 @@ def test_every_rank_plans_where_there_is_nothing_to_share(size: int, more: dict[
     assert len({made.fingerprint() for made in found}) == (3 if "distribution" in more else 1)
 
 
-def test_a_rank_with_other_lengths_gets_no_other_ranks_plan(planned: list[PlanInputs]) -> None:
-    other = {"data": LENGTHS["data"].copy()}
-    other["data"][4321] += 1
-    found = on_ranks(3, lambda comm: plan_together(comm, feed(comm.rank, comm.size, other if comm.rank == 1 else LENGTHS), 1))
-    assert len(planned) == 2
-    assert found[0].fingerprint() == found[2].fingerprint() == ALONE.fingerprint() != found[1].fingerprint()
+MORE_FRAMES = {"data": LENGTHS["data"] + (numpy.arange(len(LENGTHS["data"])) == 4321)}
 
 
-def test_a_rank_with_few_sequences_does_not_keep_the_others_waiting() -> None:
-    few = {"data": LENGTHS["data"][:999]}
-    for different in range(3):
-        found = on_ranks(
-            3, lambda comm, it=different: plan_together(comm, feed(comm.rank, 3, few if comm.rank == it else LENGTHS), 1)
-        )
-        assert len({made.fingerprint() for made in found}) == 2
+@pytest.mark.parametrize(
+    ("lengths", "keys", "found"),
+    [
+        (MORE_FRAMES, BATCHES, "train: the data: expected the same on all ranks, got .* frames of 'data' on rank 0"),
+        ({"data": LENGTHS["data"][:999]}, BATCHES, "train: the data: .* and 999 sequences, "),
+        ({"data": LENGTHS["data"][::-1]}, BATCHES, "train: expected the same sequences on all ranks, got others on rank "),
+        (LENGTHS, replace(BATCHES, max_seqs=7), "train: max_seqs per rank: expected the same .* 7 on rank "),
+    ],
+    ids=["other lengths", "few sequences", "another order", "another key"],
+)
+@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]])
+def test_ranks_with_other_plans_are_told_why(
+    lengths: dict[str, numpy.ndarray], keys: BatchKeys, found: str, hosts: list[int]
+) -> None:
+    for other in (1, 2):
+
+        def work(comm: Communicator, other: int = other) -> Plan:
+            own = replace(feed(comm.rank, 3, lengths), batch_keys=keys) if comm.rank == other else feed(comm.rank, 3)
+            return plan_together(comm, own, 1)
+
+        with pytest.raises(HvdtrainError, match=found) as caught:
+            on_hosts(hosts, work)
+        assert caught.value.on_every_rank
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -33,11 +33,12 @@ if config.bool("modes", False):
 
 
 class TwoPoints(torch.optim.SGD):
-    """Evaluates halfway between the initial weights and the trained ones."""
+    """Evaluates halfway between the weights of the first step, which all ranks have, and the trained ones."""
 
     def __init__(self, parameters):
+        parameters = list(parameters)
         super().__init__(parameters, lr=0.0, momentum=0.9)
-        self.first = {one: one.detach().clone() for one in parameters}
+        self.all, self.first = parameters, {}
         self.trains = True
 
     def train(self):
@@ -48,13 +49,14 @@ class TwoPoints(torch.optim.SGD):
 
     def step(self):
         assert self.trains
+        self.first = self.first or {one: one.detach().clone() for one in self.all}
         super().step()
 
     def state_dict(self):
         return super().state_dict() | {"first": list(self.first.values())}
 
     def load_state_dict(self, stored):
-        self.first = dict(zip(self.first, stored["first"], strict=True))
+        self.first = dict(zip(self.all, stored["first"], strict=True))
         super().load_state_dict({name: stored[name] for name in ("state", "param_groups")})
 
     @torch.no_grad()

@@ -93,6 +93,21 @@ def option_problems(optimizer: type, options: Mapping[str, Any], where: str, oth
     return problems
 
 
+def construct(optimizer: type, options: Mapping[str, Any], where: str, *parameters: Any, **rate: float) -> Any:
+    """An optimizer of a class. Raises: ConfigError, if it does not accept the options.
+
+    Args:
+        where: as in `option_problems`.
+    """
+    if problems := option_problems(optimizer, options, where):
+        raise ConfigError(problems)
+    try:
+        return optimizer(*parameters, **rate, **options)
+    except (TypeError, ValueError) as error:
+        name, kind = where.removesuffix("."), optimizer.__name__
+        raise ConfigError.of("unknown-key", f"{name}: expected options of {kind}, got {options}: {error}") from None
+
+
 def _option_names(optimizer: type) -> list[str] | None:
     """The keyword arguments of the constructors of a class and its bases; None: any."""
     names: list[str] = []
@@ -203,10 +218,12 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
         where: the prefix of an option's name.
 
     Raises:
-        ConfigError: there is no such class, or a value has the wrong type.
+        ConfigError: there is no such class, a value has the wrong type, or nothing decays.
     """
     blacklist, include = options.pop(BLACKLIST, None), options.pop(INCLUDE, None)
     problems = []
+    if not options.get("weight_decay") and (blacklist, include) != (None, None):
+        problems += problem("missing", f"{where}weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none")
     if include is not None and not callable(include):
         problems += problem(
             "wrong-type", f"{where}{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}"

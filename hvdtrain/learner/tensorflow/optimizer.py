@@ -17,7 +17,7 @@ from hvdtrain.learner.optimizer import (
     UpdateGradients,
     class_names,
     class_of,
-    option_problems,
+    construct,
     take_decay_rule,
 )
 from hvdtrain.learner.precision import GradientCheck, LossScale
@@ -198,13 +198,7 @@ def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.o
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
     exempt = _take_undecayed(options, variables)
-    problems = option_problems(chosen, options, "optimizer.")
-    if problems:
-        raise ConfigError(problems)
-    try:
-        made = chosen(learning_rate=0.0, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of("unknown-key", f"optimizer: expected options of {chosen.__name__}, got {options}: {error}") from None
+    made: keras.optimizers.Optimizer = construct(chosen, options, "optimizer.", learning_rate=0.0)
     if options.get("weight_decay"):
         made.exclude_from_weight_decay(var_list=exempt)
     return made
@@ -217,10 +211,6 @@ def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[
             "unsupported",
             "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
             f"options for all variables ({BLACKLIST} and {INCLUDE} choose those that decay)",
-        )
-    if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
-        raise ConfigError.of(
-            "missing", f"optimizer.weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
         )
     known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import ConfigError, problem
-from hvdtrain.learner.optimizer import class_of, option_problems, wrapped_rf_module
+from hvdtrain.learner.optimizer import class_of, construct, wrapped_rf_module
 from hvdtrain.learner.optimizer_spec import MULTIPLIER, MULTIPLIERS, OTHERS, PARAMETERS
 from hvdtrain.learner.torch.parameter_groups import describe_type, make_groups, parameter_problems, pattern_problems
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers
@@ -74,18 +74,11 @@ def _make_one(
     made: type, options: dict[str, Any], where: str, groups: list[dict[str, Any]], fused: bool = False
 ) -> torch.optim.Optimizer:
     """An optimizer of a class. Raises: ConfigError."""
-    problems = option_problems(made, options, where)
-    if problems:
-        raise ConfigError(problems)
     if fused and issubclass(made, FUSED) and not (IMPLEMENTATIONS | {"dampening"}) & options.keys():
         options["fused"] = True
-    try:
-        # It is set at every update, but some third-party classes assert that it is positive.
-        rate = 0.0 if made.__module__.startswith("torch.") else 1.0
-        return made(groups, lr=rate, **options)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as error:
-        name = where.removesuffix(".")
-        raise ConfigError.of("unknown-key", f"{name}: expected options of {made.__name__}, got {options}: {error}") from None
+    # It is set at every update, but some third-party classes assert that it is positive.
+    rate = 0.0 if made.__module__.startswith("torch.") else 1.0
+    return construct(made, options, where, groups, lr=rate)  # type: ignore[no-any-return]
 
 
 def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) -> AnyOptimizer:

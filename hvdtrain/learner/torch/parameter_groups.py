@@ -53,17 +53,12 @@ def make_groups(
         return _custom_groups(custom, model, made, options, where, is_only=chosen is None)
     parameters = named_trained(model) if chosen is None else chosen
     factors = _take_factors(options, where, list(parameters))
-    asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
     known = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known, where)
     undecayed: set[int] = set()
     if options.get("weight_decay"):
         undecayed = _ids_without_decay(model, rule, {id(parameter) for parameter in parameters.values()})
-    elif asked:
-        raise ConfigError.of(
-            "missing", f"{where}weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
-        )
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for is_decayed in (True, False):
         for name, parameter in parameters.items():

@@ -176,9 +176,9 @@ class UserDataset(Dataset):
                 break
             ALONE.wait(0.0005 * 2**tries)
         self._shared.draws = True
+        late = " (steps that ran meanwhile and draw from the same generator may differ in another run)" if tries else ""
         self._note(
-            f"{self._where}: reading draws random numbers: from now on a process of its own reads, seeded for each sequence "
-            "(steps that ran meanwhile and draw from the same generator may get other numbers in another run)"
+            f"{self._where}: reading draws random numbers: from now on a process of its own reads, seeded for each sequence{late}"
         )
         return None
 

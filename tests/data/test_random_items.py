@@ -40,8 +40,7 @@ def trained_alone(folder: Path, **keys: object) -> tuple[list[str], dict[str, nu
         ({"around": "workers"}, 0),
         ({"around": "iterable"}, 0),
         ({"around": "mapped iterable"}, 1),
-        ({"around": "items", "cache_size": "1M"}, 0),
-        ({"around": "items", "only_at": 26, "draws": "numpy,random"}, 1),
+        ({"around": "items", "only_at": 26, "draws": "numpy,random", "cache_size": "1M"}, 1),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import on_rank_zero, together
-from hvdtrain.data.feed import batch_lines, feed_lines
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
@@ -59,10 +61,21 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> N
         log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
 
 
+def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
+    """Collective. Raises: ConfigError, if the inputs of the ranks' plans differ; an evaluation would notice after the epoch."""
+
+    def inputs() -> dict[str, str]:
+        shared = [feed for feed in feeds if feed.distribution == "shard" and comm.size > 1]
+        return {f"{feed.name}: {name}": text for feed in shared for name, text in feed.plan_inputs(epoch).items()}
+
+    check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
+
+
 def log_data(settings: Settings, session: Session) -> None:
     """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
     comm, epoch = session.comm, min(session.progress.epoch + 1, settings.run.num_epochs)
     feeds = session.epochs.feeds(session.feeds, epoch)
+    check_plans(comm, feeds, epoch)
     if (line := settings.batch.remainder_line(comm.size)) is not None:
         log.warning(line)
 

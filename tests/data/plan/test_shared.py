@@ -25,7 +25,8 @@ from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, map_plan, offer_plan
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.start_up.announce import check_plans
 from hvdtrain.training import agreement
 from hvdtrain.training.agreement import plan_together
 
@@ -135,6 +136,17 @@ def test_ranks_with_other_plans_are_told_why(
         with pytest.raises(HvdtrainError, match=found) as caught:
             on_hosts(hosts, work)
         assert caught.value.on_every_rank
+
+
+def test_a_dataset_that_will_be_evaluated_with_other_batches_is_told_at_the_start() -> None:
+    def work(comm: Communicator) -> None:
+        dev = replace(feed(comm.rank, 2), name="dev", batch_keys=replace(BATCHES, max_seqs=1 + comm.rank))
+        check_plans(comm, [feed(comm.rank, 2), dev], 1)
+
+    with pytest.raises(
+        ConfigError, match="dev: max_seqs per rank: expected the same on all ranks, got 1 on rank 0 and 2 on rank 1"
+    ):
+        on_ranks(2, work)
 
 
 @pytest.mark.parametrize("failing", [0, 2])

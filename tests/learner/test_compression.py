@@ -125,6 +125,8 @@ def after_sync(comm: Communicator, weight: float, change: float, **keys: Any) ->
         reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, is_resumed=False))
         for update in range(4):
             parameter += change * (comm.rank + 1)
+            for statistic in (made.model[1].running_mean, made.model[1].running_var):
+                statistic += comm.rank  # what is the same on all ranks is not sent
             reducer.after_update(made.state, FinishedUpdate([True] * comm.size, update + 1, 0.1))
     assert isinstance(comm, ThreadCommunicator)
     return parameter.detach().clone(), comm.messages

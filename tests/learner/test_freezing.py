@@ -59,7 +59,7 @@ class Watch:
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_parameters_are_frozen_until_a_step(accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.training.agreement.INTERVAL", 0.0)  # a stop comes two steps after it is asked for
+    monkeypatch.setattr("hvdtrain.training.vote.INTERVAL", 0.0)  # a stop comes two steps after it is asked for
     watch = Watch()
     keys = {"freeze_until_step": {"base.3.*": 0, "base.*": 5}, "accum_grad_multiple_step": accumulated, "callbacks": [watch]}
     result = train(tmp_path / "whole", **keys)

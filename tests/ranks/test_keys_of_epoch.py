@@ -79,7 +79,7 @@ def test_ranks_with_other_keys_are_refused_by_all(corpus: Path, tmp_path: Path) 
         ("num_epochs", "keys_of_epoch(epoch=2): unsupported"),
         ("lerning_rate", "keys_of_epoch(epoch=2): unknown-key"),
         ("online_shuffle_batches", ""),
-        ("chunking_tail", "chunking_tail: unknown-value"),
+        ("chunking_tail", "chunking_tail: wrong-type"),
         ("dev", "keys_of_epoch(epoch=2): wrong-type"),
     ],
 )

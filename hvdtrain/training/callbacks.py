@@ -154,14 +154,15 @@ class Callbacks:
         """Whether any of them has the method `event`."""
         return bool(self._calls[event])
 
-    def call(self, event: str, training: Training, note: Callable[[str], object] = lambda _: None) -> None:
+    def call(self, event: str, training: Training, note: Callable[[str], object] | None = None) -> None:
         """Call the method `event` of all callbacks that have it.
 
         Args:
-            note: called before each of them with the name of its class.
+            note: called before each of them with the name of its class; None: nothing is.
         """
         for name, call in self._calls[event]:
-            note(name)
+            if note is not None:
+                note(name)
             call(training)
 
 

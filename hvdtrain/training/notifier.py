@@ -44,6 +44,7 @@ class Notifier:
         self._training = training
         self._evaluated = evaluated
         self._own_events = {event for event in EVENTS if callbacks.has(event)} | ({REPORTS} if has_services else set())
+        self._has_step_end = callbacks.has("on_step_end")
         self._longest: dict[str, float] = {}  # seconds of any rank for each event of any rank
 
     def subscribe(self) -> None:
@@ -63,9 +64,10 @@ class Notifier:
 
     def notify_step_end(self) -> None:
         """Call the callbacks of this rank after a step; the ranks do not wait for each other."""
-        self._call("on_step_end", lambda name: None)
+        if self._has_step_end:
+            self._call("on_step_end")
 
-    def _call(self, event: str, note: Callable[[str], object]) -> None:
+    def _call(self, event: str, note: Callable[[str], object] | None = None) -> None:
         depth = self._evaluated.depth
         self._callbacks.call(event, self._training, note)
         if self._evaluated.depth != depth:

@@ -263,13 +263,14 @@ def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> lis
     """For each key that the values give, its spellings that they do not use.
 
     Args:
-        values: an entry of a dict may also be given by its name with a dot.
+        values: an entry of a dict, or one within it, may also be given by its name with dots.
     """
 
     def has(name: str) -> bool:
         outer, dot, entry = name.partition(".")
         inside = values.get(outer)
-        return name in values or bool(dot and isinstance(inside, dict) and inside.get(entry) is not None)
+        is_named = any(given == name or given.startswith(f"{name}.") for given in values)
+        return is_named or bool(dot and isinstance(inside, dict) and inside.get(entry) is not None)
 
     return [others for names in spellings if len(others := {name for name in names if not has(name)}) < len(names)]
 

@@ -928,6 +928,9 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
     assert shown["horovod_param_sync_step"] == ("3", "config.py")
 
 
+RULE = "{'class': 'quadratic', 'alpha': 1}"
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "found"),
     [
@@ -937,6 +940,11 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
         ("torch_distributed = {}", {"horovod_param_sync_step": "5", "torch_distributed.param_sync_step": "100"}, 100),
         ("torch_distributed = {}", {"torch_distributed.param_sync_step": "5", "horovod_param_sync_step": "100"}, 100),
         ("torch_distributed = {}", {"torch_distributed": "{'param_sync_step': 5}", "horovod_param_sync_step": "100"}, 100),
+        (
+            f"horovod_param_sync_rule, torch_distributed = {RULE}, {{'param_sync_rule': {RULE}}}",
+            {"horovod_param_sync_rule.alpha": "7"},
+            7,
+        ),
         ("torch_amp = 'float16'", {"mixed_precision": "bfloat16"}, "bfloat16"),
         ("mixed_precision = 'float16'", {"torch_amp": "bfloat16"}, "bfloat16"),
         ("train['seq_ordering'] = 'sorted'", {"batching": "random"}, "random"),
@@ -946,8 +954,8 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
 )
 def test_the_command_line_wins_whatever_the_spelling(tmp_path: Path, text: str, overrides: dict[str, str], found: object) -> None:
     got = settings(tmp_path, f"horovod_reduce_type = 'param'\n{text}\n", **overrides)
-    values = (got.reduce.sync_steps, got.precision.mixed_precision, got.train.order.seq_ordering, got.launch.dist_rank)
-    assert found in values
+    values = [got.reduce.sync_steps, got.precision.mixed_precision, got.train.order.seq_ordering, got.launch.dist_rank]
+    assert found in [*values, *(got.reduce.sync_rule or {}).values()]
 
 
 def test_a_later_file_wins_whatever_the_spelling(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class Engine:
             self._save()  # the watchdog may end what takes very long
         self._notifier.notify("on_epoch_end")
 
-        report = epoch_report(epoch, self._train, self._session, scores, losses, self._gather_seconds())
+        report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
         progress.finish_epoch(
             EpochRecord(number, epoch.learning_rate, scores, losses, is_updated=report.is_updated), as_line(report)
         )
@@ -135,7 +135,7 @@ class Engine:
         is_last = number >= self._limits.num_epochs or self._ends_early() is not None
         if mistake is not None or self._control.is_save_due_after_epoch(number, is_last):
             self._save(is_end=is_last)
-        report = replace(report, seconds=self._gather_seconds(), goodput=self._session.goodput.entries())  # now with saving
+        report = replace(report, seconds=self._gather_times()[0], goodput=self._session.goodput.entries())  # now with saving
         log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
         self._reporters.epoch(report)
         with self._notifier.reporting(number):
@@ -250,11 +250,12 @@ class Engine:
         self._control.evaluation.done(self._progress.step)
         return scores
 
-    def _gather_seconds(self) -> list[Mapping[str, float]]:
-        """Collective. By rank, the seconds of the epoch since it began or was resumed. Notes if a callback ends training."""
-        gathered = self._comm.gather((self._clock.seconds(), self._training.wants_finish), name="seconds")
-        self._finished_by = next((reason for _, reason in gathered if reason is not None), None)
-        return [seconds for seconds, _ in gathered]
+    def _gather_times(self) -> tuple[list[Mapping[str, float]], list[float]]:
+        """Collective. By rank, the seconds of the epoch since it began or was resumed, and the share of computing in those of its
+        training. Notes if a callback ends training."""
+        gathered = self._comm.gather((self._clock.seconds(), self._clock.computing, self._training.wants_finish), name="seconds")
+        self._finished_by = next((reason for *_, reason in gathered if reason is not None), None)
+        return [seconds for seconds, *_ in gathered], [computing for _, computing, _ in gathered]
 
     def _check(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and

@@ -46,6 +46,7 @@ class EpochReport:
         goodput: where the seconds of the whole training went so far, over all its starts (`runtime/goodput.py`).
         flops: the floating-point operations of the `epoch` and of a `step`, over all ranks, what they can do in a second
             (`peak`), and the `share` of that; None without `count_flops`.
+        computing_of_ranks: `computing` of every rank, since the epoch began or was resumed. Not in scores.jsonl.
         num_frames: by data key, the frames of the epoch without padding; on rank 0. Not in scores.jsonl.
         memory: the largest number of bytes so far that rank 0 used of its device's memory; None: unknown. Not in scores.jsonl.
     """
@@ -74,6 +75,7 @@ class EpochReport:
     broken: int | None = None
     goodput: Mapping[str, float] | None = None
     flops: Mapping[str, float] | None = None
+    computing_of_ranks: Sequence[float] = ()
     num_frames: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
 

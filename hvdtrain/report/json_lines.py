@@ -33,7 +33,7 @@ def as_line(report: EpochReport) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None and name not in ONLY_LOGGED}
 
 
-ONLY_LOGGED = ("num_frames", "memory")
+ONLY_LOGGED = ("computing_of_ranks", "num_frames", "memory")
 """What only the log shows of a report."""
 
 

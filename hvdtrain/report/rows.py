@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
-from statistics import fmean
+from statistics import fmean, median
 
 from hvdtrain.data.files import size_text
 from hvdtrain.report.epoch import EpochReport
@@ -77,14 +77,14 @@ def score_text(score: float) -> str:
 
 
 def cost_row(report: EpochReport, left: float | None, now: float, indent: int) -> str:
-    """What an epoch took: time, speed, memory; its learning rate and padding; and when the training ends.
+    """What an epoch took: time, and the share of computing; speed, memory; its learning rate and padding; and when training ends.
 
     Args:
         left: seconds until the last epoch is done; None: it is.
         now: the time of day.
         indent: the columns below the beginning of the row above.
     """
-    parts = [times_text(report)]
+    parts = [times_text(report), computing_text(report)]
     if report.elapsed:
         rates = {name: count / report.elapsed for name, count in report.num_frames.items()}
         parts.append(speed_text(report.num_sequences / report.elapsed, rates))
@@ -97,6 +97,22 @@ def cost_row(report: EpochReport, left: float | None, now: float, indent: int) -
     parts += [f"padding {100 * padding:.0f} %"] if padding >= 0.005 else []
     parts += [] if left is None else [f"left {clock_text(left)}, ends {end_text(now, left)}"]
     return " " * indent + BETWEEN.join(parts)
+
+
+UNLIKE = 0.02
+"""A rank whose share of computing is lower than the others' by this is named."""
+
+
+def computing_text(report: EpochReport) -> str:
+    """The share of computing: the median of the ranks, and the lowest one if it is another.
+
+    >>> computing_text(EpochReport(1, 10, 10, 107.0, 0.9931, 0.1, 50, {}, computing_of_ranks=[0.9931, 0.99, 0.7]))
+    'computing 99.0 % (rank 2: 70.0 %)'
+    """
+    shares = list(report.computing_of_ranks) or [report.computing]
+    usual, lowest = median(shares), min(shares)
+    text = f"computing {100 * usual:.1f} %"
+    return text if usual - lowest < UNLIKE else f"{text} (rank {shares.index(lowest)}: {100 * lowest:.1f} %)"
 
 
 def times_text(report: EpochReport) -> str:

@@ -90,12 +90,13 @@ class EpochClock:
         self._begun = self._counted_until = time.perf_counter()
         self._counted_sync = 0.0  # seconds of parameter averaging
         self._counted_traffic = Traffic()
+        self._computed = self._elapsed = 0.0  # of this rank, since the epoch began or was resumed
 
     def begin(self) -> None:
         """Begin or resume an epoch."""
         self._timer.take()
         self._begun = self._counted_until = time.perf_counter()
-        self._counted_sync = 0.0
+        self._counted_sync = self._computed = self._elapsed = 0.0
 
     def elapsed(self, current: EpochProgress) -> float:
         """Seconds that the training of the epoch has taken so far."""
@@ -112,11 +113,17 @@ class EpochClock:
         # on whose last steps the host was ahead: the time that it takes belongs to the epoch's.
         synced = self._timer.seconds.get("parameter sync", 0.0)
         with self._timer.span("compute"):
-            current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
+            computed = self._meter.take_step_seconds() + synced - self._counted_sync
         self._counted_sync = synced
         now = time.perf_counter()
-        current.elapsed += now - self._counted_until
-        self._counted_until = now
+        passed, self._counted_until = now - self._counted_until, now
+        current.computing, current.elapsed = current.computing + computed, current.elapsed + passed
+        self._computed, self._elapsed = self._computed + computed, self._elapsed + passed
+
+    @property
+    def computing(self) -> float:
+        """The share of the time that this rank spent in steps, since the epoch began or was resumed."""
+        return self._computed / self._elapsed if self._elapsed else 0.0
 
     def skip(self) -> float:
         """Leave out of the epoch's time what has passed since the last call of `count`, and return it."""
@@ -165,12 +172,14 @@ def epoch_report(
     scores: Mapping[str, float],
     losses: Mapping[str, float],
     seconds: list[Mapping[str, float]],
+    computing: list[float],
 ) -> EpochReport:
     """The results of an epoch that was trained and evaluated.
 
     Args:
         losses: the losses that are minimized, each with its scale.
         seconds: the seconds of every rank, by activity.
+        computing: the share of every rank's computing.
     """
     current, rates, step = epoch.current, epoch.current.rates, session.progress.step
     end = current.position if current.ended_by else epoch.plan.num_batches
@@ -187,6 +196,7 @@ def epoch_report(
         scores=scores,
         padding=feed.padding(epoch.plan, current.epoch),
         seconds=seconds,
+        computing_of_ranks=computing,
         loss_scale=session.learner.meter.loss_scale,
         syncs=current.syncs,
         sent=current.sent,

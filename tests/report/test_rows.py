@@ -46,11 +46,11 @@ def test_scores_stand_in_columns_the_compared_ones_after_those_of_training() -> 
 def test_what_an_epoch_took() -> None:
     row = cost_row(REPORT, 1270.0, NOW, 13)
     assert row == (
-        "             1:47 train, 0:34 eval | 126 seq/s, 1.1 k frames/s | 725 MB | lr 1.1e-3 -> 5e-4 | padding 4 % | "
-        "left 0:21:10, ends 21:32"
+        "             1:47 train, 0:34 eval | computing 99.0 % | 126 seq/s, 1.1 k frames/s | 725 MB | lr 1.1e-3 -> 5e-4 | "
+        "padding 4 % | left 0:21:10, ends 21:32"
     )
     least = replace(REPORT, seconds=[], learning_rates=None, padding={}, num_frames={}, memory=None, elapsed=0.0)
-    assert cost_row(least, None, NOW, 2) == "  0.0 s train | lr 5e-4"
+    assert cost_row(least, None, NOW, 2) == "  0.0 s train | computing 99.0 % | lr 5e-4"
     slow = replace(REPORT, seconds=[{"evaluation": 34.0, "saving": 20.0}])
     assert "1:47 train, 0:34 eval, 0:20 saving | " in cost_row(slow, None, NOW, 2)
     assert speed_text(4.25, {"data": 4.25}) == "4.2 seq/s"
@@ -65,8 +65,9 @@ def test_a_narrow_terminal_has_rows_on_several_lines() -> None:
     assert [line for row in rows for line in wrap(row, 79, 13)] == [
         "epoch  3/12  train ctc 3.410 | dev ctc 2.987  wer 0.583",
         "             eval ctc 2.950  wer 0.574",
-        "             1:47 train, 0:34 eval | 126 seq/s, 1.1 k frames/s | 725 MB",
-        "             lr 1.1e-3 -> 5e-4 | padding 4 % | left 0:21:10, ends 21:32",
+        "             1:47 train, 0:34 eval | computing 99.0 %",
+        "             126 seq/s, 1.1 k frames/s | 725 MB | lr 1.1e-3 -> 5e-4",
+        "             padding 4 % | left 0:21:10, ends 21:32",
     ]
     assert wrap(rows[0], 200, 13) == [rows[0]]
     long = "epoch 1  " + "  ".join(f"loss{number} 1.234" for number in range(6))
@@ -99,5 +100,5 @@ def test_parts_of_a_line_about_a_step() -> None:
 
 def test_what_only_the_log_shows_is_not_in_scores_jsonl() -> None:
     line = as_line(REPORT)
-    assert not {"num_frames", "memory"} & line.keys()
+    assert not {"num_frames", "memory", "computing_of_ranks"} & line.keys()
     assert line["padding"] == REPORT.padding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -80,7 +80,6 @@ class Engine:
         self._saving = Saving(session, self._scores, self._clock, self._training, self._notifier)
         interval = vote_interval(session.reducer, session.interrupt.grace)
         self._control = Control(session, limits, self._training, self._scores, bool(self._evaluations), interval)
-        self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -98,7 +97,7 @@ class Engine:
                 self._run_epoch(self._progress.epoch + 1)
             except StopNow as stop:  # the data is closed, and each rank has its own trained model
                 raise self._stop(stop.status) from None
-            end = self._ends_early()
+            end = self._limits.end_after_epoch(self._progress)
         self._finish()
         self._training.stopped_by = end
         self._notifier.notify("on_stop")
@@ -132,7 +131,7 @@ class Engine:
         )
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
-        is_last = number >= self._limits.num_epochs or self._ends_early() is not None
+        is_last = number >= self._limits.num_epochs or self._limits.end_after_epoch(progress) is not None
         if mistake is not None or self._control.is_save_due_after_epoch(number, is_last):
             self._save(is_end=is_last)
         report = replace(report, seconds=self._gather_times()[0], goodput=self._session.goodput.entries())  # now with saving
@@ -254,8 +253,8 @@ class Engine:
         """Collective. By rank, the seconds of the epoch since it began or was resumed, and the share of computing in those of its
         training. Notes if a callback ends training."""
         gathered = self._comm.gather((self._clock.seconds(), self._clock.computing, self._training.wants_finish), name="seconds")
-        self._finished_by = next((reason for *_, reason in gathered if reason is not None), None)
-        return [seconds for seconds, *_ in gathered], [computing for _, computing, _ in gathered]
+        self._note_finish([reason for *_, reason in gathered])
+        return [seconds for seconds, *_ in gathered], [computing for _, computing, _ in gathered if computing is not None]
 
     def _check(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
@@ -283,13 +282,17 @@ class Engine:
 
     def _save(self, is_end: bool = False) -> None:
         """Collective. Write a checkpoint, with which the training may end."""
+        if self._notifier.has_callbacks:
+            self._note_finish(self._comm.gather(self._training.wants_finish, name="finish"))
         with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)
 
-    def _ends_early(self) -> str | None:
-        """After an epoch, the reason to end training before its last epoch; None: continue."""
-        return self._finished_by or self._limits.ends_early(self._progress)
+    def _note_finish(self, reasons: Iterable[str | None]) -> None:
+        """Note that a callback of some rank ends training after this epoch, so that a stop before does not make it forgotten."""
+        reason = next((one for one in reasons if one is not None), None)
+        if reason is not None:
+            self._progress.finished = reason, self._limits.num_epochs
 
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""

@@ -86,6 +86,8 @@ class Progress:
     data: by dataset, the identity of its data.
     keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
     spent: where the seconds went (`runtime/goodput.py`); empty in checkpoints of earlier releases.
+    finished: why a callback ends the training after the current epoch, or has ended it after the last one, and `num_epochs` then:
+        more epochs are trained all the same; None: none does.
     file: the model's file from which training continues; None: training began anew. It is not stored.
     start: the log line about that; '': there is none. It is not stored.
     """
@@ -101,6 +103,7 @@ class Progress:
     file: Path | None = None
     start: str = ""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    finished: tuple[str, int] | None = None
 
     @property
     def records(self) -> list[EpochRecord]:
@@ -128,6 +131,7 @@ class Progress:
             "data": self.data,
             "keys": self.keys,
             "spent": self.spent,
+            **({} if self.finished is None else {"finished": list(self.finished)}),
         }
 
     @staticmethod
@@ -148,6 +152,7 @@ class Progress:
             keys=state.get("keys") or {},
             spent=state.get("spent") or {},
             evaluations=[EvaluationRecord(**record) for record in state.get("evaluations") or []],
+            finished=None if state.get("finished") is None else (str(state["finished"][0]), int(state["finished"][1])),
         )
 
     def describe(self) -> str:

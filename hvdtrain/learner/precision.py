@@ -220,6 +220,10 @@ class Updates(NamedTuple):
     skipped: int = 0
 
 
+SKIPPED_IN_A_ROW = "skipped_in_a_row"
+"""The entry of a checkpoint."""
+
+
 class GradientCheck:
     """Decides whether to apply or skip an update, and counts skipped updates.
 
@@ -271,6 +275,17 @@ class GradientCheck:
             if self._num_skipped > self._limit:
                 raise self._error(step, invalid())
         return finite
+
+    def state(self) -> dict[str, Any]:
+        """The entries of a checkpoint: the scale, and the number of updates that were just skipped in a row."""
+        scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
+        return scale | ({SKIPPED_IN_A_ROW: self._num_skipped} if self._num_skipped else {})
+
+    def restore(self, entries: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned, among other entries."""
+        if self.scale is not None and "loss_scale" in entries:
+            self.scale.restore(entries["loss_scale"])
+        self._num_skipped = int(entries.get(SKIPPED_IN_A_ROW, 0))
 
     def count(self, applied: bool) -> None:
         """Count an update, also one that an optimizer skipped by itself."""

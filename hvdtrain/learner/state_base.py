@@ -32,7 +32,7 @@ from hvdtrain.learner.contents import (
 )
 from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
 from hvdtrain.learner.model_state import ROLES, Role, StatePart
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.weight_average import EvaluationWeights
@@ -71,10 +71,10 @@ class StateBase(ABC):
     num_pretrain_epochs = 0
     """The number of first epochs whose checkpoints have `pretrain` in their names."""
 
-    def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
+    def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, check: GradientCheck | None) -> None:
         self._format = file_format
         self._average = average
-        self._scale = scale
+        self._check = check
         self.running: RunningAverage | None = None
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
@@ -276,7 +276,7 @@ class StateBase(ABC):
         check_shapes(file, entries.get(SHAPES), _with_tensors(entries), self._numbered_parameters(entries))
 
     def _optimizer_contents(self) -> dict[str, Any]:
-        return self._optimizer_entries() | ({} if self._scale is None else {"loss_scale": self._scale.state()})
+        return self._optimizer_entries() | ({} if self._check is None else self._check.state())
 
     def _load_optimizer(self, entries: Mapping[str, Any], file: Path) -> list[str]:
         """Load the optimizer's entries of a file. Returns lines about what changed. Raises: CheckpointError."""
@@ -292,9 +292,9 @@ class StateBase(ABC):
             raise CheckpointError(
                 f"{file}: expected the state of the optimizer {own} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
-        if self._scale is not None and "loss_scale" in entries:
+        if self._check is not None:
             try:
-                self._scale.restore(entries["loss_scale"])
+                self._check.restore(entries)
             except UNSUITABLE as error:
                 raise DamagedCheckpoint(f"{file}: expected the scale of the loss in 'loss_scale', got another: {error}") from None
         return lines

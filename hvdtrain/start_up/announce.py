@@ -123,7 +123,7 @@ def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits
         )
     log.write(level, f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
-        early = limits.ends_early(progress)
+        early = None if progress.epoch >= limits.num_epochs else limits.end_after_epoch(progress)
         # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
         log.write(
             3 if settings.process.is_own else 2,

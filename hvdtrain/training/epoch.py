@@ -121,9 +121,9 @@ class EpochClock:
         self._computed, self._elapsed = self._computed + computed, self._elapsed + passed
 
     @property
-    def computing(self) -> float:
-        """The share of the time that this rank spent in steps, since the epoch began or was resumed."""
-        return self._computed / self._elapsed if self._elapsed else 0.0
+    def computing(self) -> float | None:
+        """The share of the time that this rank spent in steps, since the epoch began or was resumed; None: there were none."""
+        return self._computed / self._elapsed if self._elapsed else None
 
     def skip(self) -> float:
         """Leave out of the epoch's time what has passed since the last call of `count`, and return it."""

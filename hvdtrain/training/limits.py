@@ -61,7 +61,12 @@ class TrainingLimits:
         """Whether there is nothing left to train."""
         if progress.current is not None:
             return progress.current.epoch > self.num_epochs
-        return progress.epoch >= self.num_epochs or self.ends_early(progress) is not None
+        return progress.epoch >= self.num_epochs or self.end_after_epoch(progress) is not None
+
+    def end_after_epoch(self, progress: Progress) -> str | None:
+        """After an epoch, the reason to end training before its last epoch; None: continue."""
+        reason, num_epochs = progress.finished or ("", self.num_epochs - 1)
+        return reason if num_epochs >= self.num_epochs else self.ends_early(progress)
 
 
 def skipped_error(history: Sequence[EpochRecord]) -> TrainingError | None:

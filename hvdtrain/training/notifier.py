@@ -52,6 +52,11 @@ class Notifier:
         events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
         self._longest = dict.fromkeys(events, LONG)
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether any rank has callbacks."""
+        return bool(self._longest.keys() - {REPORTS})
+
     def may_take_long(self, event: str) -> bool:
         """Whether there are callbacks for an event that took long before, or were not called yet."""
         return self._longest.get(event, 0.0) >= LONG

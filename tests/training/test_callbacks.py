@@ -272,3 +272,46 @@ def test_all_ranks_are_notified_and_end_together(trained: Trained) -> None:
     assert not (results.folder / "noted.zero.1").exists()
     assert results.needed("noted.tracked.0").read_text() == "2\n"  # the number of ranks
     assert not (results.folder / "noted.tracked.1").exists()
+
+
+STOPPED = """
+import numpy, os, signal, torch, hvdtrain
+train = [{"data": numpy.full((3, 2), number, "float32")} for number in range(32)]
+num_epochs, max_seqs, learning_rate, optimizer = 3, 4, 0.01, {"class": "sgd"}
+num_allowed_consec_invalid_gradient_steps, stop_on_nonfinite_train_score, num_threads = 6, False, 1
+class Callback:
+    def on_step_end(self, training):
+        if training.step == 3 and config.bool("finishes", False):
+            training.finish("good enough")
+        if training.step == 6 and config.bool("stops", False):
+            training.stop("asked for")
+callbacks = Callback
+def get_model(**_):
+    return torch.nn.Linear(2, 1)
+def train_step(*, model, extern_data, **_):
+    factor = float("nan") if config.bool("breaks", False) and 2 <= hvdtrain.get_run_ctx().step <= 10 else 1.0
+    hvdtrain.get_run_ctx().mark_as_loss(factor * model(extern_data["data"].raw_tensor)[..., 0].square(), "ce")
+"""
+
+
+def test_a_stop_forgets_neither_that_training_ends_nor_how_many_updates_were_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvdtrain.training.vote.INTERVAL", 0.0)  # a stop comes two steps after it is asked for
+    (tmp_path / "config.py").write_text(STOPPED)
+
+    def status(name: str, *keys: str) -> int:
+        words = [word for key in keys for word in (f"++{key}", "1")]
+        return run_inside([tmp_path / "config.py", "++model", tmp_path / name / "model", *words]).status
+
+    def epochs(name: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / name).glob("model.0??.pt"))
+
+    assert status("finished", "finishes", "stops") == 75
+    assert [status("finished", "finishes"), status("finished", "finishes")] == [0, 0]
+    assert epochs("finished") == ["model.001.pt"]
+    more = [tmp_path / "config.py", "++model", tmp_path / "finished" / "model", "++num_epochs", "4"]
+    assert run_inside(more).status == 0
+    assert epochs("finished")[-1] == "model.004.pt", "more epochs than when it was finished"
+    assert status("skipped", "breaks", "stops") == 75
+    assert status("skipped", "breaks") == 2, "the seventh update in a row that is not finite"

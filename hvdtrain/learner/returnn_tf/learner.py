@@ -382,7 +382,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         is_shared=gradient_exchange.is_shared,
     )
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
-    state = NetworkState(networks, scale)
+    state = NetworkState(networks, check)
     transfer = Transfer(lambda arrays: numpy.concatenate(arrays).tolist())
     scores = PendingScores(transfer, state.named_parameters, finite_only=check.has_limit)
     norm: list[float | None] = [None]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.model_state import Role
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest, preload_values
 from hvdtrain.learner.returnn_tf.model_file import StoredNetwork, network_format, read_arrays
 from hvdtrain.learner.returnn_tf.networks import Networks
@@ -27,8 +27,8 @@ STEP = "global_step"
 class NetworkState(StateBase):
     """The state of the present network and its updater."""
 
-    def __init__(self, networks: Networks, scale: LossScale | None) -> None:
-        super().__init__(network_format(lambda: networks.graph.meta()), None, scale)
+    def __init__(self, networks: Networks, check: GradientCheck | None) -> None:
+        super().__init__(network_format(lambda: networks.graph.meta()), None, check)
         self._networks = networks
 
     @property

@@ -294,7 +294,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
     update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
-    state = TensorFlowState(variables, optimizer, average, scale, options.model_format)
+    state = TensorFlowState(variables, optimizer, average, check, options.model_format)
     transfer = Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist())
     on_cpu = device_name() == "CPU"
     scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)

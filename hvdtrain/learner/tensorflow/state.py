@@ -15,7 +15,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.learner.contents import OPTIONS, CheckpointContents
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import changed_options, option_texts
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
@@ -31,10 +31,10 @@ class TensorFlowState(StateBase):
         variables: ModelVariables,
         optimizer: keras.optimizers.Optimizer,
         average: WeightAverage | None,
-        scale: LossScale | None,
+        check: GradientCheck | None,
         model_format: str = "npz",
     ) -> None:
-        super().__init__(file_format(model_format), average, scale)
+        super().__init__(file_format(model_format), average, check)
         self._variables = variables
         self._optimizer = optimizer
         options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}

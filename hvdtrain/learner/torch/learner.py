@@ -423,7 +423,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, scale, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
-    state = TorchState(model, optimizer, device, average, scale, Unsaved(constants, base, extra_models), options.model_format)
+    state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)
     state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None
     return TorchLearner(

@@ -16,7 +16,7 @@ from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TR
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import option_texts
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.freezing import Freezing
@@ -73,11 +73,11 @@ class TorchState(StateBase):
         optimizer: Optimizer,
         device: torch.device,
         average: WeightAverage | OptimizerModes | None,
-        scale: LossScale | None,
+        check: GradientCheck | None,
         unsaved: Unsaved,
         model_format: str = "pt",
     ) -> None:
-        super().__init__(file_format(device, model_format), average, scale)
+        super().__init__(file_format(device, model_format), average, check)
         separate_elements(model)
         self._model = model
         self._optimizer = optimizer

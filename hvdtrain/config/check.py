@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared_keys, spellings, words_of
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
+from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem
 
 S = TypeVar("S")
@@ -75,7 +76,8 @@ def unsupported_keys(sections: Iterable[Any], backend: str) -> list[Problem]:
 
 
 def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
-    """Problems with names that are not keys: misspelt keys and unused overrides.
+    """Problems with names that are not keys: misspelt keys, unused overrides, and other trainers' names of keys, where nothing in
+    the config reads them.
 
     Every other name belongs to the config's author and is not checked.
 
@@ -93,6 +95,10 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
+            hint = f"did you mean {SYNONYMS[name]}?" if name in SYNONYMS else hint
+            problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
+        elif name in SYNONYMS and not source.is_foreign and not callable(value) and source.is_only_set(name):
+            hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
     return problems
 

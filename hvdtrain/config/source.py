@@ -192,6 +192,11 @@ class Source:
     notes: tuple[str, ...] = ()
     """For the log: keys that have no effect here."""
 
+    def is_only_set(self, name: str) -> bool:
+        """Whether a name that has a value is nowhere else in the config files. (One that a file imports may be used there.)"""
+        found = [match for text in self.texts.values() for match in re.findall(rf"\b{re.escape(name)}\b", text)]
+        return len(found) == 1 or not self.texts
+
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the builtins for a config file, given its namespace."""

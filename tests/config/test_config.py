@@ -28,6 +28,7 @@ from hvdtrain.config.source import (
     resolve,
     split_overrides,
 )
+from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
 from hvdtrain.report.__main__ import parser as report_parser
@@ -684,6 +685,16 @@ def test_neither_help_nor_a_mistake_nor_what_a_config_imports_takes_a_heavy_impo
     assert not frameworks & set(ends[3]), "for a mistake in a config"
     assert finished.stdout.count("usage: python -m hvdtrain CONFIG") == 2
     assert finished.stderr == "1 problem in the config:\n  num_epoch: unknown key in config.py (did you mean num_epochs?)\n"
+
+
+@pytest.mark.parametrize("name", ["max_epochs", "seed", "fp16", "weight_decay", "logger", "accum_grad"])
+def test_other_trainers_names_of_keys_are_refused_with_ours_where_nothing_reads_them(tmp_path: Path, name: str) -> None:
+    expected = f"{name}: unknown key in config.py .here, it is {re.escape(SYNONYMS[name])};"
+    with pytest.raises(ConfigError, match=expected):
+        settings(tmp_path, f"{name} = 3\n")
+    settings(tmp_path, f"{name} = 3\nsomething = {name} + 1\n")
+    with pytest.raises(ConfigError, match=f"{name}: unknown key in the command line .did you mean {re.escape(SYNONYMS[name])}"):
+        settings(tmp_path, "", **{name: "3"})
 
 
 def unwrapped(text: str) -> str:

@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import traceback
@@ -391,10 +392,11 @@ def _run_python(
     """
     visible = {**before, **overrides}
     module = ModuleType(MODULE_NAME)
-    module.__file__ = str(path.resolve())
+    module.__file__ = os.path.abspath(path)  # of a link, not of what it leads to: the config may name its model by it
     sys.modules[MODULE_NAME] = module
-    if str(path.resolve().parent) not in sys.path:
-        sys.path.append(str(path.resolve().parent))
+    for folder in dict.fromkeys((os.path.dirname(module.__file__), str(path.resolve().parent))):
+        if folder not in sys.path:
+            sys.path.append(folder)
     names = module.__dict__
     names.update(visible)
     access = ConfigAccess(names)
@@ -403,9 +405,15 @@ def _run_python(
         names["__builtins__"] = builtins(names)
     try:
         tree = ast.parse(text, str(path))
-        exec(compile(tree, str(path), "exec"), names)
+        exec(compile(tree, str(path), "exec", dont_inherit=True), names)  # not with the __future__ imports of this file
     except ConfigError:
         raise
+    except SystemExit as error:
+        raise ConfigError.of(
+            "raised",
+            f"{path.name}{_line_in(path, error)}: expected a config that goes on to its end, got sys.exit({error.code!r}) (an "
+            "argument parser would read hvdtrain's own arguments: config.value('key', default) reads ++key)",
+        ) from error
     except Exception as error:
         line = _line_in(path, error)
         what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
@@ -440,7 +448,7 @@ def _constants(tree: ast.Module) -> set[str]:
     return {name for name, is_constant in constant.items() if is_constant}
 
 
-def _line_in(path: Path, error: Exception) -> str:
+def _line_in(path: Path, error: BaseException) -> str:
     """', line 12' of the config that raised the error or that it passed through; '' if no line of the config did."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f", line {error.lineno}"

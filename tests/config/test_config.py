@@ -697,6 +697,25 @@ def test_other_trainers_names_of_keys_are_refused_with_ours_where_nothing_reads_
         settings(tmp_path, "", **{name: "3"})
 
 
+@pytest.mark.parametrize("code", ["sys.exit()", "sys.exit(0)", "argparse.ArgumentParser().parse_args(['--help'])"])
+def test_a_config_that_ends_the_program_is_an_error(tmp_path: Path, code: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"config.py, line \d+: expected a config that goes on to its end, got sys.exit\((None|0)\)"
+    ):
+        settings(tmp_path, f"import argparse, sys\n{code}\n")
+
+
+def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:
+    """Its annotations are what they say, and its file is the link by which it was named."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "mine.py").write_text(
+        MINIMAL + "import os\ndef f(x: int): pass\nkind = f.__annotations__['x']\nhere = __file__\n"
+    )
+    (tmp_path / "one.py").symlink_to(tmp_path / "base" / "mine.py")
+    values = read_settings([tmp_path / "one.py"], {}).source.values
+    assert (values["kind"], values["here"]) == (int, str(tmp_path / "one.py"))
+
+
 def unwrapped(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 

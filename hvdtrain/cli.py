@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status: 0, 1 for a crash, 2 for an error that the user can fix, 75 if training was stopped
     and should be restarted, 130 after Ctrl-C (docs/resuming.md).
     """
+    _open_streams()
     try:
         status = run_command(arguments)
         sys.stdout.flush()
@@ -106,6 +107,21 @@ def main(arguments: list[str] | None = None) -> int:
         if launch.launch().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return BY_CTRL_C
+
+
+def _open_streams() -> None:
+    """Make standard output and standard error take every line: where they are closed (`>&-`), lines go nowhere, and letters that
+    their encoding lacks come as escapes."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            if (
+                opened := os.open(os.devnull, os.O_WRONLY)
+            ) != number:  # else another file would get this number, and what is printed
+                os.dup2(opened, number)
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_command(arguments: list[str] | None) -> int:

@@ -110,7 +110,7 @@ def run(
     *,
     program: Sequence[str] = PROGRAM,
     signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
-    report: Callable[[str], object] = sys.stderr.write,
+    report: Callable[[str], object] = lambda text: sys.stderr.write(text),  # it may be None while this is imported
     while_waiting: Callable[[], None] = lambda: None,
     began: float | None = None,
     imports: Sequence[str] = (),

@@ -250,8 +250,12 @@ class Screen(logging.Handler):
         self._has_colors = has_colors
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # the terminal was closed
-            sys.stdout.write(f"{self.format(record)}\n")
+        line = f"{self.format(record)}\n"
+        with suppress(OSError, ValueError, AttributeError):  # the terminal or the stream was closed, or a program took it away
+            try:
+                sys.stdout.write(line)
+            except UnicodeEncodeError as error:
+                sys.stdout.write(line.encode(error.encoding, "backslashreplace").decode(error.encoding))
             sys.stdout.flush()
 
     def format(self, record: logging.LogRecord) -> str:
@@ -408,14 +412,14 @@ def configured_tqdm(tqdm: Any) -> Iterator[None]:
             tqdm.set_lock(before[1])
 
 
-def terminal_of(stream: IO[str]) -> int | None:
+def terminal_of(stream: IO[str] | None) -> int | None:
     """A file descriptor of the terminal that a stream prints to, for its width; None if it prints to a file or a pipe.
 
     Open MPI gives every rank a pseudo-terminal and forwards its output to that of mpirun. Only mpirun's file descriptors show
     whether that is a terminal, and its current width: the rank's pseudo-terminal keeps the size it had at the start, or has none.
     From version 5 on, Open MPI forwards whole lines only, so that a bar would not be seen until it is complete: no terminal.
     """
-    if not stream.isatty():
+    if stream is None or not hasattr(stream, "isatty") or not stream.isatty():
         return None
     own, parent = stream.fileno(), f"/proc/{os.getppid()}"
     with suppress(OSError):

@@ -1,12 +1,17 @@
 """What `hvdtrain dump` draws on a terminal: a real one, of the system's kind (pty)."""
 
+import io
+import logging
 import os
 import pty
 import re
+import subprocess
+import sys
 import termios
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 from terminal import Terminal, screen
 
 from hvdtrain.cli import main
@@ -116,3 +121,21 @@ def test_bars_under_mpirun_open_its_terminal_once(monkeypatch: pytest.MonkeyPatc
     assert len(windows - {inside, None}) == 1
     for descriptor in (*windows, end):
         os.close(descriptor)  # type: ignore[arg-type]  # one is a number
+
+
+def test_a_line_that_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.LogRecord("hvdtrain", logging.INFO, "", 0, "dev wer 0.5 für ä", None, None)
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    log.Screen().emit(record)
+    assert ascii_only.buffer.getvalue() == rb"dev wer 0.5 f\xfcr \xe4" + b"\n"
+    ascii_only.close()
+    for stream in (ascii_only, None, object()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        log.Screen().emit(record)
+
+
+@pytest.mark.parametrize("streams", [">&-", ">&- 2>&-"])
+def test_closed_streams_end_nothing(streams: str) -> None:
+    command = f"exec {sys.executable} -m hvdtrain help batch {streams}"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=60, stdin=subprocess.DEVNULL).returncode == 0

@@ -109,6 +109,11 @@ class ItemForm:
                 f"leave it out; the name of a sequence belongs in the entry {TAG!r}"
                 f"{f'; {ARE_BATCHES}' if isinstance(value, (list, tuple)) else ''})"
             )
+        if key not in self.streams and isinstance(value, (list, tuple)) and not array.size:
+            raise DataError(
+                f"{where}: expected a value that has a type, as the first item determines that of all, got the empty {value!r} "
+                "(numpy.zeros(0, 'int32') has one)"
+            )
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
             array = array.astype(numpy.float32)
         array = array.reshape(1) if array.ndim == 0 else array

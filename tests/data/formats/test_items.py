@@ -228,6 +228,10 @@ class Changing:
         ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),
         (
+            [{"data": FRAMES, "classes": []}, {"data": FRAMES, "classes": [1]}],
+            "train, item 0, 'classes': expected a value that has a type, as the first item determines that of all, got the empty []",
+        ),
+        (
             [FRAMES, FRAMES[:, :1]],
             "train, item 1, 'data': expected float32 frames of shape (2,) as in item 0, got float32 of shape (1,)",
         ),

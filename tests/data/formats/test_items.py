@@ -229,7 +229,7 @@ class Changing:
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),
         (
             [{"data": FRAMES, "classes": []}, {"data": FRAMES, "classes": [1]}],
-            "train, item 0, 'classes': expected a value that has a type, as the first item determines that of all, got the empty []",
+            "train, item 0, 'classes': expected a value that has a type, as the first item determines that of all",
         ),
         (
             [FRAMES, FRAMES[:, :1]],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pickle
 import random
 import resource
@@ -190,7 +191,7 @@ def _as_of_rank(name: str, value: Any, rank: int, size: int) -> Any:
         return len(range(rank, value[2], size)), *value[1:]
     if name == "seconds":
         slower = 1 + random.Random(rank).random() / 50 + (rank == size // 3)
-        return {activity: seconds * slower for activity, seconds in value[0].items()}, value[1]
+        return {activity: seconds * slower for activity, seconds in value[0].items()}, *value[1:]
     if name.startswith(("plan_", "map_plan_")):
         error, message = value
         offers = isinstance(message, Offer) or message == "waits"
@@ -262,8 +263,10 @@ def train(size: int, rank: int, folder: Path, steps: int, traffic: Traffic) -> d
         "num_epochs": EPOCHS,
         "num_threads": 1,
         "learning_rate": 0.01,
-        "model": str(folder / f"rank{rank}" / "model"),
+        "model": "model",  # the same path on all ranks, as these are compared
     }
+    (folder / f"rank{rank}").mkdir(exist_ok=True)
+    os.chdir(folder / f"rank{rank}")
     settings = with_datasets(read_settings([config], {}))
     prepare(settings)
     torch.manual_seed(1)

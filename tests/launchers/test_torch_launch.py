@@ -258,10 +258,6 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
         ({"torch_distributed": {"backend": "mpi"}}, "torch_distributed.backend: wrong-format"),
         ({"torch_distributed": {"fsdp": True}}, "torch_distributed.fsdp: unsupported"),
         ({"torch_distributed": {"options": {"static": 1}}}, "torch_distributed.options: unsupported"),
-        (
-            {"torch_distributed": {"init_method": "file:///a"}, "dist_init_method": "file:///b"},
-            "torch_distributed.init_method: conflict",
-        ),
         ({"torch_distributed": 1}, "torch_distributed: wrong-type"),
         ({"ngpu": 2, "multiprocessing_distributed": "false"}, "multiprocessing_distributed: unsupported"),
         ({"dist_rank": 2, "dist_world_size": 2}, "dist_rank: conflict"),

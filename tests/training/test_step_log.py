@@ -188,7 +188,7 @@ def test_a_terminal_of_80_columns_and_a_file(corpus: Path, tmp_path: Path) -> No
     assert re.search(rf"{re.escape(green)}best epoch \d{re.escape(plain)}: dev ce ", narrow.text)
     left = [line.replace(green, "").replace(plain, "") for line in screen(narrow.text)]
     assert all(len(line) < 80 for line in left if str(tmp_path) not in line), left
-    rows = r"epoch (\d)/2  train ce \S+ +fer \S+ +\| dev ce \S+ +fer \S+ +best so far\n +\S+( s)? train, .* seq/s, .* frames/s"
+    rows = r"epoch (\d)/2  train ce \S+ +fer \S+ +\| dev ce \S+ +fer \S+ +best so far\n +\S+( s)? train, .* \| computing \S+ %"
     assert re.findall(rows, "\n".join(left)) != []
     assert not [line for line in left if re.search(r"finished after|elapsed|step \d|Save model|^first ", line)]
     text = log.read_text()

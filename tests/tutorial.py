@@ -33,7 +33,7 @@ BLOCK = re.compile(r"((?:^<!-- \w+: [^\n]* -->\n)*)^```(python|console)\n(.*?)^`
 NOTE = re.compile(r"^<!-- (\w+): (.*) -->$", re.MULTILINE)
 
 MEASURED = (
-    r"^ +[\d.:]+( s)? train, [^|]*",  # with saving, if that takes long
+    r"^ +[\d.:]+( s)? train, [^|]*\| computing [^|]*",  # with saving, if that takes long, and a rank that computes less
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?",
     r"\b\d+(\.\d+)? ?(k |M )?(seq|frames|steps|[kKMG]?B)/s",
     r"\b\d+(\.\d+)? ?(s|ms|µs|min|h|%|B|[kKMG]B)(?!\w)",

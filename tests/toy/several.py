@@ -91,7 +91,9 @@ jobs = [job | {"configs": [Path(config) for config in job["configs"]]} for job i
 costs = {}
 for _, alike in groupby(jobs, transport_of):
     group = list(alike)
-    with open_communicator(read_settings(group[0]["configs"], group[0]["overrides"])) as comm:
+    with separate_imports(group[0]["configs"]):
+        settings = read_settings(group[0]["configs"], group[0]["overrides"])
+    with open_communicator(settings) as comm:
         if comm.size > 1 and (tensorflow := sys.modules.get("tensorflow")) is not None:
             # A quarter of the time of a small training; on one rank they are on.
             tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

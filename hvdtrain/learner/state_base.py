@@ -62,7 +62,7 @@ class StateBase(ABC):
     Args:
         average: the weights for evaluations; in a file these are the model, and the trained weights are in the optimizer's file.
             None: the trained ones.
-        scale: of the loss; it is stored with the optimizer's state.
+        check: of the gradients, whose state (the scale of the loss) is stored with the optimizer's; None: there is none.
 
     Attributes:
         running: the sums of a running average, on rank 0; None: there are none.

@@ -64,7 +64,7 @@ class ArrayState(StateBase):
     """The model's arrays. There is no state of an optimizer."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(FORMAT, average=None, scale=None)
+        super().__init__(FORMAT, average=None, check=None)
         self._arrays: dict[str, Array] = model.parameters
 
     def tensors(self, role: Role) -> dict[str, Array]:

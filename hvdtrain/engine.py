@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -124,6 +124,7 @@ class Engine:
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # the watchdog may end what takes very long
         self._notifier.notify("on_epoch_end")
+        self._note_finish()
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
         progress.finish_epoch(
@@ -251,10 +252,9 @@ class Engine:
 
     def _gather_times(self) -> tuple[list[Mapping[str, float]], list[float]]:
         """Collective. By rank, the seconds of the epoch since it began or was resumed, and the share of computing in those of its
-        training. Notes if a callback ends training."""
-        gathered = self._comm.gather((self._clock.seconds(), self._clock.computing, self._training.wants_finish), name="seconds")
-        self._note_finish([reason for *_, reason in gathered])
-        return [seconds for seconds, *_ in gathered], [computing for _, computing, _ in gathered if computing is not None]
+        training."""
+        gathered = self._comm.gather((self._clock.seconds(), self._clock.computing), name="seconds")
+        return [seconds for seconds, _ in gathered], [computing for _, computing in gathered if computing is not None]
 
     def _check(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
@@ -281,18 +281,28 @@ class Engine:
         return stopped_by(reason, self._progress, status)
 
     def _save(self, is_end: bool = False) -> None:
-        """Collective. Write a checkpoint, with which the training may end."""
-        if self._notifier.has_callbacks:
-            self._note_finish(self._comm.gather(self._training.wants_finish, name="finish"))
+        """Collective. Write a checkpoint, with which the training may end; once more if a callback ends training in `on_save`."""
+        self._note_finish()
         with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)
+        if self._note_finish():
+            self._save(is_end or self._progress.current is None)
 
-    def _note_finish(self, reasons: Iterable[str | None]) -> None:
-        """Note that a callback of some rank ends training after this epoch, so that a stop before does not make it forgotten."""
+    def _note_finish(self) -> bool:
+        """Collective. Note if a callback of some rank ends training after this epoch, so that a checkpoint has it.
+
+        Returns:
+            Whether that is new.
+        """
+        if not self._notifier.has_callbacks:
+            return False
+        reasons = self._comm.gather(self._training.wants_finish, name="finish")
         reason = next((one for one in reasons if one is not None), None)
+        before = self._progress.finished
         if reason is not None:
             self._progress.finished = reason, self._limits.num_epochs
+        return self._progress.finished != before
 
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""

@@ -129,7 +129,7 @@ class Training:
 
     def finish(self, reason: str) -> None:
         """Request the end of the training after this epoch, as early stopping does: with its evaluation, its model, and status 0.
-        A request of one rank is enough.
+        A request of one rank is enough, in any callback but `on_stop`, which is called after the last checkpoint.
         """
         self.wants_finish = self.wants_finish or reason
 

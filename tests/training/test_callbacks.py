@@ -285,6 +285,9 @@ class Callback:
             training.finish("good enough")
         if training.step == 6 and config.bool("stops", False):
             training.stop("asked for")
+    def on_save(self, training):
+        if config.bool("finishes_saved", False):
+            training.finish("good enough")
 callbacks = Callback
 def get_model(**_):
     return torch.nn.Linear(2, 1)
@@ -313,5 +316,9 @@ def test_a_stop_forgets_neither_that_training_ends_nor_how_many_updates_were_ski
     more = [tmp_path / "config.py", "++model", tmp_path / "finished" / "model", "++num_epochs", "4"]
     assert run_inside(more).status == 0
     assert epochs("finished")[-1] == "model.004.pt", "more epochs than when it was finished"
+    assert [status("saved", "finishes_saved"), status("saved")] == [0, 0]
+    assert epochs("saved") == ["model.001.pt"], "finished by the callback of its own checkpoint"
+    assert [status("stopped", "finishes_saved", "stops"), status("stopped"), status("stopped")] == [75, 0, 0]
+    assert epochs("stopped") == ["model.001.pt"], "finished by the callback of the checkpoint of a stop"
     assert status("skipped", "breaks", "stops") == 75
     assert status("skipped", "breaks") == 2, "the seventh update in a row that is not finite"

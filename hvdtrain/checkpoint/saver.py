@@ -62,7 +62,7 @@ class SaverProtocol(Protocol):
         ...
 
     def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint | None:
-        """Collective. Write a checkpoint, with what `prepare` has returned. Raises: CheckpointError."""
+        """Collective. Within `trained_weights`, write a checkpoint, with what `prepare` has returned. Raises: CheckpointError."""
         ...
 
     def save_evaluated(self, progress: Progress) -> Checkpoint | None:
@@ -147,7 +147,8 @@ class Saver:
         return together_with_message(self._comm, prepare_rank, name="rank_states")[1]
 
     def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
-        """Collective. Write a checkpoint. If one rank fails, all fail; with a background writer, at the next save or at the end.
+        """Collective. Write a checkpoint, within `trained_weights`. If one rank fails, all fail; with a background writer, at the
+        next save or at the end.
 
         Args:
             ranks: what `prepare` has just returned.
@@ -155,10 +156,6 @@ class Saver:
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        with self._state.trained_weights():  # an evaluation may be under way
-            return self._save(progress, ranks)
-
-    def _save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         parts = self._rank_local_parts()

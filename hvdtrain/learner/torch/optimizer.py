@@ -217,12 +217,15 @@ def _keep_ratios(made: Any) -> None:
 
 def complete_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Begin the momentum of parameters that get their first gradient later than others, where the fused SGD fails."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # every parameter has had a gradient: nothing to look for in each of them in every update
     for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"] and not group["dampening"]:
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if parameter.grad is not None and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def import_class(name: str, where: str = "optimizer.") -> Any:

@@ -320,10 +320,11 @@ class HDFDataset(Dataset):
         self.lengths = files[0].lengths
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in streams}
+        self._cast = {
+            key: stream.dtype for key, stream in streams.items() if any(file.streams[key].dtype != stream.dtype for file in files)
+        }
         self.memory_mapped = frozenset(
-            key
-            for key, stream in streams.items()
-            if all(key in file.memory_mapped and file.streams[key].dtype == stream.dtype for file in files)
+            key for key in streams if key not in self._cast and all(key in file.memory_mapped for file in files)
         )
         self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
@@ -341,7 +342,9 @@ class HDFDataset(Dataset):
     def _sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
         arrays = self._files[which].sequence(index - self._first[which], keys)
-        return {key: values.astype(self.streams[key].dtype, copy=False) for key, values in arrays.items()}
+        for key in self._cast.keys() & arrays.keys():
+            arrays[key] = arrays[key].astype(self._cast[key], copy=False)
+        return arrays
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Gathers sequences from memory maps file by file, unless they are spread over too many files."""

@@ -165,7 +165,7 @@ def rank(path: Path, ordering: str, limits: dict[str, Any], each: bool) -> None:
     comm.gather(None, name="begin")
     began, began_computing = time.perf_counter(), time.process_time()
     made = feed.plan(1) if each else plan_together(comm, feed, 1)
-    checksum = made.fingerprint()
+    checksum = made.fingerprint
     seconds, computing = time.perf_counter() - began, time.process_time() - began_computing
     found = comm.gather((seconds, computing, checksum), name="end")
     time.sleep(PAUSE)

@@ -46,9 +46,9 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
                     return None, "waits"
                 made = arguments.plan()
                 offer = shared.enter_context(offer_plan(made, inputs))
-                return (made if offer is None else map_plan(offer) or made), offer or made.fingerprint()
+                return (made if offer is None else map_plan(offer) or made), offer or made.fingerprint
             made = feed.plan(epoch)
-            return made, made.fingerprint() if is_shared and comm.size > 1 else None
+            return made, made.fingerprint if is_shared and comm.size > 1 else None
 
         made, messages = together_with_message(comm, plan_or_offer, name=f"plan_{feed.name}")
 
@@ -56,7 +56,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
             found = (map_plan(offer) for offer in offers if made is None)
             mapped = made or next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
-            return mapped, mapped.fingerprint()
+            return mapped, mapped.fingerprint
 
         checksums = [message.plan if isinstance(message, Offer) else message for message in messages]
         if "waits" in messages:
@@ -158,7 +158,7 @@ def agree_on_batches(
     Raises:
         CheckpointError: the epoch began with another plan, or the position is beyond its end.
     """
-    answers = comm.gather((num_left, plan.fingerprint(), plan.num_batches), name="plan")
+    answers = comm.gather((num_left, plan.fingerprint, plan.num_batches), name="plan")
     fingerprints = [fingerprint for _, fingerprint, _ in answers]
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None

@@ -52,7 +52,7 @@ def test_batches_are_read_as_they_were_written(tmp_path) -> None:
     batches.save(tmp_path / "batches.npz")
     read = GlobalBatches.load(tmp_path / "batches.npz")
     assert (read.ranks, read.steps, read.begin, read.end) == (2, 5, 2, 1)
-    assert read.plan.fingerprint() == batches.plan.fingerprint()
+    assert read.plan.fingerprint == batches.plan.fingerprint
 
 
 def test_each_update_has_its_learning_rate_however_often_the_engine_asks() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import numpy
@@ -52,6 +53,7 @@ class Plan:
         i % size."""
         return Share(self, range(start + rank, self.num_batches, size))
 
+    @cached_property
     def fingerprint(self) -> int:
         """A checksum, which is the same on two ranks if they have the same plan."""
         found = 0

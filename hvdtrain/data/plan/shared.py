@@ -181,7 +181,7 @@ def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
     try:
         complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
         offer = Offer(
-            this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs, made.fingerprint()
+            this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs, made.fingerprint
         )
         yield offer if complete else None
     finally:

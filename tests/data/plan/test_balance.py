@@ -71,7 +71,7 @@ def test_shuffling_and_balancing_change_the_order_of_batches_only() -> None:
         assert made.order.tolist() != plain.order.tolist()
         assert (made.order.dtype, made.bounds.dtype) == (numpy.int64, numpy.int64)
         numpy.random.seed(5)
-        assert plan(lengths, RANDOM, keys, 3).fingerprint() == made.fingerprint()
+        assert plan(lengths, RANDOM, keys, 3).fingerprint == made.fingerprint
 
 
 def test_the_order_of_batches_follows_the_seed_and_the_part() -> None:

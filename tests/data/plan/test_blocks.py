@@ -29,7 +29,7 @@ def test_plans_do_not_depend_on_the_size_of_blocks(
     def found() -> tuple[Plan, list[object]]:
         made = plan(LENGTHS, OrderKeys(seq_ordering="laplace:.50"), BatchKeys(**limits), 1)  # type: ignore[arg-type]
         columns = [column.tolist() for column in made.longest(LENGTHS).values()]
-        return made, [made.order.tolist(), made.bounds.tolist(), made.fingerprint(), made.padding(LENGTHS), columns]
+        return made, [made.order.tolist(), made.bounds.tolist(), made.fingerprint, made.padding(LENGTHS), columns]
 
     made, expected = found()
     for name, column in made.longest(LENGTHS).items():

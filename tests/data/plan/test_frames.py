@@ -167,7 +167,7 @@ def test_ranks_together_have_every_frame_once_also_after_a_stop_on_other_ranks(s
     order = OrderKeys(seq_ordering="random")
     feeds = [feed(rank, size, order=order, **keys) for rank in range(size)]
     [made, *others] = [one.plan(1) for one in feeds]
-    assert {other.fingerprint() for other in others} <= {made.fingerprint()}
+    assert {other.fingerprint for other in others} <= {made.fingerprint}
     shares = [read(one, made) for one in feeds]
     assert sorted(number for share in shares for number in frames_of(share)) == ALL_FRAMES
     used = sum(
@@ -211,7 +211,7 @@ def test_a_large_plan_is_made_once_per_host(monkeypatch: pytest.MonkeyPatch) -> 
     for made in found:
         assert not made.order.flags.owndata
         numpy.testing.assert_array_equal(made.order, alone.order)
-        assert made.fingerprint() == alone.fingerprint()
+        assert made.fingerprint == alone.fingerprint
     assert feed().inputs(1).checksum() != replace(feed(), batch_keys=BatchKeys(batch_size=8)).inputs(1).checksum()
 
 

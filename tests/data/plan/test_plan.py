@@ -67,13 +67,13 @@ def test_batch_i_goes_to_rank_i_modulo_size() -> None:
 def test_fingerprints_tell_plans_apart() -> None:
     keys = OrderKeys(seq_ordering="random")
     first = plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=3), 1)
-    assert plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=3), 1).fingerprint() == first.fingerprint()
+    assert plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=3), 1).fingerprint == first.fingerprint
     others = [
         plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=3), 2),  # another order
         plan({"data": LENGTHS}, keys, BatchKeys(max_seqs=4), 1),  # other batches
         plan({"data": LENGTHS[:11]}, keys, BatchKeys(max_seqs=3), 1),  # other data
     ]
-    assert len({first.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
 def test_no_limit_is_written_as_minus_one() -> None:

@@ -86,7 +86,7 @@ def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs
         assert (made.order.dtype, made.bounds.dtype, made.batch(3).dtype) == (numpy.int32, numpy.int64, numpy.int64)
         numpy.testing.assert_array_equal(made.order, ALONE.order)
         numpy.testing.assert_array_equal(made.bounds, ALONE.bounds)
-        assert made.fingerprint() == ALONE.fingerprint()
+        assert made.fingerprint == ALONE.fingerprint
     assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a separate descriptor until it is dropped
     del made
     found.clear()
@@ -96,7 +96,7 @@ def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs
 def test_each_host_has_a_rank_that_plans(planned: list[PlanInputs]) -> None:
     found = on_hosts([2, 3, 1], lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
     assert len(planned) == 3
-    assert {made.fingerprint() for made in found} == {ALONE.fingerprint()}
+    assert {made.fingerprint for made in found} == {ALONE.fingerprint}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_each_host_has_a_rank_that_plans(planned: list[PlanInputs]) -> None:
 def test_every_rank_plans_where_there_is_nothing_to_share(size: int, more: dict[str, object], planned: list[PlanInputs]) -> None:
     found = on_ranks(size, lambda comm: plan_together(comm, feed(comm.rank, comm.size, **more), 1))  # type: ignore[arg-type]
     assert len(planned) == size
-    assert len({made.fingerprint() for made in found}) == (3 if "distribution" in more else 1)
+    assert len({made.fingerprint for made in found}) == (3 if "distribution" in more else 1)
 
 
 MORE_FRAMES = {"data": LENGTHS["data"] + (numpy.arange(len(LENGTHS["data"])) == 4321)}
@@ -172,7 +172,7 @@ def test_without_memory_to_share_every_rank_plans(planned: list[PlanInputs]) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(planned) == 3
-    assert {made.fingerprint() for made in found} == {ALONE.fingerprint()}
+    assert {made.fingerprint for made in found} == {ALONE.fingerprint}
 
 
 def test_a_temporary_file_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_temporary_file_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with offer_plan(ALONE, 0) as offer:
         made = map_plan(offer)
         assert not list(tmp_path.iterdir())
-    assert made.fingerprint() == ALONE.fingerprint()
+    assert made.fingerprint == ALONE.fingerprint
     monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path / "not_there"))
     with offer_plan(ALONE, 0) as offer:
         assert offer is None
@@ -211,7 +211,7 @@ def test_the_plan_of_another_process_outlives_it() -> None:
         made = map_plan(offer)
         maker.send_signal(signal.SIGKILL)
     assert made is not None
-    assert made.fingerprint() == Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])).fingerprint()
+    assert made.fingerprint == Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])).fingerprint
     assert map_plan(offer) is None
 
 
@@ -239,7 +239,7 @@ def test_indices_that_need_64_bits_keep_them() -> None:
         made = map_plan(offer)
     assert made is not None
     assert [batch.tolist() for batch in made.share(0, 1)] == [[3, 2**31], [5]]
-    assert made.fingerprint() == many.fingerprint()
+    assert made.fingerprint == many.fingerprint
 
 
 def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:

@@ -115,9 +115,8 @@ def _open_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            if (
-                opened := os.open(os.devnull, os.O_WRONLY)
-            ) != number:  # else another file would get this number, and what is printed
+            opened = os.open(os.devnull, os.O_WRONLY)
+            if opened != number:  # otherwise another file would get this number, and what is printed
                 os.dup2(opened, number)
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
         elif hasattr(stream, "reconfigure"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 SYNONYMS = {
-    **dict.fromkeys(
-        ("epochs", "max_epochs", "max_epoch", "num_train_epochs", "number_of_epochs", "n_epochs", "num_epoch"), "num_epochs"
-    ),
+    **dict.fromkeys(("epochs", "max_epochs", "max_epoch", "num_train_epochs", "number_of_epochs", "n_epochs"), "num_epochs"),
     **dict.fromkeys(("seed", "manual_seed", "seed_everything"), "random_seed"),
     **dict.fromkeys(("lr", "base_lr"), "learning_rate"),
     **dict.fromkeys(("optim", "optimizer_name"), "optimizer"),
@@ -27,7 +25,7 @@ SYNONYMS = {
         ),
         "accum_grad_multiple_step",
     ),
-    **dict.fromkeys(("fp16", "bf16", "use_amp", "amp", "auto_mix_prec", "torch_amp_dtype"), "mixed_precision"),
+    **dict.fromkeys(("fp16", "bf16", "use_amp", "amp", "auto_mix_prec"), "mixed_precision"),
     **dict.fromkeys(("patience", "early_stopping"), "early_stopping_patience"),
     **dict.fromkeys(("tensorboard", "tensorboard_dir", "log_to_tensorboard"), "use_tensorboard"),
     **dict.fromkeys(("logger", "loggers", "report_to"), "trackers"),

@@ -32,7 +32,7 @@ class FlopRate:
             steps: the number of steps.
             seconds: those of training, with everything that is not computing.
         """
-        frames = plan.num_frames(feed.lengths_in(epoch)[self.key], 0, min(position, plan.num_batches))
+        frames = plan.num_frames(feed.lengths_in(epoch)[self.key], 0, position)
         total = feed.passes * frames / (1 - feed.padding(plan, epoch)[self.key]) * self.per_frame
         share = total / (max(seconds, 1e-9) * self.num_ranks * self.peak)
         return {"epoch": total, "step": total / max(steps, 1), "peak": self.num_ranks * self.peak, "share": share}

@@ -176,9 +176,8 @@ def _counts(
         here = by_key[name] = _counts_of(columns[name], steps[name], limit_of(keys.min_chunk_size, name), keys.chunking_tail)
         other = first_with.setdefault(steps[name], name)
         wrong = ~whole[name] & (counts >= 0) & (counts != here)
-        if (
-            keys.chunking_tail != "drop_short"
-        ):  # chunks of the same step begin at the same frames, so they should end at the same ones
+        if keys.chunking_tail != "drop_short":
+            # Chunks of the same step begin at the same frames, so they should end at the same ones.
             wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])

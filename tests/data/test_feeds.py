@@ -118,7 +118,7 @@ def test_limits_of_data_keys_that_are_not_there(tmp_path: Path, corpus: Path) ->
     without, _ = opened(tmp_path, corpus, "max_seqs = 3\nmax_seq_length = {'data': 8}\nbatch_size = {'data': 60}")
     absent = "max_seqs = 3\nmax_seq_length, min_seq_length = {'data': 8, 'x': 3}, {'x': 9}\nmax_pad_size = {'x': 0}\n"
     train, _ = opened(tmp_path, corpus, absent + "batch_size = {'data': 60, 'x': 2}")
-    assert train.plan(1).fingerprint() == without.plan(1).fingerprint()
+    assert train.plan(1).fingerprint == without.plan(1).fingerprint
 
 
 def test_problems_of_the_new_keys_are_reported_with_all_others(tmp_path: Path, corpus: Path) -> None:

@@ -43,8 +43,8 @@ class Workers(Generic[Question]):
     start them before the GPU is in use.
 
     A process that is forked while other threads run has copies of the locks that these hold, and no thread to release them: on
-    rare occasions it waits forever inside Python before it reaches our code. So each process reports that it has begun; one that
-    does not is killed and started again.
+    rare occasions it waits forever, or crashes, inside Python or a library before it reaches our code. So each process reports
+    that it has begun; one that does not is killed and started again.
 
     They end at `close`, or when this process ends in any way: the kernel then kills them, whatever they do. Closing the pipes
     would not be enough: processes that were forked later have copies, and a busy process does not look at its pipe.
@@ -73,20 +73,20 @@ class Workers(Generic[Question]):
         # function registered last runs first: multiprocessing's, which waits, is registered when a process starts.
         atexit.register(self.close)
         for number in range(self._count):
-            for _ in range(STARTS - 1):
-                if self._has_begun(number):
+            for tries in range(1, STARTS + 1):
+                failure = self._failure_to_begin(number)
+                if failure is None:
                     break
+                if tries == STARTS:
+                    self.close()
+                    raise RuntimeError(
+                        f"worker process {number} was started {STARTS} times and {failure}: does another thread of this process "
+                        "hold a lock?"
+                    )
                 self._processes[number].kill()
                 self._processes[number].join()
                 self._pipes[number].close()
                 self._fork(context, number, parent)
-            else:
-                if not self._has_begun(number):
-                    self.close()
-                    raise RuntimeError(
-                        f"worker process {number} was started {STARTS} times and did not begin within {START_SECONDS:g} s: does "
-                        "another thread of this process hold a lock?"
-                    )
 
     def _fork(self, context: ForkContext, number: int, parent: int | None) -> None:
         """Start a process; it replaces the one with this number, if any."""
@@ -99,9 +99,15 @@ class Workers(Generic[Question]):
         self._pipes[number : number + 1] = [here]
         self._processes[number : number + 1] = [process]
 
-    def _has_begun(self, number: int) -> bool:
-        """Whether a new process reports in time that it has begun. Raises: WorkerDied."""
-        return self._pipes[number].poll(START_SECONDS) and self._receive(number)[0] == "began"
+    def _failure_to_begin(self, number: int) -> str | None:
+        """Wait until a new process reports that it has begun, and return None; or what happened instead."""
+        if not self._pipes[number].poll(START_SECONDS):
+            return f"did not begin within {START_SECONDS:g} s"
+        try:
+            self._receive(number)
+        except WorkerDied as death:
+            return f"did not begin: {death}"
+        return None
 
     @property
     def is_usable(self) -> bool:

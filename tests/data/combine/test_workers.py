@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launching import launch
 
 from hvdtrain.data.combine.workers import end_with
@@ -24,9 +25,7 @@ def before():
 
 def after():
     if forks <= STUCK_FORKS:
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()  # as a lock that a thread of the parent held
+        FAIL
 
 os.register_at_fork(before=before, after_in_child=after)
 made = workers.Workers(2, lambda number: (os.getpid(), number * 2))
@@ -37,18 +36,24 @@ made.close()
 """
 
 
-def test_a_process_that_hangs_while_it_is_forked_is_started_again(tmp_path: Path) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK.replace("STUCK_FORKS", "3"))
+HANG = "lock = threading.Lock(); lock.acquire(); lock.acquire()  # as a lock that a thread of the parent held"
+CRASH = "os.abort()"
+
+
+@pytest.mark.parametrize("fail", [HANG, CRASH], ids=["hangs", "crashes"])
+def test_a_process_that_fails_while_it_is_forked_is_started_again(tmp_path: Path, fail: str) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK.replace("STUCK_FORKS", "3").replace("FAIL", fail))
     finished = launch([str(tmp_path / "stuck.py")], timeout=60)
     assert finished.status == 0, finished.err
     assert finished.out == "[2, 4, 6] 2 5\n"  # both of the first two, and then one of the next, had to be started again
 
 
 def test_processes_that_never_begin_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK.replace("STUCK_FORKS", "99"))
-    finished = launch([str(tmp_path / "stuck.py")], timeout=60)
-    assert finished.status == 1
-    assert "worker process 0 was started 5 times and did not begin within 0.3 s" in finished.err
+    for fail, said in ((HANG, "did not begin within 0.3 s"), (CRASH, "did not begin: worker process 0 ended with exit code -6")):
+        (tmp_path / "stuck.py").write_text(STUCK.replace("STUCK_FORKS", "99").replace("FAIL", fail))
+        finished = launch([str(tmp_path / "stuck.py")], timeout=60)
+        assert finished.status == 1
+        assert f"worker process 0 was started 5 times and {said}" in finished.err
 
 
 BUSY = """

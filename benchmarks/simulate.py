@@ -94,6 +94,8 @@ class SimulatedCommunicator:
         marks: by name, CPU seconds until the beginning and the end of gathers of this name, without making up messages.
     """
 
+    transport = "no network"
+
     def __init__(self, rank: int, size: int, traffic: Traffic, of_rank_zero: Sequence[tuple[str, bytes]] | None) -> None:
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = rank % PER_HOST, PER_HOST

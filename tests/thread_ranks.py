@@ -56,6 +56,8 @@ class ThreadCommunicator:
         messages: the name and the bytes of every all-reduce.
     """
 
+    transport = "threads"
+
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting = meeting
         self.rank = self.local_rank = rank

@@ -41,6 +41,7 @@ class Communicator(Protocol):
     Attributes:
         sent: bytes of the tensors that this rank has handed to `start`, except while a graph was traced. (With the usual ring of
             N ranks, each of them sends 2 (N - 1) / N of these over the network.)
+        transport: what connects the ranks, such as "Horovod over MPI".
 
     Raises:
         PeerFailure: on the ranks that wait for a rank that failed.
@@ -51,6 +52,7 @@ class Communicator(Protocol):
     local_rank: int
     local_size: int
     sent: int
+    transport: str
 
     def start(
         self,
@@ -138,6 +140,7 @@ class SingleCommunicator:
 
     rank = 0
     size = 1
+    transport = "one process"
     sent = 0
 
     def __init__(self, local_rank: int = 0, local_size: int = 1) -> None:

@@ -106,6 +106,8 @@ class HorovodCommunicator:
         self._first: int = 0 if process_set is None else process_set.ranks[0]  # Horovod counts the roots of broadcasts in the job
         self._sets: dict[tuple[int, ...], Any] = {}  # those made by `split`
         self.sent = 0
+        controller = "MPI" if binding.mpi_enabled() else "Gloo"
+        self.transport = f"Horovod over {controller}{' and NCCL' if binding.nccl_built() else ''}"
         self.rank: int = binding.rank() if process_set is None else process_set.rank()
         self.size: int = binding.size() if process_set is None else process_set.size()
         self.local_rank: int = binding.local_rank()

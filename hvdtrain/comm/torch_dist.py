@@ -111,6 +111,7 @@ class TorchCommunicator:
         self._timeout = timeout
         self._has_nccl = "nccl" in torch.distributed.get_backend_config(group)
         self.sent = 0
+        self.transport = f"torch.distributed over {'NCCL' if self._has_nccl else 'Gloo'}"
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)
         self._members = list(range(self.size)) if group is None else torch.distributed.get_process_group_ranks(group)

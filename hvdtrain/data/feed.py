@@ -434,6 +434,16 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
     ]
 
 
+def cache_texts(feeds: Sequence[Feed]) -> list[str]:
+    """The memory in which sequences of training are cached, for the first lines of the log; empty: nothing asks for it."""
+    budgets = [feed.budget for feed in feeds[:1] if feed.budget is not None and feed.budget.size != 0 and feed.budget.caches]
+    sizes = [(sum(cache.size() for cache in budget.caches), budget.size) for budget in budgets]
+    return [
+        f"cache: {size_text(whole if limit is None else min(whole, limit))} of {size_text(whole)} per rank"
+        for whole, limit in sizes
+    ]
+
+
 FEW_HOSTS = 8
 """The most hosts whose copies have a line each."""
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.data.feed import Feed, batch_lines, feed_lines
+from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
+from hvdtrain.data.feed import Feed, batch_lines, cache_texts, feed_lines
+from hvdtrain.data.files import size_text
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.compression import COMPRESSIONS
 from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.commit import commit_of
@@ -19,6 +21,7 @@ from hvdtrain.report.json_lines import as_json, layer_rows, write_summary
 from hvdtrain.report.rows import end_row
 from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
+from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
@@ -40,7 +43,7 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
     log_data(settings, session)
     log_model(settings, session.learner, level)
     if session.comm.size > 1:
-        log_exchange(settings, session)
+        log_exchange(settings, session, level)
     log_prospects(settings, session.progress, limits, level)
 
 
@@ -99,17 +102,28 @@ def log_model(settings: Settings, learner: Learner, level: int) -> None:
         log.detail(f"updates: each adds up the gradients of several batches of every rank: {count}")
 
 
-def log_exchange(settings: Settings, session: Session) -> None:
-    """Log what the ranks exchange, and which effects their number has."""
-    size = session.comm.size
-    log.detail(f"ranks: {session.reducer.description}")
+def log_exchange(settings: Settings, session: Session, level: int) -> None:
+    """Log what the ranks exchange and over what, and which effects their number has."""
+    size, scale = session.comm.size, settings.reduce.learning_rate_scale
+    factor = scale_learning_rate(1.0, scale, size)
+    kind = "divide" if scale is True else scale
+    rate = f"learning rates x {factor:.4g} by horovod_scale_lr ({kind!r})" if scale else "learning rates as in the config"
+    parts = [session.reducer.description, message_text(settings, session), rate, *cache_texts(session.feeds)]
+    log.write(level, f"ranks: {BETWEEN.join([session.comm.transport, *parts])}")
     if message := settings.reduce.ignored_key_line:
         log.warning(message)
-    if settings.reduce.learning_rate_scale:
-        factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, size)
-        log.detail(f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {size} ranks")
     if settings.reduce.dataset_distribution == "random_seed_offset":
         log.detail(f"every rank goes through all data in its own order: an epoch is {size} passes")
+
+
+def message_text(settings: Settings, session: Session) -> str:
+    """The bytes that a rank sends for an update, or for an average of parameters."""
+    keys = settings.reduce
+    size = num_bytes(list(session.learner.state.tensors("parameters").values()))
+    chosen = COMPRESSIONS.get(keys.compression or "")
+    bits = 32 if chosen is None else 16 if chosen.narrow is not None else chosen.bits
+    varies = bits is None or keys.sync_parts > 1 or keys.local_start
+    return f"{'up to ' if varies else ''}{size_text(size * (bits or 32) // 32)} each time"
 
 
 def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits, level: int) -> None:

@@ -87,7 +87,8 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_gradients_and_changes_of_parameters_that_travel_in_float16_teach_about_the_same(results: ResultsOf, run: Run) -> None:
     made = results(run)
-    assert "gradients are summed for every update, sent in float16" in made.out("sent")
+    said = "gradients are summed for every update, sent in float16 | 304 bytes each time | learning rates as in the config"
+    assert said in made.out("sent")
     whole, sent = (made.scores(name)[-1]["dev_loss_ce"] for name in ("float32", "sent"))
     assert sent == pytest.approx(whole, rel=0.05)
     assert sent != whole

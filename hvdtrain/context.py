@@ -68,6 +68,7 @@ class RunContext:
     train_flag: bool
     losses: dict[str, Loss] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
     seq_tags: Callable[[], list[str]] | None = None
     extra_models: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,6 +105,22 @@ class RunContext:
             raise ConfigError.of("wrong-result", f"train_step: expected a unique name for every loss, got {name!r} twice")
         self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor, seq_lens)
 
+    def mark_as_statistics(self, numbers: Any, name: str) -> None:
+        """Mark numbers from which a score of the whole dataset is computed, such as BLEU: a function of `epoch_scores` gets their
+        sum over all sequences.
+
+        Args:
+            numbers: a tensor, an array or a list, with one row for each sequence: of shape (sequences,), of which the function
+                gets a float, or (sequences, N), of which it gets an array of shape (N,), float64.
+            name: that of the function's parameter.
+
+        Raises:
+            ConfigError: the name is already taken.
+        """
+        if name in self.statistics:
+            raise ConfigError.of("duplicate", f"train_step: expected a unique name for every statistic, got {name!r} twice")
+        self.statistics[name] = numbers
+
     def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
         """Mark an output of `forward_step`, to be written to a file or passed to `forward_callback`.
 
@@ -124,6 +141,14 @@ class RunContext:
     def mark_as_default_output(self, tensor: Any, *, seq_lens: Any | None = None) -> None:
         """Mark the output with the name 'output'."""
         self.mark_as_output(tensor, "output", seq_lens=seq_lens)
+
+
+STATISTIC = ":sum"
+
+
+def statistic_name(name: str, place: int) -> str:
+    """The name, among the scores, of one number of a statistic."""
+    return f"{name}{STATISTIC}{place}"
 
 
 def size_name(name: str, axis: int) -> str:

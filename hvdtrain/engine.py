@@ -119,7 +119,8 @@ class Engine:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
-        scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
+        trained = self._learner.epoch_scores.of(self._comm, current.scores, "train")
+        scores = with_totals(self._evaluate(current, name_scores("train", trained)), losses)
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # the watchdog may end what takes very long

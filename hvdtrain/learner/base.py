@@ -18,6 +18,7 @@ from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share, signature_error
 from hvdtrain.config.source import is_reference
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.epoch_scores import NO_EPOCH_SCORES
 from hvdtrain.learner.optimizer_spec import spec_problems
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Learner(ABC):
         staging: copies batches to the device ahead of their steps; None: steps use batches as read.
         keys_of_epoch: called before an epoch is planned, with its number; returns the keys that have another value in this epoch,
             because of the model (see `keys_of_epoch` in a config). None: keys do not depend on the model.
+        epoch_scores: the scores of a dataset that are no means.
     """
 
     model: Any
@@ -61,6 +63,7 @@ class Learner(ABC):
     device_name: str
     staging: Staging | None = None
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
+    epoch_scores = NO_EPOCH_SCORES
     _may_freeze = True  # whether the config's code may freeze parameters while training runs
 
     def __init__(self, state: StateBase, meter: Meter, seed: tuple[int, int] = (0, 0)) -> None:
@@ -285,6 +288,12 @@ class LearnerKeys(Section):
         "function {signature} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
         signature="*, model, extern_data, **_",
     )
+    epoch_scores: dict[str, Any] = key(
+        {},
+        "scores of a whole dataset that are no means, such as BLEU: by name, a function of sums that train_step marks with "
+        "mark_as_statistics, by their names, or a metric of torchmetrics that train_step updates (docs/training.md)",
+        needs=("torch", "tensorflow"),
+    )
     forward_step: Callable[..., Any] | str | None = key(
         None, "task forward or search: function {signature} that marks a batch's outputs", signature="*, model, extern_data, **_"
     )
@@ -371,7 +380,14 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        return [*self._extra_problems(), *self._update_problems()]
+        return [*self._score_problems(), *self._extra_problems(), *self._update_problems()]
+
+    def _score_problems(self) -> list[Problem]:
+        return [
+            Problem.of("wrong-type", f"epoch_scores.{name}: expected a function, 'module:name' or a metric, got {value!r:.60}")
+            for name, value in self.epoch_scores.items()
+            if not callable(value) and not is_reference(value)
+        ]
 
     def _extra_problems(self) -> list[Problem]:
         found: list[Problem] = []

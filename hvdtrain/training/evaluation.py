@@ -32,7 +32,7 @@ def evaluate(
     after_step: Callable[[], object] = lambda: None,
     step_log: StepLog,
 ) -> dict[str, float]:
-    """Collective. The exact mean losses and errors over a whole dataset.
+    """Collective. The exact mean losses and errors over a whole dataset, and the scores of `epoch_scores`.
 
     Args:
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
@@ -71,9 +71,9 @@ def evaluate(
             log.warning(
                 f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element for it"
             )
-    means = scores.means()
+    means = learner.epoch_scores.of(comm, scores, feed.name)
     for name, mean in means.items():
-        if scores.counts()[name] and not isfinite(mean):
+        if scores.counts().get(name) and not isfinite(mean):
             log.warning(
                 f"{feed.name}: {name} is {mean} in epoch {epoch}: an epoch without a number never counts as the best "
                 "(training continues)"

@@ -15,6 +15,7 @@ from launching import refused
 from learners import BATCH, FRAMES, batch_of, learner_of
 from mixed_batches import EXPECTED, NUMBERS, mixed_batches
 
+from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, BatchParts, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
@@ -59,6 +60,21 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
     assert made.meter.take_scores().means() == {}
     assert made.meter.take_step_seconds() > 0
+
+
+def test_statistics_are_sums_beside_the_losses() -> None:
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        squares(model=model, extern_data=extern_data)
+        get_run_ctx().mark_as_statistics(tf.reduce_sum(extern_data["data"].raw_tensor, 1), "frames")
+        get_run_ctx().mark_as_statistics(extern_data["data"].seq_lens, "lengths")
+
+    made = learner(step, epoch_scores={"ratio": lambda frames, lengths: {"a": frames[0] / lengths, "b": frames[1]}})
+    for _ in range(2):
+        made.evaluate(BATCH)
+    scores = made.meter.take_scores()
+    assert scores.statistics() == {"frames": [18.0, 24.0], "lengths": [6.0]}
+    found = made.epoch_scores.of(SingleCommunicator(), scores, "dev")
+    assert found == {"ratio_a": 3.0, "ratio_b": 24.0, "square": pytest.approx((9 + 49 + 121) / 3)}
 
 
 def test_datasets_with_other_parts_have_their_own_graphs() -> None:

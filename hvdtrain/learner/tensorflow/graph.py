@@ -12,6 +12,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch, Packed
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.epoch_scores import with_statistics
 from hvdtrain.learner.meter import (
     TINY,
     check_marked_losses,
@@ -318,7 +319,7 @@ class StepGraphs:
                 f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
                 "(Keras layers get theirs when they are first called: call the model once in get_model)",
             )
-        losses = with_parts(context.losses, parts, *self._mix)
+        losses = with_parts(with_statistics(context, lambda rows: tf.cast(rows, tf.float64)), parts, *self._mix)
         names.update(scales_of(losses, train))
         return losses
 

@@ -17,6 +17,7 @@ from hvdtrain.data.randomness import StepSeeds, mix_seed, noise_seeds
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
+from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
@@ -298,7 +299,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     transfer = Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist())
     on_cpu = device_name() == "CPU"
     scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)
-    return TensorFlowLearner(
+    learner = TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
         update,
@@ -306,6 +307,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         TensorFlowMeter(scores, CpuClock(), check, peak_memory, update.gradient_norm),
         (options.seed, options.rank),
     )
+    learner.epoch_scores = EpochScores(keys.epoch_scores)
+    return learner
 
 
 def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:

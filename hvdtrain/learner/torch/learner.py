@@ -20,6 +20,7 @@ from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, StepCost, Total
+from hvdtrain.learner.epoch_scores import EpochScores, with_statistics
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     Meter,
@@ -59,6 +60,7 @@ from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
+from hvdtrain.learner.torch.metrics import SummedMetric, open_scores
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
@@ -103,16 +105,21 @@ class ConfigFunctions:
     watch: Watch
     staging: Staging | None = None
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
+    metrics: Sequence[SummedMetric] = ()
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
+        for metric in self.metrics:
+            metric.take()  # what a batch left that did not fit into memory
         run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
-        return context.losses
+        for metric in self.metrics:
+            context.statistics.update(metric.take())
+        return with_statistics(context, partial(torch.as_tensor, dtype=torch.float64))
 
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
         """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""
@@ -426,7 +433,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)
     state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None
-    return TorchLearner(
+    epoch_scores = open_scores(keys.epoch_scores, device)
+    learner = TorchLearner(
         ConfigFunctions(
             model=model,
             train_step=as_function(keys.train_step, "train_step"),
@@ -436,6 +444,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
             extra_models=extra_models,
+            metrics=[one for one in epoch_scores.values() if isinstance(one, SummedMetric)],
         ),
         gradients,
         update,
@@ -444,6 +453,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         (options.seed, options.rank),
         StepOptions(exchange, splitter),
     )
+    learner.epoch_scores = EpochScores(epoch_scores)
+    return learner
 
 
 def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:

@@ -1,0 +1,104 @@
+"""Scores of a whole dataset that are no means, such as BLEU: functions of sums over its sequences (the key `epoch_scores`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import nan
+from typing import Any
+
+from hvdtrain.comm.base import Communicator, on_rank_zero
+from hvdtrain.config.source import as_function
+from hvdtrain.context import Loss, RunContext, statistic_name
+from hvdtrain.errors import ConfigError
+from hvdtrain.runtime import log
+from hvdtrain.runtime.scores import Scores
+
+MOST = 1000
+"""The most numbers of a statistic: each is a sum of its own."""
+
+
+class EpochScores:
+    """The functions by the names of their scores. One is called with the sums of the statistics that its parameters name."""
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        self._functions: dict[str, Callable[..., Any]] = {}
+        for name, given in functions.items():
+            if (function := as_function(given, f"epoch_scores.{name}")) is not None:
+                self._functions[name] = function
+
+    def of(self, comm: Communicator, scores: Scores, dataset: str) -> dict[str, float]:
+        """Collective, if there are functions. The means of losses and errors, and these scores; in alphabetical order.
+
+        One whose function fails, or whose statistics an evaluation did not mark, is NaN, with a warning. In training, functions
+        without statistics are left out.
+        """
+        means = scores.means()
+        if not self._functions or not scores.counts():
+            return means
+        found = on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
+        if both := sorted(found.keys() & means.keys()):
+            raise ConfigError.of("duplicate", f"epoch_scores: expected names that no loss has, got {', '.join(both)}")
+        return dict(sorted({**means, **found}.items()))
+
+    def _of(self, scores: Scores, dataset: str) -> dict[str, float]:
+        import numpy  # here, as --help imports this file
+
+        found: dict[str, float] = {}
+        sums = {name: numpy.array(of_name) if len(of_name) > 1 else of_name[0] for name, of_name in scores.statistics().items()}
+        for name, function in self._functions.items():
+            needed, takes_all = _parameters(function)
+            missing = [one for one in needed if one not in sums]
+            if missing and dataset == "train":
+                continue
+            try:
+                if missing:
+                    raise LookupError(f"no statistic {missing[0]!r} was marked (mark_as_statistics), only: {', '.join(sums)}")
+                result = function(**(sums if takes_all else {one: sums[one] for one in needed}))
+                several = (
+                    {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
+                )
+                found.update({one: float(value) for one, value in several.items()})
+            except Exception as error:  # of the user's function; the epoch that was trained is not to be lost
+                log.warning(f"{dataset}: epoch_scores.{name} has no value: {type(error).__name__}: {error}")
+                found[name] = nan
+        return found
+
+
+NO_EPOCH_SCORES = EpochScores({})
+
+
+def with_statistics(context: RunContext, as_tensor: Callable[[Any], Any]) -> dict[str, Loss]:
+    """The losses that a step marked, and the sums of its statistics as errors of one number each.
+
+    Args:
+        as_tensor: makes a tensor, float64, of numbers, an array or a tensor.
+
+    Raises:
+        ConfigError: a statistic does not have one row of numbers for each sequence.
+    """
+    losses = dict(context.losses)
+    for name, given in context.statistics.items():
+        rows = as_tensor(given)
+        width = 1 if len(rows.shape) == 1 else rows.shape[-1]
+        if len(rows.shape) not in (1, 2) or width is None or not 0 < width <= MOST:
+            raise ConfigError.of(
+                "wrong-result",
+                f"mark_as_statistics: expected shape (sequences,) or (sequences, N) with N up to {MOST} in {name!r}, got "
+                f"{tuple(rows.shape)}",
+            )
+        for place in range(width):
+            column = rows if len(rows.shape) == 1 else rows[:, place]
+            losses[statistic_name(name, place)] = Loss(column, 0.0, True, False, None)
+    return losses
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The statistics that a function needs, and whether it takes all others, too."""
+    if (needed := getattr(function, "statistics", None)) is not None:
+        return list(needed), False
+    parameters = inspect.signature(function).parameters.values()
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    needs = [one.name for one in parameters if one.name in named and one.default is one.empty]
+    return needs, any(one.kind is one.VAR_KEYWORD for one in parameters)

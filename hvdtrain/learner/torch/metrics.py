@@ -1,0 +1,67 @@
+"""Metrics of torchmetrics as functions of sums: the key `epoch_scores`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import ConfigError
+
+
+class SummedMetric:
+    """A metric whose states are sums over batches. After every batch, they are taken out of it and added up with those of others.
+
+    So its sums are exact on any number of ranks, and part of checkpoints. The package torchmetrics is not imported.
+
+    Attributes:
+        statistics: the names of its states among the statistics.
+    """
+
+    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
+        others = [state for state, reduce in metric._reductions.items() if getattr(reduce, "__name__", "") != "dim_zero_sum"]
+        if others:
+            raise ConfigError.of(
+                "wrong-result",
+                f"epoch_scores.{name}: expected a metric whose states are sums over batches, got {type(metric).__name__} with "
+                f"the state {others[0]!r} (mark statistics and give a function, or collect outputs with forward_callback)",
+            )
+        self._metric = metric.to(device)
+        self._states = {f"{name}.{state}": state for state in metric._defaults}
+        self.statistics = list(self._states)
+        self.take()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The states since the last call, as rows; empty, if it was not updated since then."""
+        if not self._metric.update_called:
+            return {}
+        found = {
+            name: (getattr(self._metric, state) - self._metric._defaults[state].to(getattr(self._metric, state).device)).reshape(
+                1, -1
+            )
+            for name, state in self._states.items()
+        }
+        self._metric.reset()
+        return found
+
+    def __call__(self, **sums: Any) -> Any:
+        metric = deepcopy(self._metric).cpu()
+        metric.sync_on_compute = False  # the sums are those of all ranks
+        metric._update_count = 1  # else `compute` warns
+        for name, state in self._states.items():
+            first = metric._defaults[state].cpu()
+            total = torch.as_tensor(sums[name], dtype=torch.float64).reshape(first.shape) + first
+            setattr(metric, state, total.to(first.dtype))
+        return metric.compute()
+
+
+def is_metric(value: Any) -> bool:
+    """Whether a value of the key is such an object."""
+    return isinstance(value, torch.nn.Module) and hasattr(value, "update") and hasattr(value, "compute")
+
+
+def open_scores(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The values of the key, with metrics as functions. Raises: ConfigError."""
+    return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in given.items()}

@@ -48,6 +48,7 @@ class BetweenGroups:
         self.size = count
         self.local_rank, self.local_size = within.local_rank, within.local_size
         self.sent = 0
+        self.transport = within.transport
 
     def start(
         self,

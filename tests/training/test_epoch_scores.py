@@ -131,7 +131,7 @@ def test_ranks_get_the_numbers_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(
-    "function, words",
+    ("function", "words"),
     [
         (lambda counts: 1 / counts, "ZeroDivisionError"),
         (lambda other: other, "no statistic 'other' was marked (mark_as_statistics), only: counts"),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,6 +149,13 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
+    # PyTorch keeps the process group for the thread that shards. When another thread forks, the new process frees what belonged
+    # to all others, and crashes as it waits for the group's own threads. So this thread ends first.
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(refuse_a_sharded_model).result()
+
+
+def refuse_a_sharded_model() -> None:
     from torch.distributed.fsdp import fully_shard  # here, as it takes a second
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,6 +116,15 @@ def is_unlocked(path: Path) -> bool:
         return try_lock(file)
     finally:
         os.close(file)
+
+
+def why_not_opened(error: OSError) -> str:
+    """Why an intact file cannot be opened, for messages; '': for another reason than the limit of open files, or a lock."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"the limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files of a process (ulimit -n)"
+    if error.errno in (errno.EAGAIN, errno.EACCES, errno.ENOLCK) and "lock" in str(error):
+        return "one that a program locks, which may be writing to it (wait until that has ended, or read a copy)"
+    return ""
 
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -8,10 +8,14 @@ through h5py.
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,14 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
-from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags
+from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
 from hvdtrain.data.combine.union import FilesDataset, common_streams
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
 from hvdtrain.data.hdf.layouts import (
     check_links,
+    damage_error,
     lengths_in,
     mapped_array,
     name_of,
@@ -37,10 +42,11 @@ from hvdtrain.data.hdf.layouts import (
     stream_of,
     strings_in,
     texts_of,
+    virtual_files,
 )
 from hvdtrain.data.kinds import HDFDatasetKeys
-from hvdtrain.data.padding import pad
-from hvdtrain.data.types import Array, External, Padded, Stream
+from hvdtrain.data.padding import pack, pad
+from hvdtrain.data.types import Array, External, Packed, Padded, Stream
 from hvdtrain.errors import DataError
 
 SHORT = 512
@@ -114,6 +120,27 @@ def gather(parts: Sequence[FileSlice], lengths: Array, memory: Memory) -> Array:
     return values
 
 
+def gather_packed(parts: Sequence[FileSlice], lengths: Array, memory: Memory) -> Array:
+    """As `gather`, but one sequence after the other, without padding: shape (frames, ...)."""
+    ends = lengths.cumsum(dtype=numpy.int64)
+    begins, first = ends - lengths, parts[0].array
+    is_short = int(lengths.max()) * first.dtype.itemsize * math.prod(first.shape[1:]) <= SHORT
+    values = memory.empty((int(ends[-1]), *first.shape[1:]), first.dtype)
+    for part in parts:
+        counts = lengths[part.rows]
+        if is_short:  # without a Python loop over sequences
+            before = counts.cumsum(dtype=numpy.int64) - counts
+            frames = numpy.arange(int(counts.sum(dtype=numpy.int64)))
+            taken = _take_frames(part.array, frames + numpy.repeat(part.starts - before, counts))
+            if len(parts) == 1:
+                return taken
+            values[frames + numpy.repeat(begins[part.rows] - before, counts)] = taken
+            continue
+        for begin, start, length in zip(begins[part.rows].tolist(), part.starts.tolist(), counts.tolist(), strict=True):
+            values[begin : begin + length] = part.array[start : start + length]
+    return values
+
+
 def _gather_frames(parts: Sequence[FileSlice], lengths: Array, longest: int) -> Array:
     """Gather all frames at once, without a Python loop over sequences."""
     frames = numpy.arange(longest)
@@ -137,6 +164,48 @@ def _take_frames(array: Array, places: Array) -> Array:
     return array[numpy.minimum(places, len(array) - 1)]
 
 
+class Handles:
+    """The files that this process reads through h5py, at most `MOST_OPEN` at a time; shared by the files of a dataset.
+
+    Handles of h5py do not survive a fork: a new process opens files of its own.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._open: OrderedDict[HDFFile, Opened] = OrderedDict()
+
+    @contextmanager
+    def use(self, file: HDFFile) -> Iterator[h5py.File]:
+        """An open file, which no other thread closes inside the `with` block. Raises: DataError."""
+        if self._process != os.getpid():
+            for inherited in self._open.values():
+                inherited.pop_all()
+            Handles.__init__(self)
+        with self._lock:
+            if file not in self._open:
+                while len(self._open) >= MOST_OPEN:
+                    self._open.popitem(last=False)[1].close()
+                self._open[file] = file.open()
+            self._open.move_to_end(file)
+            yield self._open[file].handle
+
+    def close(self, file: HDFFile) -> None:
+        """Close a file if it is open here."""
+        if self._process == os.getpid():
+            with self._lock, suppress(KeyError):
+                self._open.pop(file).close()
+
+
+MOST_OPEN = 64
+
+
+class Opened(ExitStack):
+    """A file with the files that hold parts of its virtual datasets, all open."""
+
+    handle: h5py.File
+
+
 class HDFFile:
     """One file: opened, checked and indexed. Sequences are counted from 0.
 
@@ -145,20 +214,27 @@ class HDFFile:
         mapped: the data keys that are read through a memory map.
     """
 
-    def __init__(self, path: Path, external: External = "refuse") -> None:
+    def __init__(self, path: Path, external: External = "refuse", handles: Handles | None = None) -> None:
         self.path = path
         self._external = external
-        self._handle: h5py.File | None = None
-        self._process = os.getpid()
+        self._handles = handles or Handles()
         self.num_sequences = 0
         self.streams: dict[str, Stream] = {}
         self.lengths: dict[str, Array] = {}
         self._starts: dict[str, Array] = {}
         self._names: dict[str, str] = {}
-        self._arrays: dict[str, Array | h5py.Dataset] = {}
-        with open_file(path) as file:
+        self._arrays: dict[str, Array] = {}
+        self._parts: list[Path] = []
+        with ExitStack() as stack:
+            file = stack.enter_context(open_file(path))
             self._identity = _identity(file)
             try:
+                for name in names_to_read(file):
+                    check_links(path, file, name, external)
+                    if isinstance(found := file.get(name), h5py.Dataset):
+                        self._parts += dict.fromkeys(virtual_files(path, found))
+                for part in self._parts:
+                    stack.enter_context(open_file(part))
                 self._index(file)
             except (
                 OSError,
@@ -168,23 +244,34 @@ class HDFFile:
                 TypeError,
                 MemoryError,
             ) as error:  # raised by h5py for a damaged file
-                raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+                raise damage_error(path, error) from None
         self.memory_mapped = frozenset(self._arrays)
+
+    def open(self) -> Opened:
+        """The file, opened again. Raises: DataError, if it is another one by now: the index is of the first one."""
+        with Opened() as stack:
+            stack.handle = stack.enter_context(open_file(self.path))
+            check_same(self.path, self._identity, _identity(stack.handle))
+            for part in self._parts:
+                stack.enter_context(open_file(part))
+            opened = stack.pop_all()
+            opened.handle = stack.handle
+            return opened
 
     def sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         """The arrays of one sequence; views of the file for mapped data keys."""
         result = {}
         for key in keys:
             starts = self._starts[key]
-            array = self._arrays.get(key)
-            if array is None or os.getpid() != self._process:
-                array = self._array(key)
-            try:
-                values = array[starts[index] : starts[index + 1]]
-            except OSError as error:
-                raise self._read_error(f"sequence {index} of {self._names[key]}", error) from None
+            start, stop = starts[index], starts[index + 1]
+            if (array := self._arrays.get(key)) is not None:
+                result[key] = array[start:stop]
+                continue
+            name = self._names[key]
+            with self._reading(f"sequence {index} of {name}") as file:
+                values = file[name][start:stop]
             if values.dtype == object:
-                values = numpy.array(texts_of(self.path, self._names[key], values), dtype=object)
+                values = numpy.array(texts_of(self.path, name, values), dtype=object)
             result[key] = values
         return result
 
@@ -199,23 +286,19 @@ class HDFFile:
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""
         wanted, places = numpy.unique(indices, return_inverse=True)
-        stored = self._file()["seqTags"]
-        try:
+        with self._reading("/seqTags") as file:
+            stored = file["seqTags"]
             if len(wanted) < 1000:
                 few = stored[wanted]
             else:  # h5py looks up a long list of indices one by one
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
-        except OSError as error:
-            raise self._read_error("/seqTags", error) from None
         texts = texts_of(self.path, "/seqTags", few)
         return [texts[place] for place in places]
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags from `start` up to `stop` (exclusive) as numpy bytes, cut at the first zero byte as by `tags`."""
-        try:
-            stored: Array = self._file()["seqTags"][start:stop]
-        except OSError as error:
-            raise self._read_error("/seqTags", error) from None
+        with self._reading("/seqTags") as file:
+            stored: Array = file["seqTags"][start:stop]
         if stored.dtype == object:
             stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
         letters = stored.view(numpy.uint8).reshape(len(stored), -1)
@@ -231,48 +314,26 @@ class HDFFile:
 
     def release(self) -> None:
         """Close h5py's file, so that another process may write to it; it is reopened when needed."""
-        self._arrays = {key: array for key, array in self._arrays.items() if key in self.memory_mapped}
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+        self._handles.close(self)
 
-    def _array(self, key: str) -> Any:
-        """The array or h5py dataset of a key, opened in the process that reads: handles of h5py do not survive a fork."""
-        dataset = self._file()[self._names[key]]
-        if key not in self._arrays:
-            self._arrays[key] = dataset
-        return self._arrays[key]
-
-    def _file(self) -> h5py.File:
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._handle = None
-            self._arrays = {key: array for key, array in self._arrays.items() if key in self.memory_mapped}
-        if self._handle is None:
-            handle = open_file(self.path)
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[h5py.File]:
+        """The open file. Raises: DataError, also for a failed read: the file was replaced or changed, or is damaged."""
+        with self._handles.use(self) as file:
             try:
-                check_same(self.path, self._identity, _identity(handle))  # the index is of the file that was opened first
-            except DataError:
-                handle.close()
-                raise
-            self._handle = handle
-        return self._handle
-
-    def _read_error(self, what: str, error: OSError) -> DataError:
-        """The error for a failed read: the file was replaced or changed, or is damaged."""
-        try:
-            check_same(self.path, self._identity, identity(self.path.stat()))
-        except OSError as gone:
-            return DataError(f"{self.path}: cannot read {what}: {gone.strerror}")
-        except DataError as changed:
-            return changed
-        return DataError(f"{self.path}: cannot read {what}: {error}")
+                if self._parts:  # HDF5 needs a descriptor, if only for a moment, to open a part; else it reads zeros
+                    os.close(os.dup(file.id.get_vfd_handle()))
+                yield file
+            except OSError as error:
+                try:
+                    check_same(self.path, self._identity, identity(self.path.stat()))
+                except OSError as gone:
+                    raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
+                raise DataError(f"{self.path}: cannot read {what}: {error}") from None
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""
-        path = self.path
-        for name in names_to_read(file):
-            check_links(path, file, name, self._external)
+        path, maps = self.path, dict[Path, mmap.mmap]()
         sources = sources_of(path, file)
         self.lengths = lengths_in(path, file, sources)
         self.num_sequences = len(next(iter(self.lengths.values())))
@@ -289,7 +350,7 @@ class HDFFile:
                     f"of {self._names[key]}, got {starts[-1]}"
                 )
             self._starts[key] = starts
-            mapped = mapped_array(path, dataset)
+            mapped = mapped_array(path, dataset, maps)
             if mapped is not None:
                 self._arrays[key] = mapped
         tags = strings_in(path, file, "seqTags")
@@ -347,27 +408,26 @@ class HDFDataset(Dataset):
         return arrays
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Gathers sequences from memory maps file by file, unless they are spread over too many files."""
-        if len(self._files) == 1:
-            return self._gather(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
-        which = numpy.searchsorted(self._first, indices, side="right") - 1
-        numbers = numpy.unique(which).tolist()
-        if len(numbers) * SEQUENCES_PER_FILE > len(indices):
-            return super().padded(indices)
-        rows = [numpy.flatnonzero(which == number) for number in numbers]
-        places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
-        return self._gather(indices, places)
+        return self.packed(indices, ())
 
-    def _gather(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
-        """A batch; `places` has each file, the rows of the batch that come from it, and their indices in the file."""
-        batch = {}
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        """Gathers sequences from memory maps file by file, unless they are spread over too many files."""
+        places = [(self._files[0], numpy.arange(len(indices)), indices)]
+        if len(self._files) > 1:
+            places = [(self._files[number], rows, inside) for number, rows, inside in split(indices, self._first)]
+            if len(places) * SEQUENCES_PER_FILE > len(indices):
+                return super().packed(indices, keys)
+        batch: dict[str, Padded] = {}
         for key in self.streams:
             if key in self.memory_mapped:
                 lengths = self.lengths[key][indices]
                 parts = [FileSlice(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
-                batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
+                if key in keys:
+                    batch[key] = Packed(gather_packed(parts, lengths, self._memory), lengths)
+                else:
+                    batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
             else:
-                batch[key] = pad([self._sequence(index, [key])[key] for index in indices.tolist()])
+                batch[key] = (pack if key in keys else pad)([self._sequence(index, [key])[key] for index in indices.tolist()])
         return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -402,8 +462,9 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
         DataError: a file is missing, not an HDF5 file, damaged, not in this layout, or does not match the first one.
     """
     files: list[HDFFile] = []
+    handles = Handles()
     for path in paths:
-        file = HDFFile(Path(path), external)
+        file = HDFFile(Path(path), external, handles)
         files.append(file)
         for key, stream in files[0].streams.items():
             other = file.streams.get(key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import h5py
 import numpy
 
+from hvdtrain.data.files import why_not_opened
 from hvdtrain.data.types import Array, External, Stream
 from hvdtrain.errors import DataError
 
@@ -31,13 +33,21 @@ def open_file(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        if h5py.is_hdf5(path):
-            raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+        if why_not_opened(error) or h5py.is_hdf5(path):
+            raise damage_error(path, error) from None
         if isinstance(error, PermissionError):
             raise DataError(f"{path}: expected a file that can be read, got: permission denied") from None
         what = "something else" if path.stat().st_size else "an empty file"
         hint = f" (a class or function in it: {path}:NAME)" if path.suffix == ".py" else ""
         raise DataError(f"{path}: expected an HDF5 file, got {what}{hint}") from None
+
+
+def damage_error(path: Path, error: Exception) -> DataError:
+    """The error for a file that h5py cannot read: it is damaged, or there is something else in the way."""
+    if isinstance(error, OSError) and (reason := why_not_opened(error)):
+        many = "; a FilesDataset has few of its files open at a time" if "limit" in reason else ""
+        return DataError(f"{path}: expected a file that can be opened, got {reason}{many}")
+    return DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}")
 
 
 def names_to_read(file: h5py.File) -> Iterator[str]:
@@ -211,7 +221,7 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
     return Stream(dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
-def mapped_array(path: Path, dataset: h5py.Dataset) -> Array | None:
+def mapped_array(path: Path, dataset: h5py.Dataset, maps: dict[Path, mmap.mmap]) -> Array | None:
     """The dataset as a memory-mapped array, or None if its layout does not allow it."""
     if (
         dataset.external
@@ -230,9 +240,12 @@ def mapped_array(path: Path, dataset: h5py.Dataset) -> Array | None:
     offset = dataset.id.get_offset()
     if offset is None:  # stored in the header
         return None
-    # A plain array instead of a numpy.memmap: slicing it is several times faster.
-    place = path if dataset.file.filename == str(path) else dataset.file.filename  # a link may lead to another file
-    return numpy.memmap(place, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
+    # Not a numpy.memmap: a slice of a plain array is several times faster, and each memmap would hold a descriptor of its own.
+    place = path if dataset.file.filename == str(path) else Path(dataset.file.filename)  # a link may lead to another file
+    if place not in maps:
+        with place.open("rb") as opened:
+            maps[place] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    return numpy.frombuffer(maps[place], dataset.dtype, dataset.size, offset).reshape(dataset.shape)
 
 
 def _integer(path: Path, what: str, value: Any) -> int:
@@ -320,20 +333,52 @@ def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
         if found is None or (size != h5py.h5f.UNLIMITED and found < offset + size):
             got = "no such file" if found is None else f"{found} bytes"
             raise DataError(f"{path}: expected {name} with {offset + size} bytes, where {dataset.name} is stored, got: {got}")
+
+
+def virtual_files(path: Path, dataset: h5py.Dataset) -> Iterator[Path]:
+    """The other files with the parts of a virtual dataset. HDF5 silently reads zeros for a part whose file it cannot open at the
+    moment: keep them open. Raises: DataError, if a part is not there."""
     if not dataset.is_virtual:
         return
-    folder = Path(dataset.file.filename).parent
-    for _, file_name, source, _ in dataset.virtual_sources():
-        if file_name == ".":
-            is_found = source in dataset.file
-        elif "%b" in file_name:  # a pattern for any number of files
+    folder, covered = Path(dataset.file.filename).parent, 0.0
+    for part in dataset.virtual_sources():
+        where = f"{part.dset_name} in {part.file_name} as a part of {dataset.name}"
+        if part.file_name == ".":
+            if part.dset_name not in dataset.file:
+                raise DataError(f"{path}: expected {where}, got none")
+            covered += _check_part(path, part, dataset.file[part.dset_name], where)
             continue
-        else:
-            place = next((place for place in (folder / file_name, Path(file_name)) if h5py.is_hdf5(place)), None)
+        is_pattern = "%b" in part.file_name  # of the names of any number of files
+        for number in count() if is_pattern else (0,):
+            name = part.file_name.replace("%b", str(number))
+            place = next((place for place in (folder / name, Path(name)) if place.is_file()), None)
+            if is_pattern and place is None:
+                break
             if place is None:
-                is_found = False
-            else:
-                with h5py.File(place, "r") as other:
-                    is_found = source in other
-        if not is_found:
-            raise DataError(f"{path}: expected {source} in {file_name} as a part of {dataset.name}, got none")
+                raise DataError(f"{path}: expected {where}, got none")
+            yield place
+            with open_file(place) as other:
+                if part.dset_name not in other:
+                    raise DataError(f"{path}: expected {where}, got none")
+                found = other[part.dset_name]
+                yield from virtual_files(path, found)
+                covered += _check_part(path, part, found, where)
+    if covered < dataset.size:
+        raise DataError(f"{path}: expected parts with all {dataset.size} values of {dataset.name}, got {covered:.0f}")
+
+
+def _check_part(path: Path, part: Any, found: h5py.Dataset, where: str) -> float:
+    """The number of values of a part of a virtual dataset; infinity: any. Raises: DataError, if they are not all stored."""
+    check_stored(path, where, found, file_size(found))
+    try:
+        number = part.vspace.get_select_npoints()
+        if part.src_space.get_select_type() == h5py.h5s.SEL_ALL:
+            is_whole = found.size == number
+        else:
+            _, last = part.src_space.get_select_bounds()
+            is_whole = all(end < size for end, size in zip(last, found.shape, strict=True))
+    except RuntimeError:  # a part that grows
+        return float("inf")
+    if not is_whole:
+        raise DataError(f"{path}: expected {where} with all of its {number} values, got the shape {found.shape} there")
+    return float(number)

@@ -21,6 +21,7 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.layouts import (
     check_links,
     check_stored,
+    damage_error,
     file_size,
     follow_link,
     member,
@@ -100,7 +101,7 @@ class NextGenFile(Dataset):
         try:
             yield
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{self.path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+            raise damage_error(self.path, error) from None
 
     def _dataset(self, file: h5py.File, key: str, index: int) -> h5py.Dataset:
         name = f"streams/{self._sources[key].name}/data"

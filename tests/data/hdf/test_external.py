@@ -1,11 +1,17 @@
 """HDF files that lead to other files: refused unless a key allows it, and never read as zeros where something is missing."""
 
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import h5py
 import numpy
 import pytest
-from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, put, write
+from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, laid_out, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import open_dataset, parse
@@ -110,6 +116,96 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
     with h5py.File(path) as file:
         assert file["inputs"][:].tolist() == [[0, 0]] * 5  # that is what HDF5 makes of it
     assert refused(path) == f"expected {source} in {other} as a part of /inputs, got none"
+
+
+@contextmanager
+def free_descriptors(number: int) -> Iterator[None]:
+    """This process may open so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
+    spare = os.dup(held[-1])
+    for descriptor in [*held, spare]:
+        os.close(descriptor)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_parts_that_cannot_be_opened_at_the_moment_are_no_zeros(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((5, 2), "f4")
+    for row in range(5):
+        with h5py.File(tmp_path / f"{row}.h5", "w") as file:
+            file["x"] = numpy.full((1, 2), row + 1, "f4")
+        layout[row : row + 1] = h5py.VirtualSource(f"{row}.h5", "x", (1, 2))
+
+    def change(file: h5py.File) -> None:
+        del file["inputs"]
+        file.create_virtual_dataset("inputs", layout)
+
+    path = write(tmp_path / "file.hdf", change)
+    with (
+        free_descriptors(6),
+        pytest.raises(DataError, match=r"hdf: expected a file that can be opened, got the limit of \d+ open"),
+    ):
+        open_hdf([path], "follow")
+    with free_descriptors(8):
+        dataset = open_hdf([path], "follow")
+        assert [values[:, 0].tolist() for values in (dataset.sequence(0)["data"], dataset.sequence(1)["data"])] == [
+            [1, 2, 3],
+            [4, 5],
+        ]
+        held = []
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(DataError, match="cannot read sequence 0 of /inputs: .*Too many open files"):
+            dataset.sequence(0)
+        for descriptor in held:
+            os.close(descriptor)
+        dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "message"),
+    [
+        (4, 5, "expected inputs in other.hdf as a part of /inputs with all of its 8 values, got the shape (5, 2) there"),
+        (5, 6, "expected parts with all 12 values of /inputs, got 10"),
+    ],
+)
+def test_a_virtual_dataset_with_less_in_its_parts(tmp_path: Path, rows: int, size: int, message: str) -> None:
+    def change(file: h5py.File) -> None:
+        layout = h5py.VirtualLayout((size, 2), "f4")
+        layout[:rows] = h5py.VirtualSource("other.hdf", "inputs", (rows, 2))
+        del file["inputs"]
+        file.create_virtual_dataset("inputs", layout)
+
+    write(tmp_path / "other.hdf")
+    assert refused(write(tmp_path / "file.hdf", change)) == message
+
+
+def test_an_intact_file_that_is_locked_is_not_called_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf")
+    code = f"import h5py; file = h5py.File({str(path)!r}, 'a'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"\n"
+        assert refused(path).startswith("expected a file that can be opened, got one that a program locks")
+        writer.communicate(b"\n")
+    assert contents(open_hdf([path])) == EXPECTED
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.data.hdf.dataset.MOST_OPEN", 2)
+    paths = [write(tmp_path / f"{number}.hdf", laid_out("inputs", chunks=True)) for number in range(9)]
+    dataset = open_hdf(paths)
+    before = len(os.listdir("/proc/self/fd"))
+    assert contents(dataset) == EXPECTED * 9
+    assert len(os.listdir("/proc/self/fd")) - before == 2
+    dataset.close()
+    with free_descriptors(5), pytest.raises(DataError, match="few of its files open at a time"):
+        open_hdf(paths)  # each is mapped
 
 
 def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:

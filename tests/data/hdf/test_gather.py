@@ -3,9 +3,9 @@
 import numpy
 import pytest
 
-from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, open_hdf
+from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, gather_packed, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.padding import pad
+from hvdtrain.data.padding import pack, pad
 
 
 def gathered(array, starts, lengths, memory=None):
@@ -28,6 +28,10 @@ def test_a_gathered_batch_is_what_padding_the_sequences_one_by_one_makes(shape, 
         assert values.dtype == array.dtype
         assert numpy.array_equal(values, expected.values)
         values[...] = 1
+        part = FileSlice(array, numpy.arange(50), starts)
+        packed = gather_packed([part], lengths, memory)
+        assert numpy.array_equal(packed, pack(expected.sequences()).values)
+        packed[...] = 1
 
 
 @pytest.mark.parametrize("longest", [1, 9, 400])
@@ -42,8 +46,9 @@ def test_a_batch_from_several_arrays(longest):
     for number, array in enumerate(arrays):
         rows = numpy.flatnonzero(which == number)
         parts.append(FileSlice(array, rows, starts[rows]))
-    expected = pad([arrays[one][start : start + length] for one, start, length in zip(which, starts, lengths, strict=True)])
-    assert numpy.array_equal(gather(parts, lengths, Memory()), expected.values)
+    sequences = [arrays[one][start : start + length] for one, start, length in zip(which, starts, lengths, strict=True)]
+    assert numpy.array_equal(gather(parts, lengths, Memory()), pad(sequences).values)
+    assert numpy.array_equal(gather_packed(parts, lengths, Memory()), pack(sequences).values)
 
 
 def test_the_last_sequence_may_be_shorter_than_the_longest():

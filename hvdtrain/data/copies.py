@@ -102,8 +102,7 @@ class CopyFolder:
     def close(self) -> None:
         """Unregister, so that other processes may remove the copies that only this process used."""
         if self._process_file is not None:
-            with suppress(OSError):
-                (self._folder / self._process_name).unlink()
+            self._remove(self._process_name)
             os.close(self._process_file)
         if self._lock is not None:
             os.close(self._lock)
@@ -139,12 +138,16 @@ class CopyFolder:
                 with self._hold_lock():
                     (self._folder / f"{PARTIAL}{name}").rename(self._folder / name)
             except BaseException:
-                with suppress(OSError):
-                    (self._folder / f"{PARTIAL}{name}").unlink()
+                self._remove(f"{PARTIAL}{name}")
                 raise
             finally:
                 os.close(partial)
         return Copy(self._folder / name, size, made=True)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file. Under the folder's lock: else another process may have found or opened it, but not locked it yet."""
+        with suppress(OSError), self._hold_lock():
+            (self._folder / name).unlink()
 
     def _begin(self, name: str, size: int) -> int | None:
         """Under the folder's lock: an open, locked file to copy to; None: another process has it. Raises: NotCopied."""

@@ -54,10 +54,11 @@ PACKAGES = {
 """The package, besides fsspec, that reads URLs of a scheme. Other schemes are fsspec's own, or it says what they need."""
 
 VERSION = tuple(
-    "ETag etag LastModified last_modified VersionId Content-MD5 Digest md5Hash generation content_md5 blob_id sha256 xet_hash "
-    "mtime modified created".split()
+    "etag lastmodified versionid contentmd5 digest md5hash generation blobid sha256 xethash mtime modified created modify "
+    "modificationtime updated sha lastwritetime clientmodified servermodified contenthash rev crc32c".split()
 )
-"""What file systems call what they know about a file's content. They report some of it, which changes if the file does."""
+"""What file systems call what they know about a file's content, by letters and digits alone (`Last-Modified`, `last_modified`).
+They report some of it, which changes if the file does."""
 
 REFUSED = (400, 401, 403, 404, 405, 410, 416, 501)
 """HTTP statuses of requests that would be answered in the same way again."""
@@ -145,7 +146,8 @@ class RemoteFile:
         size = about.get("size")
         if not isinstance(size, int):
             raise DataError(f"{self}: expected a server that reports the size of a file, got none (download the file yourself)")
-        known = repr([(name, str(about[name])) for name in VERSION if about.get(name)])
+        names = {re.sub("[^a-z0-9]", "", name.lower()): name for name in about if about[name]}
+        known = repr([(names[plain], str(about[names[plain]])) for plain in VERSION if plain in names])
         # Seven bytes: the number is also the copy's time of modification in nanoseconds.
         return size, int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "big")
 

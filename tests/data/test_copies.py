@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from trainings import Run, Trained, trains
 
 from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
+from hvdtrain.data.files import try_lock
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 
@@ -141,6 +143,34 @@ def test_who_waits_for_a_process_that_is_killed_takes_over(originals: list[Path]
         copy = folder.copy(originals[0], waiting)
         assert (copy.made, copy.path.read_bytes() == originals[0].read_bytes()) == (True, True)
         assert len(list(near.glob("partial-*"))) == 0
+
+
+def test_files_vanish_only_under_the_lock_of_the_folder(
+    originals: list[Path], near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        begun.set()
+        go_on.wait(10)
+        raise ValueError("stopped")
+
+    def copy() -> None:
+        with opened(near) as other, contextlib.suppress(ValueError):
+            other.copy(originals[0], fail)
+
+    begun, go_on, other = threading.Event(), threading.Event(), threading.Thread(target=copy)
+    other.start()
+    begun.wait(10)
+
+    def meanwhile(file: int) -> bool:
+        if (near / ".lock").stat().st_ino != os.fstat(file).st_ino and not go_on.is_set():
+            go_on.set()
+            other.join(0.3)  # it has to wait
+        return try_lock(file)
+
+    monkeypatch.setattr("hvdtrain.data.copies.try_lock", meanwhile)
+    with opened(near) as folder:
+        assert folder.copy(originals[0], nothing).path.read_bytes() == originals[0].read_bytes()
+    other.join()
 
 
 def test_what_a_killed_process_left_counts_no_longer(originals: list[Path], near: Path) -> None:

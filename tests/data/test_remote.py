@@ -1,7 +1,10 @@
 """Files on object storage: whatever goes wrong on the way, a copy is complete or there is none."""
 
+import os
 import re
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy
@@ -90,6 +93,22 @@ def test_a_file_that_changes_on_the_way_is_an_error(store: ObjectStore, tmp_path
     store.put("train.tar", CONTENT)  # of the same size
     again = copy_files(CopyFolder(tmp_path, None), [url], nothing)
     assert Path(again.places[url]).read_bytes() == CONTENT
+
+
+def test_a_file_of_a_server_without_etags_is_copied_anew_when_it_changed(tmp_path: Path) -> None:
+    (tmp_path / "www").mkdir()
+    original = tmp_path / "www" / "train.tar"
+    handler = partial(SimpleHTTPRequestHandler, directory=str(original.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/train.tar"
+        for content, changed in ((b"before", 1e9), (b"behind", 2e9)):
+            original.write_bytes(content)
+            os.utime(original, (changed, changed))
+            assert Path(copy_files(CopyFolder(tmp_path / "near", None), [url], nothing).places[url]).read_bytes() == content
+        server.shutdown()
+        thread.join()
 
 
 def test_the_processes_of_a_host_share_out_the_files(store: ObjectStore, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """HDF files that lead to other files: refused unless a key allows it, and never read as zeros where something is missing."""
 
+import gc
 import os
 import resource
 import subprocess
@@ -121,6 +122,7 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
 @contextmanager
 def free_descriptors(number: int) -> Iterator[None]:
     """This process may open so many more files."""
+    gc.collect()  # which closes those of other tests
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
     spare = os.dup(held[-1])

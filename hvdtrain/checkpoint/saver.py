@@ -20,7 +20,7 @@ from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import ROLES, StatePart
-from hvdtrain.learner.reducer import EpochSync, Numbers
+from hvdtrain.learner.reducer import EpochSync, Numbers, changed
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
@@ -422,13 +422,13 @@ class Saver:
         if self._comm.size == 1:
             return ()
         parts = self._sync.rank_local_state()
-        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.kinds(part))
+        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.tensors(part))
 
 
 def share_model(comm: Communicator, state: StateBase) -> None:
     """Collective. Broadcast rank 0's model."""
     for role in ROLES:
-        state.map_tensors(role, partial(comm.broadcast, name=f"initial_{role}"))
+        state.set_tensors(role, changed(state.tensors(role), partial(comm.broadcast, name=f"initial_{role}")))
 
 
 def clean_up(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
@@ -38,16 +38,17 @@ class ModelState(Protocol):
     shared: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
 
-    def map_tensors(self, role: Role, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one role by what `change` returns for them, in the model's order."""
+    def tensors(self, role: Role) -> Mapping[str, Tensor]:
+        """The model's present tensors of one role, by name in the model's order; in types that ranks can exchange. They may share
+        memory with the model."""
         ...
 
-    def kinds(self, role: Role) -> Mapping[str, str]:
-        """The type and the shape of the tensors of one role, by name in the model's order."""
+    def set_tensors(self, role: Role, values: Mapping[str, Tensor]) -> None:
+        """Set some tensors of one role, which are of these shapes."""
         ...
 
     def digests(self, role: Role) -> Sequence[bytes]:
-        """Short hashes of their values."""
+        """Short hashes of the tensors of one role, in the model's order."""
         ...
 
     def frozen_now(self) -> Collection[int]:

@@ -19,10 +19,9 @@ from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
-from hvdtrain.learner.model_state import ModelState, Role, StatePart
+from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
 from hvdtrain.learner.reducer import (
-    Average,
     EpochStart,
     FinishedUpdate,
     GradientExchange,
@@ -211,9 +210,9 @@ class ParamAverage:
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._sync.drop_unknown(state)
-        if start.is_resumed and state.frozen_now():
-            state.map_tensors("parameters", lambda tensors: self._sync.share_frozen(state, tensors))
-        if not start.is_resumed:
+        if start.is_resumed:
+            self._sync.share_frozen(state)
+        else:
             self._sync.assign_anew()
         if not start.is_resumed or (ANCHOR not in state.shared and not self._counts.updates):
             self.keep_anchor(state)
@@ -233,7 +232,7 @@ class ParamAverage:
     def keep_anchor(self, state: ModelState) -> None:
         """Keep the current model, which is the same on all ranks, as the anchor."""
         if self._sync.needs_anchor:
-            state.map_tensors("parameters", lambda tensors: self._sync.set_anchor(state, tensors))
+            self._sync.set_anchor(state)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._updates_since_send += 1
@@ -245,12 +244,11 @@ class ParamAverage:
         late = [part for part in under_way if part.age >= self._delay]
         if late:
             with self._timer.span("parameter sync"):
-                state.map_tensors("parameters", lambda tensors: self._sync.apply_averages(state, tensors, late))
+                self._sync.apply_averages(state, late)
         due = self._due_parts(update.learning_rate)
         if due:
             with self._timer.span("parameter sync"):
-                change = self._sync.send if self._delay else self._sync.average
-                state.map_tensors("parameters", lambda tensors: change(state, tensors, due))
+                (self._sync.send if self._delay else self._sync.average)(state, due)
                 if self._syncs_whole_model:
                     self._finish_sync(state)
                 elif self._next_part == len(self._sync.parts):
@@ -260,11 +258,8 @@ class ParamAverage:
         if not self._counts.updates:
             return
         with self._timer.span("parameter sync"):
-            under_way = [part for part in self._sync.parts if part.is_under_way]
-            if under_way:
-                state.map_tensors("parameters", lambda tensors: self._sync.apply_averages(state, tensors, under_way))
-            changed = [part for part in self._sync.parts if part.counts.updates]
-            state.map_tensors("parameters", lambda tensors: self._sync.average(state, tensors, changed))
+            self._sync.apply_averages(state, [part for part in self._sync.parts if part.is_under_way])
+            self._sync.average(state, [part for part in self._sync.parts if part.counts.updates])
             self._finish_sync(state)
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
@@ -275,11 +270,8 @@ class ParamAverage:
         """See `EpochSync`. Between two syncs this is the plain average: the outer optimizer steps only at a sync."""
         if not self._counts.updates:
             return nullcontext()
-        averages: dict[Role, Average] = {
-            "parameters": lambda tensors: self._sync.average_to_save(state, tensors),
-            "statistics": averaged_statistics(self._comm, state, self._counts),
-        }
-        return temporarily_average(state, averages)
+        statistics = partial(averaged_statistics, self._comm, state, self._counts)
+        return temporarily_average(state, {"parameters": partial(self._sync.average_to_save, state), "statistics": statistics})
 
     def flush(self, state: ModelState) -> None:
         for part in self._sync.parts:

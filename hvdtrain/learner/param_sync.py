@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Tensor, all_reduce, num_bytes
@@ -29,7 +30,7 @@ from hvdtrain.config.keys import Rule, key, positive
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
-from hvdtrain.learner.reducer import Numbers, UpdateCounts, apply_weight, copy_tensors
+from hvdtrain.learner.reducer import Numbers, UpdateCounts, apply_weight, changed, copy_tensors
 
 below_one = Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
@@ -222,8 +223,7 @@ class SyncBucket:
 
 
 class ParamSync:
-    """Averages parts of the model over the ranks, or over groups of them. Its methods take and return all parameters, in the
-    model's order, as `ModelState.map_tensors` does.
+    """Averages parts of the model over the ranks, or over groups of them.
 
     Args:
         outer: computes the new parameters from the average; None: they are the average.
@@ -256,8 +256,9 @@ class ParamSync:
         """Whether the parameters after the last sync are kept."""
         return self._outer is not None or self._deltas
 
-    def set_anchor(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
-        """Keep the parameters, which are the same on all ranks, as the anchor. Returns them unchanged."""
+    def set_anchor(self, state: ModelState) -> None:
+        """Keep the parameters, which are the same on all ranks, as the anchor."""
+        tensors = _parameters(state)
         state.shared[ANCHOR] = copy_tensors(tensors)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         for name in self._moments:
@@ -265,37 +266,32 @@ class ParamSync:
                 state.shared[name] = [tensor * 0 for tensor in tensors]
                 for part in self.parts:
                     part.steps = 0
-        return tensors
 
     def assign_anew(self) -> None:
         """Assign parameters to parts again when they are needed: a framework may change the model between two epochs."""
         for part in self.parts:
             part.indices = []
 
-    def share_frozen(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
+    def share_frozen(self, state: ModelState) -> None:
         """Collective. Take frozen parameters from rank 0: if they are frozen only since a stop within an epoch, ranks may have
         different values, which no average would make equal."""
-        changed, numbers = list(tensors), list(state.frozen_now())
-        shared = self._comm.broadcast([tensors[number] for number in numbers], name="frozen_parameters")
-        for number, tensor in zip(numbers, shared, strict=True):
-            changed[number] = tensor
-        return changed
+        frozen = [list(state.tensors("parameters").items())[number] for number in state.frozen_now()]
+        state.set_tensors("parameters", changed(dict(frozen), partial(self._comm.broadcast, name="frozen_parameters")))
 
-    def average(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
+    def average(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
         """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""
+        tensors, new = _parameters(state), dict[int, Tensor]()
         kept = _frozen_values(state, tensors)
-        changed = list(tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
             handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
-            new = self._new_parameters(state, part, self._compressor.finish(handle), kept)
-            for index, target in zip(part.indices, new, strict=True):
-                changed[index] = target
-        return changed
+            new |= self._new_parameters(state, part, self._compressor.finish(handle), kept)
+        _set_parameters(state, new)
 
-    def send(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
-        """Collective. Start to send some parts. Returns the parameters unchanged."""
+    def send(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
+        """Collective. Start to send some parts."""
+        tensors = _parameters(state)
         for part in parts:
             own = copy_tensors([tensors[index] for index in self._indices(part, tensors)])
             state.own[part.sent_name] = own
@@ -305,22 +301,20 @@ class ParamSync:
             part.handle = self._start(state, part, message)
             part.age = 0
             part.counts.reset()
-        return tensors
 
-    def apply_averages(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
+    def apply_averages(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
         """Add to some parts the change that a sync would have made when they were sent. Updates since then are kept."""
+        tensors, new = _parameters(state), dict[int, Tensor]()
         kept = _frozen_values(state, tensors)
-        changed = list(tensors)
         for part in parts:
             self.flush(state, part)
-            indices = self._indices(part, tensors)
-            new = self._new_parameters(state, part, state.shared.pop(part.average_name), kept)
-            before = state.own.pop(part.sent_name)
-            for index, target, old in zip(indices, new, before, strict=True):
+            self._indices(part, tensors)
+            targets = self._new_parameters(state, part, state.shared.pop(part.average_name), kept)
+            for (index, target), old in zip(targets.items(), state.own.pop(part.sent_name), strict=True):
                 # Without updates since then, the target itself: sums would be rounded differently on each rank.
-                changed[index] = tensors[index] + (target - old) if part.counts.updates else target
+                new[index] = tensors[index] + (target - old) if part.counts.updates else target
             part.age = -1
-        return changed
+        _set_parameters(state, new)
 
     def flush(self, state: ModelState, part: SyncBucket) -> None:
         """Wait for a part that is under way; its average is then among the tensors that are the same on all ranks."""
@@ -328,18 +322,18 @@ class ParamSync:
             state.shared[part.average_name] = self._compressor.finish(part.handle)
             part.handle = None
 
-    def average_to_save(self, state: ModelState, tensors: list[Tensor]) -> list[Tensor]:
-        """Collective. The average of the ranks' current parameters."""
+    def average_to_save(self, state: ModelState) -> dict[str, Tensor]:
+        """Collective. The average of the ranks' current parameters, by name."""
+        names, tensors, averages = list(state.tensors("parameters")), _parameters(state), dict[str, Tensor]()
         kept = _frozen_values(state, tensors)
-        changed = list(tensors)
         for part in self.parts:
             # The average includes the updates before it was sent.
             weight = 1.0 if part.is_under_way else part.counts.weight()
             own = apply_weight([tensors[index] for index in self._indices(part, tensors)], weight)
             name = f"average.saved.{self._name(part).removeprefix('average.')}"
             for index, new in zip(part.indices, all_reduce(self._comm, own, "average", name=name), strict=True):
-                changed[index] = kept.get(index, new)
-        return changed
+                averages[names[index]] = kept.get(index, new)
+        return averages
 
     def drop_unknown(self, state: ModelState) -> None:
         """Drop a checkpoint's tensors that belong to other keys, or to messages of a different number of ranks."""
@@ -361,22 +355,20 @@ class ParamSync:
 
     def _new_parameters(
         self, state: ModelState, part: SyncBucket, arrived: Sequence[Tensor], kept: Mapping[int, Tensor]
-    ) -> list[Tensor]:
-        """Step the outer optimizer; return the new parameters of a part, the same on all ranks.
+    ) -> dict[int, Tensor]:
+        """Step the outer optimizer; return the new parameters of a part by number, the same on all ranks.
 
         Args:
             kept: by number, the values of parameters that do not change.
         """
         self.num_syncs += 1
-        arrived = [kept.get(index, mean) for index, mean in zip(part.indices, arrived, strict=True)]
+        targets = {index: kept.get(index, mean) for index, mean in zip(part.indices, arrived, strict=True)}
         if not self.needs_anchor or ANCHOR not in state.shared:  # the key was set in the middle of an epoch
-            return arrived
+            return targets
         part.steps += 1
         anchor = state.shared[ANCHOR]
-        targets = []
-        for index, mean in zip(part.indices, arrived, strict=True):
+        for index, mean in targets.items():
             if index in kept:
-                targets.append(mean)
                 continue
             target = anchor[index] - mean if self._deltas else mean
             if self._outer is not None:
@@ -385,7 +377,7 @@ class ParamSync:
                 for name, moment in zip(self._moments, moments, strict=True):
                     state.shared[name][index] = moment
             anchor[index] = target * 1
-            targets.append(target)
+            targets[index] = target
         return targets
 
     def _indices(self, part: SyncBucket, tensors: Sequence[Tensor]) -> list[int]:
@@ -401,6 +393,15 @@ class ParamSync:
 
     def _name(self, part: SyncBucket) -> str:
         return "average.parameters" + (f".{part.number}" if len(self.parts) > 1 else "")
+
+
+def _parameters(state: ModelState) -> list[Tensor]:
+    return list(state.tensors("parameters").values())
+
+
+def _set_parameters(state: ModelState, values: Mapping[int, Tensor]) -> None:
+    names = list(state.tensors("parameters"))
+    state.set_tensors("parameters", {names[index]: tensor for index, tensor in values.items()})
 
 
 def _frozen_values(state: ModelState, tensors: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
@@ -332,26 +331,26 @@ def average(comm: Communicator, tensors: Sequence[Tensor], counts: UpdateCounts,
     return all_reduce(comm, apply_weight(tensors, counts.weight()), "average", name=f"average.{name}")
 
 
-Average = Callable[[list[Tensor]], list[Tensor]]
-"""Collective. Averages tensors over the ranks; can overwrite them."""
+def changed(named: Mapping[str, Tensor], change: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
+    """What `change` returns for tensors, by name."""
+    return dict(zip(named, change(list(named.values())), strict=True)) if named else {}
 
 
 @contextmanager
-def temporarily_average(state: ModelState, averages: Mapping[Role, Average]) -> Iterator[None]:
-    """Collective. Inside the `with` block, the tensors of some roles are averages; each rank's own are restored afterwards."""
-    own: dict[Role, list[Tensor]] = {}
+def temporarily_average(state: ModelState, averages: Mapping[Role, Callable[[], Mapping[str, Tensor]]]) -> Iterator[None]:
+    """Collective. Inside the `with` block, tensors of some roles are averages; each rank's own are restored afterwards.
 
-    def replace(role: Role, tensors: list[Tensor]) -> list[Tensor]:
-        own[role] = copy_tensors(tensors)
-        return averages[role](tensors)
-
-    for role in averages:
-        state.map_tensors(role, partial(replace, role))
+    Args:
+        averages: by role, returns the averages of some tensors by name; may overwrite the model's.
+    """
+    own = {role: changed(state.tensors(role), copy_tensors) for role in averages}
     try:
+        for role, averaged in averages.items():
+            state.set_tensors(role, averaged())
         yield
     finally:
-        for role in averages:
-            state.map_tensors(role, partial(lambda role, _: own[role], role))
+        for role, tensors in own.items():
+            state.set_tensors(role, tensors)
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import new_class
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,7 +94,7 @@ class GradReduce:
     def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:
             return nullcontext()
-        return temporarily_average(state, {"statistics": averaged_statistics(self._comm, state, self._counts)})
+        return temporarily_average(state, {"statistics": partial(averaged_statistics, self._comm, state, self._counts)})
 
     def flush(self, state: ModelState) -> None:
         pass  # nothing is under way between updates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -81,18 +81,11 @@ class StateBase(ABC):
 
     @abstractmethod
     def tensors(self, role: Role) -> dict[str, Tensor]:
-        """The model's present tensors of one role, by name in the model's order; in types that ranks can exchange. They may share
-        memory with the model."""
-
-    def map_tensors(self, role: Role, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """See `ModelState`."""
-        named = self.tensors(role)
-        changed = zip(named.items(), change(list(named.values())), strict=True)
-        self._set_tensors(role, {name: new for (name, old), new in changed if new is not old})
 
-    def kinds(self, role: Role) -> dict[str, str]:
-        """See `ModelState`."""
-        return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in self.tensors(role).items()}
+    @abstractmethod
+    def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+        """See `ModelState`. Raises one of `UNSUITABLE`, if the values are those of a file that does not fit."""
 
     def digests(self, role: Role) -> list[bytes]:
         """See `ModelState`."""
@@ -185,7 +178,7 @@ class StateBase(ABC):
         optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
             if lists:
-                optimizer |= {entry: self._stored_lists(lists), ORDER: list(self.kinds("parameters"))}
+                optimizer |= {entry: self._stored_lists(lists), ORDER: list(self.tensors("parameters"))}
         if self._average is not None and self._average.has_started:
             averages, trained = self._average.evaluated_and_trained()
             model |= averages
@@ -223,7 +216,7 @@ class StateBase(ABC):
             for line in self._load_optimizer(entries, optimizer_file):
                 log.info(line)
             self._load_trained(entries, optimizer_file)
-            names = list(self.kinds("parameters"))
+            names = list(self.tensors("parameters"))
             if entries.get(ORDER, names) != names:
                 raise CheckpointError(
                     f"{optimizer_file}: expected the parameters in the order of this config's model, which is that of what the "
@@ -334,10 +327,6 @@ class StateBase(ABC):
     @abstractmethod
     def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...
 
-    @abstractmethod
-    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
-        """Set some tensors of one role, which are of these shapes."""
-
     def _set_stored(self, role: Role, stored: Mapping[str, Any]) -> None:
         """Set all tensors of one role to what a file has; others in the file are left out."""
         own = self.tensors(role)
@@ -346,7 +335,7 @@ class StateBase(ABC):
                 raise ValueError(f"there is none of {name}")
             if tuple(stored[name].shape) != tuple(tensor.shape):  # setting it might repeat a smaller one
                 raise ValueError(f"{name} has the shape {tuple(stored[name].shape)} instead of {tuple(tensor.shape)}")
-        self._set_tensors(role, {name: stored[name] for name in own})
+        self.set_tensors(role, {name: stored[name] for name in own})
 
     def _by_name(self, role: Role, stored: Any) -> Mapping[str, Any]:
         """The tensors of one role in a rank's file by name, also in files of earlier releases."""

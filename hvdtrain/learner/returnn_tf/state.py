@@ -63,7 +63,7 @@ class NetworkState(StateBase):
         stored: StoredNetwork = tensors["stored"]
         self._networks.load(stored.prefix, stored.epoch)
 
-    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+    def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
         self._networks.graph.assign({name: numpy.asarray(value) for name, value in values.items()})
 
     def _stored(self, tensor: tf.Tensor) -> Array:

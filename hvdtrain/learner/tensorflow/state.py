@@ -67,7 +67,7 @@ class TensorFlowState(StateBase):
     def _set_model(self, tensors: Mapping[str, Array]) -> None:
         assign(self._variables.by_name.items(), tensors)
 
-    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+    def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
         assign([(name, self._variables.by_name[name]) for name in values], values)
 
     def _stored(self, tensor: tf.Tensor) -> Array:

@@ -194,10 +194,11 @@ class TorchState(StateBase):
         self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
 
     @torch.no_grad()
-    def _set_tensors(self, role: Role, values: Mapping[str, torch.Tensor]) -> None:
+    def set_tensors(self, role: Role, values: Mapping[str, torch.Tensor]) -> None:
         own = self.tensors(role)
         for name, value in values.items():
-            own[name].copy_(value)
+            if value.data_ptr() != own[name].data_ptr():  # else another rank's values are in it already
+                own[name].copy_(value)
 
     def _by_name(self, role: Role, stored: Any) -> Mapping[str, torch.Tensor]:
         if isinstance(stored, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.base import Communicator, Tensor
 from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import Section, key, share
 from hvdtrain.learner.buffers import average_buffers
@@ -18,6 +18,7 @@ from hvdtrain.learner.reducer import (
     Reducer,
     UpdateCounts,
     average,
+    changed,
     copy_tensors,
     temporarily_average,
 )
@@ -52,22 +53,15 @@ class EpochAverage:
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         if not start.is_resumed:
-            state.map_tensors("parameters", lambda tensors: self._keep(state, tensors))
-
-    def _keep(self, state, tensors):
-        state.shared["before"] = copy_tensors(tensors)
-        return tensors
+            state.shared["before"] = copy_tensors(list(state.tensors("parameters").values()))
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._counts.add(update)
 
     def end_of_epoch(self, state: ModelState) -> None:
-        def change(tensors):
-            means = average(self._comm, tensors, self._counts, "epoch")
-            pairs = zip(means, state.shared["before"], strict=True)
-            return [self._share * mean + (1 - self._share) * before for mean, before in pairs]
-
-        state.map_tensors("parameters", change)
+        means = zip(self._averages(state, "epoch").items(), state.shared["before"], strict=True)
+        moved = {name: self._share * mean + (1 - self._share) * before for (name, mean), before in means}
+        state.set_tensors("parameters", moved)
         average_buffers(self._comm, state, self._counts)
         self._counts.reset()
         self.num_syncs += 1
@@ -76,7 +70,10 @@ class EpochAverage:
         return ("parameters", "statistics", "counters", "optimizer") if self._counts.updates else ("optimizer",)
 
     def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
-        return temporarily_average(state, {"parameters": lambda own: average(self._comm, own, self._counts, "saved")})
+        return temporarily_average(state, {"parameters": lambda: self._averages(state, "saved")})
+
+    def _averages(self, state: ModelState, name: str) -> dict[str, Tensor]:
+        return changed(state.tensors("parameters"), lambda tensors: average(self._comm, tensors, self._counts, name))
 
     def flush(self, state: ModelState) -> None:
         pass

@@ -73,16 +73,16 @@ class ArrayState(StateBase):
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         theirs = {name: numpy.array(values) for name, values in FORMAT.read_model(request.file)["model"].items()}
         values = preload_values(request, shapes_of(self._arrays), theirs)
-        self._set_tensors("parameters", values)
+        self.set_tensors("parameters", values)
         return list(self._arrays), list(values)
 
     def model_tensors(self) -> dict[str, Array]:
         return dict(self.named_parameters())
 
     def _set_model(self, tensors: Mapping[str, Any]) -> None:
-        self._set_tensors("parameters", {name: tensors[name] for name in self._arrays})
+        self.set_tensors("parameters", {name: tensors[name] for name in self._arrays})
 
-    def _set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
+    def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             self._arrays[name][...] = value
 

@@ -203,72 +203,6 @@ class Clock(Protocol):
     def known_seconds(self) -> float: ...
 
 
-class Meter:
-    """The results and the cost of a learner's steps. On a GPU, reading a value waits for the device unless the value has already
-    arrived; steps never wait.
-
-    Args:
-        scores: sums and counts of the batches.
-        clock: measures the steps.
-        check: counts updates, and has the loss scale; None: all are applied.
-        peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
-        gradient_norm: returns the global norm of the gradients before clipping, in the newest update whose norm has arrived from
-            the device; in the last update if arrival is unknown. None without `gradient_clip_global_norm`.
-        take_splits: returns the number of training batches since the last call that did not fit into memory and were split.
-    """
-
-    def __init__(
-        self,
-        scores: PendingScores,
-        clock: Clock,
-        check: GradientCheck | None = None,
-        peak_memory: Callable[[], int | None] = lambda: None,
-        gradient_norm: Callable[[], float | None] = lambda: None,
-        take_splits: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.scores = scores
-        self.clock = clock
-        self.peak_memory = peak_memory
-        self.gradient_norm = gradient_norm
-        self.take_splits = take_splits
-        self._check = check
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The factor applied to losses before backward; None: they are not scaled."""
-        scale = None if self._check is None else self._check.scale
-        return None if scale is None else scale.scale
-
-    def take_scores(self) -> Scores:
-        """The sums and counts of losses and errors of all batches since the last call of this or of `drain_ready`."""
-        return self.scores.take()
-
-    def drain_ready(self) -> Scores:
-        """The same for those batches whose numbers can be read without waiting for the device; all if arrival is unknown."""
-        return self.scores.drain_ready()
-
-    def take_not_finite(self) -> list[NotFinite]:
-        """The non-finite losses among those read from the device since the last call.
-
-        On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
-        """
-        return self.scores.take_not_finite()
-
-    def take_updates(self) -> Updates:
-        """The updates since the last call that were checked for finite gradients: all, if the loss is scaled or
-        `num_allowed_consec_invalid_gradient_steps` is set; else none."""
-        return Updates() if self._check is None else self._check.take_updates()
-
-    def take_step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the last call, measured on the device."""
-        return self.clock.take()
-
-    def step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
-        for the device."""
-        return self.clock.known_seconds()
-
-
 @dataclass(frozen=True)
 class Transfer:
     """How numbers are copied from the device.
@@ -296,31 +230,53 @@ class _Pending:
     indices: Array
 
 
-class PendingScores:
-    """Sums and counts of batches, which may still be on the device.
+class Meter:
+    """The results and the cost of a learner's steps. On a GPU, reading a value waits for the device unless the value has already
+    arrived; steps never wait.
 
     Args:
-        transfer: fetches tensors of shape (2 * losses,), each with the sums followed by the counts.
+        transfer: fetches tensors of shape (2 * losses,), each with a batch's sums followed by the counts.
         parameters: returns the parameters' values by name.
+        clock: measures the steps.
+        check: counts updates, and has the loss scale; None: all are applied. If updates are skipped up to a limit, the sums of
+            their batches that are not finite are left out.
         on_cpu: fetch every batch's numbers immediately, as deferring gains nothing.
-        finite_only: leave out the non-finite sums of training batches, as their updates are skipped.
+        peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
+        gradient_norm: returns the global norm of the gradients before clipping, in the newest update whose norm has arrived from
+            the device; in the last update if arrival is unknown. None without `gradient_clip_global_norm`.
+        take_splits: returns the number of training batches since the last call that did not fit into memory and were split.
     """
 
     def __init__(
         self,
         transfer: Transfer,
         parameters: Callable[[], Iterable[tuple[str, Array]]],
+        clock: Clock,
+        check: GradientCheck | None = None,
         *,
         on_cpu: bool = True,
-        finite_only: bool = False,
+        peak_memory: Callable[[], int | None] = lambda: None,
+        gradient_norm: Callable[[], float | None] = lambda: None,
+        take_splits: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.clock = clock
+        self.peak_memory = peak_memory
+        self.gradient_norm = gradient_norm
+        self.take_splits = take_splits
+        self._check = check
         self._transfer = transfer
         self._parameters = parameters
         self._max_pending = 1 if on_cpu else MAX_PENDING
-        self._finite_only = finite_only
+        self._finite_only = check is not None and check.has_limit
         self._pending: list[_Pending] = []
         self._not_finite: list[NotFinite] = []
         self._scores = Scores()
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor applied to losses before backward; None: they are not scaled."""
+        scale = None if self._check is None else self._check.scale
+        return None if scale is None else scale.scale
 
     def add(self, names: Mapping[str, float], numbers: Tensor, step: int, indices: Array, train: bool) -> None:
         """Add a batch's numbers.
@@ -337,24 +293,41 @@ class PendingScores:
         elif self._transfer.has_arrived is not None:
             self._read(self._num_arrived(self._transfer.has_arrived))
 
-    def take(self) -> Scores:
-        """The scores of all batches since the last call of this or of `drain_ready`; waits for the device."""
+    def take_scores(self) -> Scores:
+        """The sums and counts of losses and errors of all batches since the last call of this or of `drain_ready`."""
         self.fetch()
         return self._take()
 
     def drain_ready(self) -> Scores:
-        """The same for those batches whose numbers have arrived; for all, if arrival is unknown."""
+        """The same for those batches whose numbers can be read without waiting for the device; all if arrival is unknown."""
         self._read(len(self._pending) if self._transfer.has_arrived is None else self._num_arrived(self._transfer.has_arrived))
         return self._take()
 
     def take_not_finite(self) -> list[NotFinite]:
-        """The minimized losses that were not finite, among those fetched since the last call."""
+        """The minimized losses that were not finite, among those read from the device since the last call.
+
+        On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
+        """
         taken, self._not_finite = self._not_finite, []
         return taken
 
     def fetch(self) -> None:
         """Read all pending numbers, waiting for the device."""
         self._read(len(self._pending))
+
+    def take_updates(self) -> Updates:
+        """The updates since the last call that were checked for finite gradients: all, if the loss is scaled or
+        `num_allowed_consec_invalid_gradient_steps` is set; else none."""
+        return Updates() if self._check is None else self._check.take_updates()
+
+    def take_step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the last call, measured on the device."""
+        return self.clock.take()
+
+    def step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
+        for the device."""
+        return self.clock.known_seconds()
 
     def _take(self) -> Scores:
         taken, self._scores = self._scores, Scores()

@@ -4,7 +4,8 @@ import numpy
 import pytest
 
 from hvdtrain.learner import meter
-from hvdtrain.learner.meter import PendingScores, Transfer
+from hvdtrain.learner.meter import Meter, Transfer
+from hvdtrain.runtime.timer import CpuClock
 
 TENSOR = list[float]
 """Here: the sum and the count of a batch."""
@@ -30,11 +31,12 @@ class Device:
         return place <= self.arrived
 
 
-def pending(transfer: Transfer) -> PendingScores:
-    return PendingScores(transfer, lambda: [("weight", numpy.array([numpy.nan])), ("bias", numpy.zeros(1))], on_cpu=False)
+def pending(transfer: Transfer) -> Meter:
+    parameters = [("weight", numpy.array([numpy.nan])), ("bias", numpy.zeros(1))]
+    return Meter(transfer, lambda: parameters, CpuClock(), on_cpu=False)
 
 
-def add(scores: PendingScores, step: int, value: float) -> None:
+def add(scores: Meter, step: int, value: float) -> None:
     scores.add({"ce": True}, [value, 1.0], step, numpy.array([step]), train=True)
 
 
@@ -54,9 +56,9 @@ def test_scores_are_read_when_they_have_arrived() -> None:
     assert (found.step, found.indices, found.parameters) == (1, (1,), ("weight",))
     scores.drain_ready()
     add(scores, 3, 5.0)
-    assert scores.take().means() == {"ce": 4.0}  # waits
+    assert scores.take_scores().means() == {"ce": 4.0}  # waits
     assert device.reads == [1, 1, 2]
-    assert scores.take().counts() == {}
+    assert scores.take_scores().counts() == {}
 
 
 def test_all_are_read_where_nobody_knows_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:

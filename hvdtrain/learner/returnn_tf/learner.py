@@ -19,7 +19,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import TINY, Meter, Outputs, PendingScores, Transfer, split_by_sequence
+from hvdtrain.learner.meter import TINY, Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
@@ -227,7 +227,7 @@ class NetworkLearner(Learner):
         self, names: Mapping[str, Score], fetched: Mapping[str, Any], batch: Batch, step: int, train: bool = True
     ) -> None:
         scales = {name: score.scale if train else 0.0 for name, score in names.items()}
-        self.meter.scores.add(scales, numbers_of(names, fetched), step, batch.indices, train)
+        self.meter.add(scales, numbers_of(names, fetched), step, batch.indices, train)
 
     def _apply(self, feed: dict[Any, Any], batch: Batch | None, exchanges_counts: bool = True) -> None:
         """Collective, if gradients are exchanged. One update from a batch, or from gradients that are fed.
@@ -384,9 +384,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     state = NetworkState(networks, check)
     transfer = Transfer(lambda arrays: numpy.concatenate(arrays).tolist())
-    scores = PendingScores(transfer, state.named_parameters, finite_only=check.has_limit)
     norm: list[float | None] = [None]
-    meter = Meter(scores, CpuClock(), check, tensorflow_learner.peak_memory, lambda: norm[0])
+    memory = tensorflow_learner.peak_memory
+    meter = Meter(transfer, state.named_parameters, CpuClock(), check, peak_memory=memory, gradient_norm=lambda: norm[0])
     guard = UpdateGuard(check, scale, norm)
     return NetworkLearner(networks, gradient_exchange, state, guard, meter, (options.seed, options.rank))
 

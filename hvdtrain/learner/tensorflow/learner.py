@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, split_by_sequence
+from hvdtrain.learner.meter import Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -94,7 +94,7 @@ class TensorFlowMeter(Meter):
 
     def take_step_seconds(self) -> float:
         with self.clock.span():
-            self.scores.fetch()
+            self.fetch()
         return self.clock.take()
 
 
@@ -178,7 +178,7 @@ class TensorFlowLearner(Learner):
         self._reduced = None
 
     def evaluate(self, batch: Batch) -> None:
-        self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
+        self.meter.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
 
     def try_batch(self, batch: Batch) -> bool:
         seeds = self._seeds[self._step]
@@ -263,7 +263,7 @@ class TensorFlowLearner(Learner):
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:
             names, numbers, self._accumulated = self.graphs.collect(batch, *place, self._accumulated)
-        self.meter.scores.add(names, numbers, self._step, batch.indices, train=True)
+        self.meter.add(names, numbers, self._step, batch.indices, train=True)
 
 
 MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
@@ -296,15 +296,21 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
     update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
     state = TensorFlowState(variables, optimizer, average, check, options.model_format)
-    transfer = Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist())
-    on_cpu = device_name() == "CPU"
-    scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)
+    meter = TensorFlowMeter(
+        Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
+        state.named_parameters,
+        CpuClock(),
+        check,
+        on_cpu=device_name() == "CPU",
+        peak_memory=peak_memory,
+        gradient_norm=update.gradient_norm,
+    )
     learner = TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
         update,
         state,
-        TensorFlowMeter(scores, CpuClock(), check, peak_memory, update.gradient_norm),
+        meter,
         (options.seed, options.rank),
     )
     learner.epoch_scores = EpochScores(keys.epoch_scores)

@@ -25,7 +25,6 @@ from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     Meter,
     Outputs,
-    PendingScores,
     Transfer,
     check_marked_losses,
     check_marked_outputs,
@@ -335,7 +334,7 @@ class TorchLearner(Learner):
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
         losses = with_parts(losses, batch)
-        self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices, train)
+        self.meter.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices, train)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, if BatchNorms are synchronized. A rank without a batch takes part in the others' exchanges."""
@@ -515,7 +514,13 @@ def _meter(
 
     from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived)
     transfer = Transfer(read) if on_cpu else from_gpu
-    scores = PendingScores(transfer, state.named_parameters, on_cpu=on_cpu, finite_only=check.has_limit)
-    clock = CudaClock() if device.type == "cuda" else CpuClock()
-    take_splits = (lambda: 0) if splitter is None else splitter.take
-    return Meter(scores, clock, check, lambda: peak_memory(device), update.gradient_norm, take_splits)
+    return Meter(
+        transfer,
+        state.named_parameters,
+        CudaClock() if device.type == "cuda" else CpuClock(),
+        check,
+        on_cpu=on_cpu,
+        peak_memory=lambda: peak_memory(device),
+        gradient_norm=update.gradient_norm,
+        take_splits=(lambda: 0) if splitter is None else splitter.take,
+    )

@@ -18,7 +18,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import Meter, Outputs, PendingScores, Transfer, scales_of
+from hvdtrain.learner.meter import Meter, Outputs, Transfer, scales_of
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
@@ -109,8 +109,8 @@ class ArrayLearner(Learner):
         self.model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device="cpu")
         self.num_parameters = sum(array.size for array in self.model.parameters.values())
         state = ArrayState(self.model)
-        scores = PendingScores(Transfer(lambda tensors: numpy.concatenate(tensors).tolist()), state.named_parameters)
-        super().__init__(state, Meter(scores, CpuClock()))
+        transfer = Transfer(lambda tensors: numpy.concatenate(tensors).tolist())
+        super().__init__(state, Meter(transfer, state.named_parameters, CpuClock()))
         self._train_step = as_function(keys.train_step, "train_step")
         self._change: Callable[[UpdateGradients], None] = partial(change_gradients, keys)
         self._exchange = exchange
@@ -152,7 +152,7 @@ class ArrayLearner(Learner):
             self._train_step(model=self.model, extern_data=batch.data)
         values = [loss.value for loss in context.losses.values()]
         numbers = numpy.array([*(value.sum() for value in values), *(value.size for value in values)], numpy.float64)
-        self.meter.scores.add(scales_of(context.losses, train), numbers, self._step, batch.indices, train)
+        self.meter.add(scales_of(context.losses, train), numbers, self._step, batch.indices, train)
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         yield "", self.model

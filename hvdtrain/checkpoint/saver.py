@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hvdtrain.checkpoint.average_rules import Averages
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
@@ -47,50 +47,46 @@ class RankState:
     alike: int
 
 
-class SaverProtocol(Protocol):
-    """Writes the checkpoints of a training."""
+class SaverBase:
+    """What a training asks of a saver. This one saves nothing, for a dry run."""
 
     def prepare(self, check: Callable[[], object]) -> list[RankState]:
         """Collective. Wait until everything is written; return what the next checkpoint says of the ranks.
 
         Args:
-            check: called on every rank; raises an error if nothing may be written.
+            check: called on every rank; raises an HvdtrainError if nothing may be written.
 
         Raises:
             CheckpointError: the checkpoint before could not be written.
         """
-        ...
-
-    def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint | None:
-        """Collective. Within `trained_weights`, write a checkpoint, with what `prepare` has returned. Raises: CheckpointError."""
-        ...
-
-    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
-        """Collective. After an evaluation within an epoch, write the model if it is to be kept. Raises: CheckpointError."""
-        ...
-
-    def finish(self) -> None:
-        """Collective. Wait until everything is written. Raises: CheckpointError."""
-        ...
-
-
-class NullSaver:
-    """Saves nothing, for a dry run."""
-
-    def prepare(self, check: Callable[[], object]) -> list[RankState]:
         return []
 
-    def save(self, progress: Progress, ranks: Sequence[RankState]) -> None:
-        pass
+    def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint | None:
+        """Collective. Write a checkpoint, within `trained_weights`. If one rank fails, all fail; with a background writer, at the
+        next save or at the end.
 
-    def save_evaluated(self, progress: Progress) -> None:
-        pass
+        Args:
+            ranks: what `prepare` has just returned.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        return None
+
+    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
+        """Collective. After an evaluation within an epoch, write the model, without its optimizer, if it is one of those to keep,
+        and remove those that no longer are.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        return None
 
     def finish(self) -> None:
-        pass
+        """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
 
 
-class Saver:
+class Saver(SaverBase):
     """Writes checkpoints from which a training continues as if it had not been stopped.
 
     Rank 0 writes the model and its optimizer. Each rank writes the state in which it differs: the optimizer's state if parameters
@@ -127,14 +123,6 @@ class Saver:
         self._at: Checkpoint | None = None  # the last one that this start has written or continued from
 
     def prepare(self, check: Callable[[], object] = lambda: None) -> list[RankState]:
-        """Collective. Wait for a checkpoint that is being written in the background; return what the next one says of the ranks.
-
-        Args:
-            check: called on every rank; raises an HvdtrainError if nothing may be written.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be written.
-        """
         self._sync.flush(self._state)
         self._is_writing = False
 
@@ -147,15 +135,6 @@ class Saver:
         return together_with_message(self._comm, prepare_rank, name="rank_states")[1]
 
     def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
-        """Collective. Write a checkpoint, within `trained_weights`. If one rank fails, all fail; with a background writer, at the
-        next save or at the end.
-
-        Args:
-            ranks: what `prepare` has just returned.
-
-        Raises:
-            CheckpointError: the disk is full, or the folder cannot be written to.
-        """
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         parts = self._rank_local_parts()
@@ -225,12 +204,6 @@ class Saver:
             self._note_best(progress)
 
     def save_evaluated(self, progress: Progress) -> Checkpoint | None:
-        """Collective. After an evaluation within an epoch, write the model, without its optimizer, if it is one of those to keep,
-        and remove those that no longer are.
-
-        Raises:
-            CheckpointError: the disk is full, or the folder cannot be written to.
-        """
         self.finish()
         record = progress.evaluations[-1]
         target = self._checkpoints.new(record.epoch, record.step)
@@ -265,7 +238,6 @@ class Saver:
         return self._averages.kept_within(progress.records, existing)
 
     def finish(self) -> None:
-        """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
         if self._is_writing:
             self._is_writing = False
             on_rank_zero(self._comm, self._await_writing, name="finish_saving")

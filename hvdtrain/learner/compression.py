@@ -110,7 +110,7 @@ class GradientCompressor:
     def start(
         self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
     ) -> Any:
-        """Collective. As `Communicator.start`.
+        """Collective. As `Communicator.start`. Counts bytes here, since the communicator is shared.
 
         Args:
             exact: send the tensors as they are.
@@ -118,7 +118,10 @@ class GradientCompressor:
         gain, narrow = (1.0, None) if exact else (self._gain, self.narrow)
         if gain != 1.0:
             tensors = [tensor * gain for tensor in tensors]
-        return gain, self._send(tensors, op, name=name, owners=owners, narrow=narrow)
+        before = self._comm.sent
+        handle = self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
+        self.sent += self._comm.sent - before
+        return gain, handle
 
     def finish(self, handle: Any) -> list[Tensor]:
         """As `Communicator.finish`."""
@@ -160,21 +163,6 @@ class GradientCompressor:
     def describe(self) -> str:
         """The addition to the reducer's log line."""
         return "" if self.narrow is None else f", sent in {self.narrow}"
-
-    def _send(
-        self,
-        tensors: Sequence[Tensor],
-        op: Op,
-        *,
-        name: str,
-        owners: Sequence[int] | None = None,
-        narrow: Narrow | None = None,
-    ) -> Any:
-        """Collective. As `Communicator.start`. Counts bytes here, since the communicator is shared."""
-        before = self._comm.sent
-        handle = self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
-        self.sent += self._comm.sent - before
-        return handle
 
 
 def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:

@@ -30,7 +30,7 @@ from hvdtrain.learner.reducer import (
     UpdateCounts,
     temporarily_average,
 )
-from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
+from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, make_interval
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
@@ -152,7 +152,7 @@ class ParamAverage:
         self,
         group: RankGroup,
         timer: Timer,
-        interval: SyncInterval | int,
+        interval: EveryUpdates | int,
         outer: OuterOptimizer | None = None,
         delay: int = 0,
         parts: int = 1,

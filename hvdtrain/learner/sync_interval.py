@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from math import floor
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.check import build, unknown_options
@@ -16,8 +16,11 @@ NEVER = 1 << 60
 """More updates than any epoch has, so that its end comes first."""
 
 
-class SyncInterval(Protocol):
-    """The number of updates from one sync to the next, the same on all ranks."""
+class EveryUpdates:
+    """The number of updates from one sync to the next, the same on all ranks. Here it is constant."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
 
     def updates(self, learning_rate: float) -> int:
         """The number of updates between two syncs.
@@ -25,45 +28,21 @@ class SyncInterval(Protocol):
         Args:
             learning_rate: of the last update.
         """
-        ...
-
-    def after_sync(self, comm: Communicator, updates: int) -> None:
-        """Collective. Called when all parameters have been synced, N updates after the previous sync."""
-        ...
-
-    def describe(self) -> str:
-        """How often to sync, for the log."""
-        ...
-
-    def state(self) -> dict[str, int]:
-        """The state that does not follow from the config and the step."""
-        ...
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue from what `state` returned."""
-        ...
-
-
-class EveryUpdates:
-    """A constant number of updates."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def updates(self, learning_rate: float) -> int:
         return self._every
 
     def after_sync(self, comm: Communicator, updates: int) -> None:
-        pass
+        """Collective. Called when all parameters have been synced, N updates after the previous sync."""
 
     def describe(self) -> str:
+        """How often to sync, for the log."""
         return f"after every {self._every} updates"
 
     def state(self) -> dict[str, int]:
+        """The state that does not follow from the config and the step."""
         return {"every": self._every}
 
     def restore(self, state: dict[str, int]) -> None:
-        pass  # the config's number applies
+        """Continue from what `state` returned; a constant number is the config's."""
 
 
 class Quadratic(EveryUpdates):
@@ -90,17 +69,14 @@ class Quadratic(EveryUpdates):
         return f"after every {self._every} updates, or more as the learning rate falls, ({self._alpha:g} / rate)^2,"
 
 
-class EverySeconds:
+class EverySeconds(EveryUpdates):
     """Approximately a constant time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that
     number to the others: steps need no messages, and clocks are not compared."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__(1)
         self._seconds = seconds
-        self._every = 1
         self._last_sync = time.perf_counter()
-
-    def updates(self, learning_rate: float) -> int:
-        return self._every
 
     def after_sync(self, comm: Communicator, updates: int) -> None:
         now = time.perf_counter()
@@ -110,9 +86,6 @@ class EverySeconds:
 
     def describe(self) -> str:
         return f"about every {self._seconds:g} s"
-
-    def state(self) -> dict[str, int]:
-        return {"every": self._every}
 
     def restore(self, state: dict[str, int]) -> None:
         self._every = state.get("every", 1)
@@ -136,7 +109,7 @@ def make_interval(
     seconds: float | None,
     name_of_rule: str = "horovod_param_sync_rule",
     name_of_seconds: str = "horovod_param_sync_time_diff",
-) -> tuple[SyncInterval, list[Problem]]:
+) -> tuple[EveryUpdates, list[Problem]]:
     """Make the interval of the keys horovod_param_sync_*. Returns it and the problems with horovod_param_sync_rule.
 
     Args:

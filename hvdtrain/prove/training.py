@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import NullSaver, RankState, SaverProtocol
+from hvdtrain.checkpoint.saver import RankState, SaverBase
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
@@ -150,10 +150,10 @@ class StopTraining(Exception):
     """Stops the training on all ranks, once a checkpoint is written."""
 
 
-class StoppingSaver:
+class StoppingSaver(SaverBase):
     """Writes one checkpoint within the epoch, then stops the training."""
 
-    def __init__(self, inner: SaverProtocol) -> None:
+    def __init__(self, inner: SaverBase) -> None:
         self._inner = inner
 
     def prepare(self, check: Callable[[], object]) -> list[RankState]:
@@ -164,12 +164,6 @@ class StoppingSaver:
             self._inner.save(progress, ranks)
             self._inner.finish()
             raise StopTraining
-
-    def save_evaluated(self, progress: Progress) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def train(settings: Settings, task: Task, name: str, accumulated: Record | None = None) -> None:
@@ -194,7 +188,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
             with open_session(settings, "dry_run", comm) as session:  # loads model, optimizer and position
                 limits = replace(_limits_of(settings, session), save_steps=None)
                 _skip(session.progress, batches, comm.size, _per_step(accumulated))
-                _train_epoch(session, settings, task, batches, limits, recorder, session.progress, NullSaver(), accumulated)
+                _train_epoch(session, settings, task, batches, limits, recorder, session.progress, SaverBase(), accumulated)
         record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
             record.save(task.path(name))
@@ -230,7 +224,7 @@ def _train_epoch(
     limits: TrainingLimits,
     recorder: Recorder,
     progress: Progress,
-    saver: SaverProtocol,
+    saver: SaverBase,
     accumulated: Record | None,
 ) -> bool:
     """Collective. Train until the end of the epoch, or until the saver stops it; return whether it did."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from math import exp, isfinite, log10
 from pathlib import Path
 
-from hvdtrain.checkpoint.saver import NullSaver
+from hvdtrain.checkpoint.saver import SaverBase
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.engine import Engine
 from hvdtrain.learner.reducers import scale_learning_rate
@@ -137,7 +137,7 @@ def run_ramp(settings: Settings, session: Session, ramp: Ramp, first: int, limit
     factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, session.comm.size)
     rates = Rates(lambda *_: ramp.lowest, lambda step, *_: factor * ramp.rate(step - first))
     steps = RampLog(ramp)
-    tried = replace(session, feeds=session.feeds[:1], saver=NullSaver())
+    tried = replace(session, feeds=session.feeds[:1], saver=SaverBase())
     with silence():
         try:
             Engine(tried, rates, limits, Reporters(), steps, callbacks=Callbacks([steps])).run()

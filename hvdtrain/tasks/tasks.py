@@ -19,7 +19,7 @@ import numpy
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import NullSaver, clean_up
+from hvdtrain.checkpoint.saver import SaverBase, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
@@ -257,7 +257,7 @@ def trainer(settings: Settings, session: Session, limits: TrainingLimits, record
             step_starts.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
-        tried = replace(session, feeds=[feed], saver=NullSaver(), progress=fresh)
+        tried = replace(session, feeds=[feed], saver=SaverBase(), progress=fresh)
         Engine(tried, open_rates(settings, session.comm.size, session.epochs), one_epoch, Reporters(), StepLog(), note).run()
         record.scores.update(fresh.history[-1].scores)
         record.losses.update(fresh.history[-1].losses)

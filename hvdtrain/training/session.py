@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import SaverProtocol
+from hvdtrain.checkpoint.saver import SaverBase
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.learner.base import Learner
@@ -58,7 +58,7 @@ class Session:
     feeds: list[Feed]
     learner: Learner
     reducer: Reducer
-    saver: SaverProtocol
+    saver: SaverBase
     best: BestModel
     progress: Progress
     epochs: Epochs

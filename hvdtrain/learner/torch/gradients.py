@@ -82,7 +82,7 @@ class Gradients:
         if normal.names:
             self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
         if names:
-            self._loss_gradients.add_in_place(sums)
+            self._loss_gradients.add(sums)
             return
         for parameter, gradient in zip(self._parameters, sums.get(None, ()), strict=True):
             if gradient is None:
@@ -122,7 +122,7 @@ class Gradients:
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """Compute the gradients of a batch that is not the update's last."""
         if normal.names and not normal.is_only_loss:
-            self._loss_gradients.add(losses, normal.names, scale)
+            self._loss_gradients.add(self._loss_gradients.compute(losses, normal.names, scale))
         elif (total := total_of(losses, {}, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
@@ -323,22 +323,8 @@ class LossGradients:
         self._parameters = list(parameters)
         self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: all losses that are not normalized
 
-    def add(self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor) -> None:
-        """Add a batch's gradients.
-
-        Args:
-            names: the normalized losses.
-            scale: the factor on all losses.
-
-        Raises:
-            ConfigError: no loss depends on a parameter.
-        """
-        for key, found in self.compute(losses, names, scale).items():
-            before = self._sums.get(key, [None] * len(found))
-            self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
-
-    def add_in_place(self, sums: Mapping[str | None, list[torch.Tensor | None]]) -> None:
-        """Add gradients from `compute`, without memory for the results."""
+    def add(self, sums: Mapping[str | None, list[torch.Tensor | None]]) -> None:
+        """Add gradients from `compute`, in place: without memory for the results."""
         for key, found in sums.items():
             before = self._sums.setdefault(key, [None] * len(found))
             for place, gradient in enumerate(found):
@@ -351,7 +337,15 @@ class LossGradients:
     def compute(
         self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor
     ) -> dict[str | None, list[torch.Tensor | None]]:
-        """The gradients of a batch, dense, by normalized loss; None: of all other losses. The rest is as in `add`."""
+        """The gradients of a batch, dense, by normalized loss; None: of all other losses.
+
+        Args:
+            names: the normalized losses.
+            scale: the factor on all losses.
+
+        Raises:
+            ConfigError: no loss depends on a parameter.
+        """
         groups: dict[str | None, torch.Tensor] = {}
         for name, term in terms_of(losses, scale).items():
             key = name if name in names else None

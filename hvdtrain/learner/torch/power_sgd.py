@@ -95,11 +95,11 @@ class PowerSGD(GradientCompressor):
         op, pending = handle
         self._send_first(op)
         for buckets, started in self._first:
-            self._send_second(buckets, self._comm.finish(started), op)
+            self._send_second(buckets, super().finish(started), op)
         self._first = []
         while pending.totals is None:
             buckets, started = self._second.pop(0)
-            arrived = iter(self._comm.finish(started))
+            arrived = iter(super().finish(started))
             for bucket in buckets:
                 bucket.totals = [next(arrived) for _ in bucket.left]
         self._shared[FACTORS + pending.name] = [
@@ -116,7 +116,7 @@ class PowerSGD(GradientCompressor):
         buckets, self._waiting = self._waiting, []
         if buckets:
             message = [tensor for bucket in buckets for tensor in bucket.first_message()]
-            self._first.append((buckets, self._send(message, op, name=buckets[0].name)))
+            self._first.append((buckets, super().start(message, op, name=buckets[0].name)))
 
     def _send_second(self, buckets: list[Pending], reduced: list[torch.Tensor], op: Op) -> None:
         """Collective. Make the left factors of the buckets of a message orthonormal, and send the right factors.
@@ -137,7 +137,7 @@ class PowerSGD(GradientCompressor):
             errors = [(matrix - left @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, other in triples]
             self._own[ERRORS + bucket.name] = errors
             message += right
-        self._second.append((buckets, self._send(message, op, name=f"{buckets[0].name}.right")))
+        self._second.append((buckets, super().start(message, op, name=f"{buckets[0].name}.right")))
 
     def _is_worthwhile(self, tensor: torch.Tensor) -> bool:
         """Whether the factors are at most half as large. Tensors that have to be exact are not float32."""

@@ -44,6 +44,7 @@ class Launcher:
         name: its name in messages.
         variables: the environment variables with rank, size, local rank and local size; several: one of them.
         proof: a variable that only the launcher itself sets, where people set `variables` as well; None: they do not.
+        excludes: a variable of a launcher that never starts this one: what has both has left-over variables.
         max_restarts_hint: what to use instead of the key max_restarts.
         peer_status: the exit status of a rank that ends because of another one.
         hung_status: that of a rank that hangs.
@@ -53,6 +54,7 @@ class Launcher:
     name: ClassVar[str | None] = None
     variables: ClassVar[Sequence[tuple[str, str, str, str]]] = ()
     proof: ClassVar[str | None] = None
+    excludes: ClassVar[str] = ""
     max_restarts_hint: ClassVar[str] = (
         "the same command continues from the newest checkpoint; torchrun --max-restarts N restarts ranks"
     )
@@ -225,6 +227,7 @@ class Horovodrun(Launcher):
     name = "horovodrun"
     variables = (("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),)
     proof = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+    excludes = "OMPI_COMM_WORLD_RANK"  # in a shell that srun has started, there may be horovodrun
     max_restarts_hint = "horovodrun --min-np N --host-discovery-script SCRIPT restarts them"
 
     @classmethod
@@ -335,7 +338,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher:
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises: LaunchError, if left-over variables contradict those of the launcher: the ranks would train each by itself."""
     first, *others = [launcher for kind in LAUNCHERS if (launcher := kind.detect(environ)) is not None]
-    if first.proof is None or first.proof in environ:
+    if first.proof is None or (first.proof in environ and first.excludes not in environ):
         return
     for other in others:
         if other.process.size > 1 and (other.process.rank, other.process.size) != (first.process.rank, first.process.size):

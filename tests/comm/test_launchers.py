@@ -133,11 +133,13 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     [
         ({"RANK": "0", "WORLD_SIZE": "1"}, MPIRUN, True),  # each rank would train by itself
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, MPIRUN, True),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "host"}, MPIRUN, True),
         ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, MPIRUN, False),  # set for a program that reads these
         ({"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}, MPIRUN, False),  # a torchrun on each host
         ({"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # in a shell of Slurm's
         ({}, MPIRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, False),  # mpirun starts its daemons by srun
+        (ELASTIC | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "host"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, False),
         ({}, {}, False),
     ],
 )

@@ -128,9 +128,8 @@ class Engine:
         self._note_finish()
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
-        progress.finish_epoch(
-            EpochRecord(number, epoch.learning_rate, scores, losses, is_updated=report.is_updated), as_line(report)
-        )
+        states = {"is_updated": report.is_updated, "is_diverged": bool(report.diverged)}
+        progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses, **states), as_line(report))
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
         is_last = number >= self._limits.num_epochs or self._limits.end_after_epoch(progress) is not None

@@ -42,6 +42,7 @@ class EpochReport:
         skipped: how many updates were skipped, as gradients were not finite, and `updated`: how many were checked and applied; of
             all ranks, if every rank updates alone.
         broken: the number of broken sequences that the epoch's batches went without; None: none.
+        diverged: True if the training has diverged (`EpochRecord.is_diverged`); None: it has not.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
         goodput: where the seconds of the whole training went so far, over all its starts (`runtime/goodput.py`).
         flops: the floating-point operations of the `epoch` and of a `step`, over all ranks, what they can do in a second
@@ -73,6 +74,7 @@ class EpochReport:
     skipped: int = 0
     updated: int = 0
     broken: int | None = None
+    diverged: bool | None = None
     goodput: Mapping[str, float] | None = None
     flops: Mapping[str, float] | None = None
     computing_of_ranks: Sequence[float] = ()

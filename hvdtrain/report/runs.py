@@ -187,10 +187,10 @@ class Run:
         return is_higher_better(name, self.setting("higher_is_better") or [])
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """The first epoch with the best value of a score, and that value; None if no epoch with updates has a finite one."""
-        skipped = {line["epoch"] for line in self.epochs if not line.get("updated", True)}
+        """The first epoch with the best value of a score, and that value; None if no epoch that may be the best has one."""
+        never = {line["epoch"] for line in self.epochs if not line.get("updated", True) or line.get("diverged")}
         scores = zip(*self.scores(name), strict=True)
-        found = [(epoch, value) for epoch, value in scores if math.isfinite(value) and epoch not in skipped]
+        found = [(epoch, value) for epoch, value in scores if math.isfinite(value) and epoch not in never]
         sign = -1 if self.is_higher_better(name) else 1
         return min(found, key=lambda pair: sign * pair[1], default=None)
 

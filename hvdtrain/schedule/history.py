@@ -54,6 +54,7 @@ class EpochRecord:
         losses: the scale of each loss that the epoch minimized, by its name in train_step; empty: unknown, as in checkpoints of
             earlier releases and other programs.
         is_updated: whether an update was applied; otherwise all were skipped, and the epoch is never the best.
+        is_diverged: whether its loss is so large that the training has diverged: it is never the best either.
     """
 
     epoch: int
@@ -61,11 +62,13 @@ class EpochRecord:
     scores: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     is_updated: bool = field(default=True, kw_only=True)
+    is_diverged: bool = field(default=False, kw_only=True)
 
     @property
     def comparable(self) -> dict[str, float]:
         """The scores by which the epoch may be among the best: NaN in place of what is not finite, or was not trained for."""
-        return {name: score if self.is_updated and isfinite(score) else nan for name, score in self.scores.items()}
+        counts = self.is_updated and not self.is_diverged
+        return {name: score if counts and isfinite(score) else nan for name, score in self.scores.items()}
 
     @property
     def at_step(self) -> int | None:

@@ -335,6 +335,38 @@ DIVERGENCE_FACTOR = 1000.0
 """A loss above this multiple of the initial loss has diverged."""
 
 
+def has_diverged(
+    history: Sequence[EpochRecord], scores: Mapping[str, float], losses: Mapping[str, float], initial: Mapping[str, float]
+) -> bool:
+    """Whether the loss that is minimized, or the sum of several, is far above that of the first epoch, in absolute terms, too: a
+    loss that was almost zero may grow by any factor. In the first epoch, above that of its first batch.
+
+    Args:
+        history: the epochs before.
+        scores, losses: those of the epoch, or of an evaluation within it.
+        initial: as of `divergence_lines`.
+
+    >>> has_diverged([], {"train_loss_ce": 4.8e31}, {"ce": 1.0}, {"train_loss_ce": 2.3})
+    True
+    >>> first = EpochRecord(1, 0.1, {"dev_loss_ce": 3e31}, is_diverged=True)
+    >>> [has_diverged([first], {"dev_loss_ce": loss}, {"ce": 1.0}, {}) for loss in (2e31, 2.0)]
+    [True, False]
+    >>> has_diverged([EpochRecord(1, 0.1, {"dev_loss_ce": 1e-9})], {"dev_loss_ce": 0.5}, {"ce": 1.0}, {})
+    False
+    """
+    compared = [name for name in scores if base_of(name) in (losses if len(losses) == 1 else TOTALS)]
+    if not history:
+        totals = {base_of(name): score for name, score in with_totals(initial, losses).items()}
+        return any(_is_far_above(scores[name], totals.get(base_of(name))) for name in compared)
+    first = history[0]
+    scale = 1 / DIVERGENCE_FACTOR**2 if first.is_diverged else 1.0  # it still does, unless it comes down again
+    return any(_is_far_above(scores[name], first.scores[name] * scale) for name in compared if name in first.scores)
+
+
+def _is_far_above(loss: float, first: float | None) -> bool:
+    return first is not None and abs(loss) > DIVERGENCE_FACTOR * max(abs(first), 1.0)
+
+
 def divergence_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
     """Warnings about losses of the last epoch that are finite, but far above the initial ones.
 

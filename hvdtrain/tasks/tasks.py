@@ -151,6 +151,7 @@ def _history(path: Path) -> list[EpochRecord]:
                     scores,
                     losses,
                     is_updated=bool(epoch.get("updated", True)),
+                    is_diverged=bool(epoch.get("diverged", False)),
                 )
             )
         except (*DAMAGED_LINE_ERRORS, AttributeError) as error:

@@ -17,7 +17,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
-from hvdtrain.schedule.measure import divergence_lines
+from hvdtrain.schedule.measure import divergence_lines, has_diverged
 from hvdtrain.training.agreement import completed_share, plan_together
 from hvdtrain.training.flops import FlopRate
 from hvdtrain.training.limits import Rates
@@ -205,6 +205,7 @@ def epoch_report(
         learning_rates=rates.summary(),
         epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
         losses=losses,
+        diverged=has_diverged(session.progress.history, scores, losses, name_scores("train", current.initial)) or None,
         splits=current.splits,
         skipped=current.skipped,
         updated=current.updated,

@@ -10,7 +10,9 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.report.epoch import EvaluationReceiver
 from hvdtrain.report.steps import StepNumbers
 from hvdtrain.runtime import log
+from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EvaluationRecord
+from hvdtrain.schedule.measure import has_diverged
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.epoch import EpochClock, TrainingEpoch, evaluation_report
 from hvdtrain.training.limits import Rates, TrainingLimits
@@ -68,7 +70,8 @@ class EvaluationWithin:
         """
         progress = self._session.progress
         epoch.current.is_evaluation_due = False
-        record = EvaluationRecord(epoch.current.epoch, epoch.learning_rate, scores, losses, progress.step)
+        diverged = has_diverged(progress.history, scores, losses, name_scores("train", epoch.current.initial))
+        record = EvaluationRecord(epoch.current.epoch, epoch.learning_rate, scores, losses, progress.step, is_diverged=diverged)
         progress.evaluations.append(record)
         await_checkpoint(self._session)
         self._session.watchdog.beat(f"step {progress.step}, saving", "saving")

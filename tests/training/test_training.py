@@ -114,3 +114,4 @@ def test_a_loss_that_explodes_is_a_warning(learning_rate: float, tmp_path: Path)
     told = re.findall(r"train_loss_error of epoch (\d) is \S+, more than 1000 times that of (.*?), \S+: training", ended.out)
     assert told == ([] if learning_rate < 1e-6 else [("1", "its first batch"), ("2", "epoch 1")]), ended.out
     assert len(re.findall(f"learning rate {learning_rate:.4g};", ended.out)) == len(told)
+    assert ("best so far" in ended.out) == (tmp_path / "best.json").exists() == (not told)

@@ -81,8 +81,8 @@ class Engine:
         interval = vote_interval(session.reducer, session.interrupt.grace)
         self._control = Control(session, limits, self._training, self._scores, bool(self._evaluations), interval)
 
-    def run(self) -> None:
-        """Train up to the last epoch.
+    def run(self) -> Exception | None:
+        """Train up to the last epoch. Returns what a callback of this rank raised to end it as pruned.
 
         Raises:
             Stopped: on all ranks after the same step, with a checkpoint.
@@ -102,6 +102,7 @@ class Engine:
         self._training.stopped_by = end
         self._notifier.notify("on_stop")
         log.info(f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
+        return self._training.pruned
 
     def _run_epoch(self, number: int) -> None:
         """Train, evaluate, save and report one epoch, or what is left of it."""

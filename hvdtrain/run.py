@@ -57,8 +57,10 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
 
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
+        optuna.TrialPruned: a callback has raised it; after the epoch, its checkpoint and its reports.
     """
     began = time.time()
+    pruned: Exception | None = None
     if settings.run.overfit_batches is not None:
         settings = in_overfit_folder(settings)
     with (
@@ -89,10 +91,14 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
                 count_steps(session.goodput),
             ):
-                Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
+                receivers = reporters.with_receivers(trackers)
+                pruned = Engine(session, rates, limits, receivers, step_log, trace, callbacks).run()
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         log_end(settings, session, progress.epoch - before)
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
-        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)
+        trained = Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)
+    if pruned is not None:
+        raise pruned
+    return trained

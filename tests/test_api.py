@@ -465,3 +465,18 @@ def test_the_processes_of_mpirun_are_ranks_and_train_again(tmp_path: Path, trans
     assert first == second
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{first[-1]['dev_loss_ce']} model.001.pt\n" * 2
+
+
+def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+
+    class Prunes:
+        def on_epoch_end(self, training: Any) -> None:
+            raise optuna.TrialPruned("no better")
+
+    with pytest.raises(optuna.TrialPruned, match="no better"):
+        hvdtrain.train(keys_of(tmp_path, callbacks=Prunes))
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "model.001.pt").exists()
+    assert json.loads((tmp_path / "ends.jsonl").read_text())["status"] == "finished"
+    assert hvdtrain.train(keys_of(tmp_path)).num_epochs == 0, "the same call does not go on"

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import nan
 from statistics import fmean
 
 from hvdtrain.report import rows
@@ -78,7 +79,10 @@ def _minutes(seconds: float) -> str:
 
 
 def concern(run: Run) -> str | None:
-    """What is wrong with a training, in a sentence: where it loses most of its time, or that it does not get better."""
+    """What is wrong with a training, in a sentence: that it diverged or gets no better, or where it loses most of its time."""
+    last = run.epochs[-1] if run.epochs else {}
+    if last.get("diverged"):
+        return f"diverged: {short(run.measure or '')} {float(last['scores'].get(run.measure, nan)):.4g} in epoch {last['epoch']}"
     found = [share_and_text for share_and_text in (_slow_rank(run), _data_wait(run), _lost_time(run)) if share_and_text]
     share, text = max(found, default=(0.0, ""))
     if share >= MIN_LOST or (text and not _stale(run)):
@@ -185,8 +189,12 @@ def tiles(run: Run) -> str:
         found.append(tile("epochs", f"{done}", f"of {wanted}" if wanted is not None else "", "", bar))
     wrong = concern(run)
     found.append(tile("to look at", wrong or "nothing found", "", "wrong" if wrong else "quiet"))
-    seconds = sum(seconds_of(epoch) for epoch in run.epochs)
-    found.append(tile("time", duration_text(seconds), f"{seconds / len(run.epochs):.3g} s per epoch" if run.epochs else ""))
+    goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
+    of_epochs = sum(seconds_of(epoch) for epoch in run.epochs)
+    parts = [f"{of_epochs / len(run.epochs):.3g} s per epoch"] if run.epochs else []
+    parts += [f"{len(run.starts)} starts"] if len(run.starts) > 1 else []
+    whole = sum(value for name, value in goodput.items() if name not in ("share", "saves", "starts", "failures"))
+    found.append(tile("time", duration_text(whole or of_epochs), ", ".join(parts)))
     rate = next((rate for epoch in reversed(run.epochs) if (rate := sequences_per_second(epoch)) is not None), None)
     if rate is not None:
         found.append(tile(f"speed on {num_ranks(run)} rank{'s' * (num_ranks(run) != 1)}", f"{rate:,.4g}", "sequences/s"))
@@ -194,12 +202,8 @@ def tiles(run: Run) -> str:
     if computing:
         share = sum(epoch["computing"] * epoch["elapsed"] for epoch in computing) / sum(epoch["elapsed"] for epoch in computing)
         found.append(tile("computing", f"{share:.1%}", "of the training time", "", _bar(share)))
-    goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
     if (useful := goodput.get("share")) is not None:
-        seconds = sum(value for name, value in goodput.items() if name not in ("share", "saves", "starts", "failures"))
-        number = goodput.get("starts", 1)
-        note = f"of {duration_text(seconds)} in {number:g} start{'s' * (number != 1)}"
-        found.append(tile("goodput", f"{useful:.1%}", note, "", _bar(useful)))
+        found.append(tile("goodput", f"{useful:.1%}", "of the time, starts included", "", _bar(useful)))
     flops: Mapping[str, float] = (run.epochs[-1].get("flops") or {}) if run.epochs else {}
     if flops.keys() >= {"step", "peak", "share"}:
         note = f"of {flops['peak'] / 1e9:,.3g} GFLOP/s; {flops['step'] / 1e9:,.3g} GFLOP a step"
@@ -249,8 +253,9 @@ def overview_of_several(runs: Sequence[Run]) -> str:
     if measure is not None and known:
         sign = -1 if any(run.is_higher_better(measure) for run in runs) else 1
         run, best = min(known, key=lambda pair: sign * pair[1][1])
-        base = runs[0].best(measure)
-        change = f", {signed(best[1] - base[1])} against {runs[0].name}" if base is not None and run is not runs[0] else ""
+        usual = runs[baseline(runs)]
+        base = usual.best(measure)
+        change = f", {signed(best[1] - base[1])} against {usual.name}" if base is not None and run is not usual else ""
         note = f"{run.name}, epoch {best[0]}{change}"
         found.insert(0, tile(f"best {short(measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
     left = [(seconds, run) for run in runs if (seconds := seconds_left(run)) is not None]
@@ -264,6 +269,11 @@ def overview_of_several(runs: Sequence[Run]) -> str:
     look = "failed" if any(run.state.is_bad for run in runs) else "stopped"
     wrong = f"<div class='band {look}'><ul>{''.join(first)}</ul>{more}</div>" if first else ""
     return f"<div class=tiles>{''.join(found)}</div>{wrong}"
+
+
+def baseline(runs: Sequence[Run]) -> int:
+    """The number of the training with which others are compared if the reader chooses none: the first that has a best epoch."""
+    return next((number for number, run in enumerate(runs) if run.measure and run.best(run.measure)), 0)
 
 
 SHOWN = 4

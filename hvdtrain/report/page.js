@@ -4,7 +4,7 @@
   const byId = (name) => document.getElementById(name);
   let data = JSON.parse(byId("data").textContent);
   // What the reader has chosen; all but `whole` is in the page's address, so that a link shows the same.
-  const choice = { x: "epoch", log: false, shares: new Set(), hidden: new Set(), parts: new Map(), base: 0, sort: "", key: "", score: "", whole: new Set() };
+  const choice = { x: "epoch", log: false, shares: new Set(), hidden: new Set(), parts: new Map(), base: data.base, sort: "", key: "", score: "", whole: new Set() };
   let range = null; // of the x axis, in all figures with curves: zooming in one zooms the others
   let passive = false; // while figures follow another one's zoom
 
@@ -438,12 +438,17 @@
     if (choice.hidden.size) words.set("hide", [...choice.hidden].join("|"));
     if (choice.parts.size) words.set("parts", [...choice.parts].map(([part, isOn]) => `${isOn ? "" : "-"}${part}`).join("|"));
     if (choice.shares.size) words.set("shares", [...choice.shares].join("|"));
-    if (choice.base) words.set("base", data.runs[choice.base].name);
+    if (choice.base !== data.base) words.set("base", data.runs[choice.base].name);
     for (const name of ["sort", "key", "score"]) if (choice[name]) words.set(name, choice[name]);
     return `#${anchor}${[...words].length ? `?${words}` : ""}`;
   }
 
   function note() { history.replaceState(null, "", address()); }
+
+  function baseNamed(name) {
+    const found = data.runs.findIndex((run) => run.name === name);
+    return found < 0 ? data.base : found;
+  }
 
   function readAddress() {
     const [name, text] = location.hash.slice(1).split(/\?(.*)/s);
@@ -455,7 +460,7 @@
     choice.hidden = new Set(list("hide"));
     choice.parts = new Map(list("parts").map((part) => (part.startsWith("-") ? [part.slice(1), false] : [part, true])));
     choice.shares = new Set(list("shares"));
-    choice.base = Math.max(0, data.runs.findIndex((run) => run.name === words.get("base")));
+    choice.base = baseNamed(words.get("base"));
     for (const key of ["sort", "key", "score"]) choice[key] = words.get(key) ?? "";
   }
 
@@ -557,6 +562,14 @@
     for (const row of target.closest("details, .card").querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(target.value.toLowerCase());
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  const onPaper = (isPrinted) => {
+    document.body.classList.toggle("paper", isPrinted); // as wide as a page; figures out of view were not drawn yet
+    if (isPrinted) data.figures.forEach((figure) => visible.add(figure.name));
+    data.figures.forEach(draw);
+    data.figures.map(place).forEach((element) => { if (element?.classList.contains("js-plotly-plot")) Plotly.Plots.resize(element); });
+  };
+  addEventListener("beforeprint", () => onPaper(true));
+  addEventListener("afterprint", () => onPaper(false));
   addEventListener("hashchange", () => { readAddress(); show(); go(anchor); });
   readAddress();
   show();
@@ -574,7 +587,7 @@
         const usual = data.runs[choice.base]?.name;
         replaceSections(fresh.sections);
         data = fresh;
-        choice.base = Math.max(0, data.runs.findIndex((run) => run.name === usual));
+        choice.base = baseNamed(usual);
         updated = new Date();
         document.title = data.title;
         show();

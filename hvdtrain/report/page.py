@@ -112,6 +112,7 @@ def content(runs: list[Run], title: str = "") -> dict[str, Any]:
         "sections": sections,
         "figures": [asdict(figure) for chapter in chapters for figure in chapter.figures],
         "runs": [{"name": run.name, "state": run.state.name} for run in runs],
+        "base": overview.baseline(runs),
     }
     version = hashlib.sha256(_json(shown).encode()).hexdigest()[:16]
     is_running = any(run.state.name == "running" for run in runs)

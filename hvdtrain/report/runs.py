@@ -298,7 +298,8 @@ NUMBER: Any = 0.0
 
 EPOCH: Mapping[str, Any] = {
     **dict.fromkeys(("steps", "global_step", "elapsed", "computing", "learning_rate", "num_sequences", "loss_scale"), NUMBER),
-    **dict.fromkeys(("syncs", "sent", "sent_between_groups", "seconds_before", "epoch_learning_rate"), NUMBER),
+    **dict.fromkeys(("syncs", "sent", "sent_between_groups", "seconds_before", "epoch_learning_rate", "updated"), NUMBER),
+    "diverged": True,
     **dict.fromkeys(("padding", "learning_rates", "losses"), {"": NUMBER}),
     "seconds": [{"": NUMBER}],
     "goodput": {"": NUMBER},
@@ -341,7 +342,7 @@ def _is_like(value: Any, example: Any) -> bool:
         )
     if isinstance(example, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, str) and isinstance(example, str)
+    return isinstance(value, type(example))
 
 
 def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple[list[dict[str, Any]], list[str]]:

@@ -62,6 +62,7 @@ class Training:
         self.stopped_by: str | None = None
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
+        self.pruned: Exception | None = None
 
     @property
     def model(self) -> Any:
@@ -132,6 +133,11 @@ class Training:
         A request of one rank is enough, in any callback but `on_stop`, which is called after the last checkpoint.
         """
         self.wants_finish = self.wants_finish or reason
+
+    def prune(self, error: Exception) -> None:
+        """End training after this epoch, as `finish` does, and raise an error of Optuna's when all is saved."""
+        self.pruned = error
+        self.finish(f"the trial was pruned{f': {error}' if str(error) else ''}")
 
 
 Call = Callable[[Training], None]

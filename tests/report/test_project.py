@@ -14,7 +14,7 @@ from report_pages import REPORT, lines_of, shown, write_lines
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.ends import append_end
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.overview import concern
+from hvdtrain.report.overview import baseline, concern, overview_of_several
 from hvdtrain.report.page import checksum_of
 from hvdtrain.report.plots import middles, score_figures
 from hvdtrain.report.project import find_trainings, read_project
@@ -108,6 +108,15 @@ def test_what_is_wrong_with_a_training(tmp_path: Path) -> None:
     assert concern(replace(run, epochs=stale)) == "no better dev ce for 11 epochs (best: epoch 1)"
 
 
+def test_a_training_that_diverged_is_neither_best_nor_what_others_are_compared_with(tmp_path: Path) -> None:
+    folders = [training(tmp_path / name, best) for name, best in (("wild", 0.1), ("one", 1.0), ("two", 0.9))]
+    write_lines(folders[0] / "scores.jsonl", [{**line, "diverged": True} for line in lines_of(folders[0] / "scores.jsonl")])
+    runs = read_runs(folders)
+    assert concern(runs[0]) == "diverged: dev ce 0.2 in epoch 4"
+    assert baseline(runs) == 1
+    assert "<b>0.9</b><span class=note>two, epoch 3, −0.1 against one</span>" in overview_of_several(runs)
+
+
 def in_browser(page: Path, folder: Path, script: str, address: str = "") -> str:
     """The page as a browser has drawn it, after a script has run in it, which is added to those that the page's policy allows."""
     when = "document.querySelectorAll('.legend button').length"
@@ -175,8 +184,10 @@ def test_the_page_of_a_training_in_a_browser(tmp_path: Path) -> None:
     write_lines(folder / "steps.jsonl", steps)
     assert main([str(folder), "--out", str(page)]) == 0
     click = "const note = document.querySelector('.beyond'); document.body.dataset.before = note.textContent; note.click();"
+    click += "dispatchEvent(new Event('beforeprint'));"
     drawn = in_browser(page, tmp_path, click)
     assert drawn.count('class="main-svg"') >= len(shown(page)) > 3
+    assert set(re.findall(r'class="main-svg"[^>]* width="(\d+)', drawn)) == {"675"}, "as wide as paper"
     labels = re.findall(r'<g class="ytick"><text[^>]*>([^<]+)<', drawn[drawn.index('data-figure="padding"') :])
     assert len(labels) == len(set(labels)) > 2
     assert 'data-before="▲ 2 points beyond the range, up to 40: show all"' in drawn

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
-from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits, identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.index import IndexFile
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -273,35 +274,16 @@ class ItemsDataset(Dataset):
                     return self._count_for_all(parts, left, scanning, advance)
                 parts.append(self._count_block(left[0]))
                 advance(len(left[0]))
-        return self._join_counts(parts)
+        return join_counts(parts)
 
     def _count_for_all(
         self, parts: list[Counted], left: Sequence[range], scanning: Scanning, advance: Callable[[int], None]
     ) -> tuple[dict[str, Array], dict[str, int]]:
         """Count the rest, unless the lengths are saved already. Of several processes, one counts while the others wait."""
-        shared = scanning.folder is not None
-        file = LengthsFile(scanning.folder, self._identity() if shared else "")
-        with file.turn(scanning.waiting, HEAD_START if shared and scanning.rank else 0.0):
-            kept = file.load("items")
-            if kept is not None:
-                self._lengths_path = file.path("items")
-                about, found = kept
-                return dict(found.lengths), {key: stream.dim - 1 for key, stream in about.streams.items()}
-            processes = scanning.processes_alone if shared else scanning.processes
-            if processes > 1 and len(left) > 1:
-                parts += in_processes(processes, self._count_block, left, advance)
-            else:
-                for block in left:
-                    parts.append(self._count_block(block))
-                    advance(len(block))
-            lengths, largest = self._join_counts(parts)
-            streams = {key: replace(stream, dim=largest[key] + 1) for key, stream in self.streams.items()}
-            about = SourceTraits(self._where, streams, by_corpus=True, skips=True, repeats=True)
-            if (reason := file.save("items", about, SequenceTable(numpy.zeros(0, dtype=bytes), lengths))) is not None:
-                scanning.note(
-                    f"{self._where}: the lengths are counted in every run, as they cannot be kept: {reason} (lengths_dir)"
-                )
-        return lengths, largest
+        file = IndexFile(scanning.folder, self._identity() if scanning.folder is not None else "")
+        found = count_for_all(self._where, file, "items", parts, left, self._count_block, scanning, advance)
+        self._lengths_path = file.path("items")
+        return found
 
     def _identity(self) -> str:
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
@@ -313,12 +295,8 @@ class ItemsDataset(Dataset):
             for key in sorted(key for key, stream in self.streams.items() if stream.sparse):
                 checksum = zlib.crc32(numpy.ascontiguousarray(arrays[key]).data, checksum)
         simple = {key: value for key, value in getattr(items, "__dict__", {}).items() if isinstance(value, SIMPLE)}
-        made_of = identity_of([type(items), getattr(type(items), "__getitem__", None), simple])
+        made_of = fingerprint_of([type(items), getattr(type(items), "__getitem__", None), simple])
         return f"items {made_of} {self._size} {self.streams} {checksum}"
-
-    def _join_counts(self, parts: Sequence[Counted]) -> tuple[dict[str, Array], dict[str, int]]:
-        lengths = {key: numpy.concatenate([part[key] for part, _ in parts]) for key in self.streams}
-        return lengths, {key: max(most[key] for _, most in parts) for key in self.streams}
 
     def _count_block(self, block: range) -> Counted:
         lengths = {key: numpy.zeros(len(block), numpy.int32) for key in self.streams}
@@ -345,6 +323,45 @@ def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
     if not 1 < first[0] > first[-1] or (first[:-1] != first[0]).any():
         return []
     return [f"all items have {first[0]} frames in every data key, the last {first[-1]}: {ARE_BATCHES}"]
+
+
+def count_for_all(
+    where: str,
+    file: IndexFile,
+    part: str,
+    counted: list[Counted],
+    left: Sequence[range],
+    count: Callable[[range], Counted],
+    scanning: Scanning,
+    advance: Callable[[int], None],
+) -> Counted:
+    """The lengths of all items, unless they are kept already. Of several processes, one counts while the others wait.
+
+    Args:
+        where: the config key, for messages.
+        counted, left: what this process has counted, and what is left to count.
+    """
+
+    def make() -> tuple[dict[str, Any], dict[str, Array]]:
+        processes = scanning.processes_alone if scanning.folder is not None else scanning.processes
+        if processes > 1 and len(left) > 1:
+            parts = [*counted, *in_processes(processes, count, left, advance)]
+        else:
+            parts = list(counted)
+            for block in left:
+                parts.append(count(block))
+                advance(len(block))
+        lengths, largest = join_counts(parts)
+        return largest, lengths
+
+    largest, lengths = file.get(part, scanning, make, f"{where}: the lengths are counted")
+    return lengths, largest
+
+
+def join_counts(parts: Sequence[Counted]) -> Counted:
+    """The counts of consecutive items."""
+    lengths = {key: numpy.concatenate([lengths[key] for lengths, _ in parts]) for key in parts[0][0]}
+    return lengths, {key: max(largest[key] for _, largest in parts) for key in parts[0][1]}
 
 
 def in_processes(

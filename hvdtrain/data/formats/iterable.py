@@ -20,7 +20,7 @@ import numpy
 
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
-from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.items import ItemForm
 from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Question, ScannedSequences
 from hvdtrain.data.formats.streamed import AGAIN, Streamed, open_streamed
@@ -86,8 +86,7 @@ class IterableDataset(SequenceSource):
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
         refuse_batches(where, self._iterable)
         varies = self._epoch_size is not None or takes_epoch(self._iterable)
-        code = getattr(type(self._iterable), "__iter__", None)
-        identity = identity_of([self._iterable, code, self._epoch_size, self.dims, self.labels])
+        identity = fingerprint_of([self._iterable, self._epoch_size, self.dims, self.labels])
         source = Streamed(
             partial(self._reading, where, scanning.seed),
             f"iterable {identity}",

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
-from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.returnn_reading import INSTALL, OpenedDataset, Reading, is_installed
 from hvdtrain.data.formats.streamed import Streamed, open_streamed
 from hvdtrain.errors import ConfigError, DataError
@@ -76,7 +76,7 @@ class ReturnnDataset(SequenceSource):
 def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> Dataset:
     """Open a dataset of RETURNN to train or evaluate on. Raises: DataError."""
     can_skip = not _contains(options, ALWAYS_FROM_THE_BEGINNING)
-    return open_streamed(where, Streamed(lambda: Reading(options), identity_of(options), can_skip), scanning, num_workers)
+    return open_streamed(where, Streamed(lambda: Reading(options), fingerprint_of(options), can_skip), scanning, num_workers)
 
 
 def _contains(value: Any, name: str) -> bool:

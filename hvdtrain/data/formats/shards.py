@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.dataset import Item, Scanning, SequenceSource
+from hvdtrain.data.fingerprint import fingerprint_of_file
 from hvdtrain.data.formats.conversions import Convert, classes
 from hvdtrain.data.formats.folder import Units, read_vocabulary
 from hvdtrain.data.formats.items import ItemsDataset
@@ -62,9 +62,8 @@ class Shards(SequenceSource):
         return self._tags[start:stop]
 
     def identity(self) -> str:
-        """A text that differs if the files do. Their folder does not count, as copies are in another one on every host."""
-        about = [(os.path.basename(path), os.stat(path)) for path in self.paths]
-        return repr([(name, found.st_size, found.st_mtime_ns) for name, found in about])
+        """A text that differs if the files do."""
+        return repr(list(map(fingerprint_of_file, self.paths)))
 
     def begin_epoch(self, epoch: int) -> int | None:
         return len(self)

@@ -18,10 +18,10 @@ import numpy
 
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
-from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, SequenceTable, SourceTraits
 from hvdtrain.data.formats.items import batch_warnings
 from hvdtrain.data.formats.returnn_reading import Question, ScannedSequences
-from hvdtrain.data.types import Array
+from hvdtrain.data.index import HEAD_START, IndexFile
+from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
 AGAIN = 4
@@ -34,6 +34,65 @@ EVERYTHING = 1 << 62
 
 FAR = 1000
 """Skipping at least this many sequences, which must be read for that, is announced in the log."""
+
+
+@dataclass(frozen=True)
+class SourceTraits:
+    """Properties of a source, known once it was read for the first time.
+
+    Attributes:
+        name: of the dataset, for messages.
+        streams: by data key, what a sequence's array holds.
+        by_corpus: whether the lengths are those of a whole corpus, whose order in each epoch is known in advance; otherwise every
+            epoch is read to find its lengths.
+        skips: whether a sequence can be read without those before it.
+        repeats: whether an epoch yields the same sequences when it begins again.
+    """
+
+    name: str
+    streams: Mapping[str, Stream]
+    by_corpus: bool
+    skips: bool
+    repeats: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The properties as JSON can hold them."""
+        streams = {
+            key: [stream.dtype.str, list(stream.shape), stream.dim, stream.sparse, list(stream.labels)]
+            for key, stream in self.streams.items()
+        }
+        return {"name": self.name, "streams": streams, "flags": [self.by_corpus, self.skips, self.repeats]}
+
+    @classmethod
+    def from_json(cls, read: Mapping[str, Any]) -> SourceTraits:
+        """The properties that `as_json` returned."""
+        streams = {
+            key: Stream(numpy.dtype(dtype), tuple(shape), dim, sparse, tuple(labels))
+            for key, (dtype, shape, dim, sparse, labels) in read["streams"].items()
+        }
+        return cls(read["name"], streams, *read["flags"])
+
+
+@dataclass(frozen=True)
+class SequenceTable:
+    """The sequences of an epoch or of a whole corpus.
+
+    Attributes:
+        tags: as UTF-8; numpy bytes of shape (num_sequences,).
+        lengths: by data key, the number of frames, int32 of shape (num_sequences,); -1: unknown.
+    """
+
+    tags: Array
+    lengths: Mapping[str, Array]
+
+    def select(self, indices: Array) -> SequenceTable:
+        """Some of the sequences, in the order of the indices."""
+        return SequenceTable(self.tags[indices], {key: column[indices] for key, column in self.lengths.items()})
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all lengths are known."""
+        return all(bool((column >= 0).all()) for column in self.lengths.values())
 
 
 @dataclass(frozen=True)
@@ -84,7 +143,7 @@ class Reader:
         self._corpus: SequenceTable | None = None
         self._unsaved: str | None = None
         try:
-            self.file = LengthsFile(scanning.folder, source.identity)
+            self.file = IndexFile(scanning.folder, source.identity)
             self.about = self._inspect()
             if self.about.skips and num_workers > 1:
                 self._pool = Workers[Question](num_workers, source.reading())
@@ -192,11 +251,11 @@ class Reader:
 
     def note_that_lengths_vary(self) -> None:
         """Record that the next run must find the lengths of every epoch."""
-        self.file.save(VARIES, replace(self.about, by_corpus=False), SequenceTable(numpy.zeros(0, dtype=bytes), {}))
+        self.file.save(VARIES, {}, {})
 
     def _load(self) -> SourceTraits | None:
         for part in ("corpus", "epoch-1"):
-            if (kept := self.file.load(part)) is not None:
+            if (kept := self._kept(part)) is not None:
                 about, found = kept
                 if about.by_corpus and self._lengths_vary():
                     continue
@@ -258,7 +317,7 @@ class Reader:
         if (found := self._known_corpus().select(order)).is_complete:
             return found
         with self._turn():
-            if (kept := self.file.load("corpus")) is not None:
+            if (kept := self._kept("corpus")) is not None:
                 self._corpus = kept[1]  # including lengths that other processes have found meanwhile
             if not self._known_corpus().select(order).is_complete:
                 read, _ = self._scan(epoch, self.about.name)
@@ -272,10 +331,10 @@ class Reader:
         return self._known_corpus().select(order)
 
     def _scanned_epoch(self, epoch: int) -> SequenceTable:
-        if (kept := self.file.load(f"epoch-{epoch}")) is not None:
+        if (kept := self._kept(f"epoch-{epoch}")) is not None:
             return kept[1]
         with self._turn():
-            if (kept := self.file.load(f"epoch-{epoch}")) is not None:
+            if (kept := self._kept(f"epoch-{epoch}")) is not None:
                 return kept[1]
             found, _ = self._scan(epoch, self.about.name)
             self._save(f"epoch-{epoch}", self.about, found)
@@ -287,7 +346,13 @@ class Reader:
         return self._corpus
 
     def _save(self, part: str, about: SourceTraits, found: SequenceTable) -> None:
-        self._unsaved = self.file.save(part, about, found)
+        self._unsaved = self.file.save(part, about.as_json(), {"": found.tags, **found.lengths})
+
+    def _kept(self, part: str) -> tuple[SourceTraits, SequenceTable] | None:
+        if (kept := self.file.load(part)) is None:
+            return None
+        about, lengths = SourceTraits.from_json(kept[0]), dict(kept[1])
+        return about, SequenceTable(lengths.pop(""), lengths)
 
     def _scan(self, epoch: int, name: str) -> tuple[SequenceTable, list[int]]:
         """Read an epoch for its lengths and the checksums of its sequences."""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.conversions import Convert, sound
-from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys
 from hvdtrain.data.formats.shards import Shards, check_vocabulary, text_conversions
 from hvdtrain.data.types import Array
@@ -153,7 +153,7 @@ class TableShards(Shards):
         return arrays
 
     def identity(self) -> str:
-        return f"{super().identity()} {identity_of([self._columns])}"
+        return f"{super().identity()} {fingerprint_of([self._columns])}"
 
     def _group(self, shard: int, number: int) -> Group:
         """Some rows of a file, which stay in memory for a while. Raises: DataError."""

@@ -14,22 +14,21 @@ import math
 import os
 import re
 import tarfile
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.data.formats.conversions import Convert, sound
-from hvdtrain.data.formats.found_lengths import LengthsFile, identity_of
 from hvdtrain.data.formats.shard_keys import TarDatasetKeys
 from hvdtrain.data.formats.shards import Shards, check_vocabulary, text_conversions
+from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -130,7 +129,7 @@ class TarShards(Shards):
         return arrays
 
     def identity(self) -> str:
-        return f"{super().identity()} {identity_of([self._entries, self._decode])}"
+        return f"{super().identity()} {fingerprint_of([self._entries, self._decode])}"
 
     def _bytes(self, shard: int, row: int, column: int) -> bytes:
         """The content of a file. Raises: DataError."""
@@ -165,10 +164,6 @@ def open_tar(where: str, keys: TarDatasetKeys, datasets: Mapping[str, Dataset], 
     return TarShards(where, keys, scanning)
 
 
-FORMAT = 1
-"""Version of the files with indices."""
-
-
 def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scanning) -> TarIndex:
     """The index of an archive as `read_index` finds it, from the folder of lengths if it is there; else it is stored there.
 
@@ -176,35 +171,15 @@ def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scann
         DataError: as of `read_index`.
     """
     try:
-        about = os.stat(path)
+        fingerprint = fingerprint_of_file(path)
     except OSError as error:
         raise DataError(f"{path}: expected a tar file, got: {error.strerror}") from None
-    identity = repr(("tar", FORMAT, os.path.realpath(path), about.st_size, about.st_mtime_ns, list(entries)))
-    file = LengthsFile(scanning.folder, identity)
-    stored = file.path("tar")
-    with file.turn(scanning.waiting):
-        if stored is not None and (known := _load_index(stored, identity)) is not None:
-            return known
-        index = read_index(path, entries)
+
+    def make() -> Kept:
         scanning.waiting()
-        if stored is not None:
-            unfinished = stored.with_name(f"{stored.name}.{os.getpid()}.new_tmp")
-            with suppress(OSError):  # the next start reads the headers again
-                with unfinished.open("wb") as target:
-                    numpy.savez(target, identity=numpy.array(identity), **vars(index))
-                unfinished.replace(stored)
-    return index
+        return {}, vars(read_index(path, entries))
 
-
-def _load_index(stored: Path, identity: str) -> TarIndex | None:
-    """The index in a file; None if there is none of this archive."""
-    try:
-        with numpy.load(stored, allow_pickle=False) as arrays:
-            if str(arrays["identity"]) == identity:
-                return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
-        pass
-    return None
+    return TarIndex(**IndexFile(scanning.folder, f"tar {fingerprint} {list(entries)}").get("tar", scanning, make)[1])
 
 
 def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:

@@ -12,9 +12,7 @@ import mmap
 import os
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,13 +20,11 @@ from typing import IO, Any
 import numpy
 
 from hvdtrain.data.dataset import Scanning
-from hvdtrain.data.formats.found_lengths import HEAD_START, LengthsFile, identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.speech.found import UNREADABLE
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
-
-FORMAT = 1
-"""Version of the kept files; those with another one are written anew."""
 
 Member = tuple[int, int, int, int, int]
 """The data of a cut in a tar file: offset and size of the data and of its description, and 1 if it is a .npy file."""
@@ -71,8 +67,8 @@ class CutIndex:
     offsets: Array
     shard: Array
     row: Array
-    members: Array | None
     tags: Array
+    members: Array | None
     lengths: dict[str, Array]
     broken: list[tuple[int, str]]
 
@@ -90,16 +86,11 @@ class CutIndex:
         """A cut, with its data if that is in a tar file. Raises: BrokenSequence."""
         from lhotse.serialization import deserialize_item
 
-        line = self.lines[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        line = bytes(self.lines[int(self.offsets[number]) : int(self.offsets[number + 1])])
         cut = deserialize_item(json.loads(line))
         if self.members is not None:
             self._attach(number, cut)
         return cut
-
-    def close(self) -> None:
-        """Close the file."""
-        if isinstance(self.lines, mmap.mmap):
-            self.lines.close()
 
     def _attach(self, number: int, cut: Any) -> None:
         """Give a cut its data. Raises: BrokenSequence."""
@@ -151,21 +142,24 @@ def index_cuts(
     if shards is None:
         return _index_function(where, cuts, field, lengths_of, keys, scanning)
     files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
-    kept = LengthsFile(scanning.folder, f"cuts {FORMAT} {field} {identity_of([files, described])}")
-    stored, lines = kept.path("cuts"), kept.path("lines")
-    found = None if stored is None or lines is None else _load(stored, lines, field, shards)
-    if found is not None:
-        return found
-    with kept.turn(scanning.waiting, HEAD_START if stored is not None and scanning.rank else 0.0):
-        found = None if stored is None or lines is None else _load(stored, lines, field, shards)
-        if found is None:
-            with scanning.progress(f"{where}: cuts", None) as advance:
-                found = _build(field, shards, _cuts_of_shards(shards), lengths_of, keys, advance)
-            if stored is not None and lines is not None and (reason := _save(stored, lines, found)) is not None:
-                scanning.note(
-                    f"{where}: the index of the cuts is made in every run, as it cannot be kept: {reason} (lengths_dir)"
-                )
-    return found
+    kept = IndexFile(scanning.folder, f"cuts {field} {fingerprint_of([files, described])}")
+
+    def make() -> Kept:
+        with scanning.progress(f"{where}: cuts", None) as advance:
+            found = _build(field, shards, _cuts_of_shards(shards), lengths_of, keys, advance)
+        arrays = {"lines": numpy.frombuffer(found.lines, numpy.uint8), **{name: getattr(found, name) for name in COLUMNS}}
+        arrays |= {} if found.members is None else {"members": found.members}
+        return {"broken": found.broken}, arrays | {f"lengths/{key}": column for key, column in found.lengths.items()}
+
+    about, arrays = kept.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
+    lengths = {key: arrays[f"lengths/{key}"] for key in keys}
+    broken = [(int(number), str(message)) for number, message in about["broken"]]
+    offsets, shard, row, tags = (arrays[name] for name in COLUMNS)
+    return CutIndex(field, shards, arrays["lines"].data, offsets, shard, row, tags, arrays.get("members"), lengths, broken)
+
+
+COLUMNS = ("offsets", "shard", "row", "tags")
+"""The attributes of a `CutIndex` with an entry for every cut."""
 
 
 def first_cut(where: str, cuts: Any) -> Any:
@@ -321,8 +315,8 @@ def _build(
         numpy.array(offsets, numpy.int64),
         where[:, 0],
         where[:, 1],
-        numpy.array(members, numpy.int64) if any(shard.data for shard in shards) else None,
         numpy.array(tags, dtype=bytes),
+        numpy.array(members, numpy.int64) if any(shard.data for shard in shards) else None,
         {key: numpy.array(column, numpy.int32) for key, column in lengths.items()},
         broken,
     )
@@ -344,59 +338,3 @@ def _index_function(where: str, cuts: Any, field: str, lengths_of: Lengths, keys
 
     with scanning.progress(f"{where}: cuts", None) as advance:
         return _build(field, [], entries(), lengths_of, keys, advance)
-
-
-def _save(stored: Path, lines: Path, index: CutIndex) -> str | None:
-    """Keep an index. Returns the reason if that is impossible."""
-    unfinished = [path.with_name(f"{path.name}.{os.getpid()}.new_tmp") for path in (lines, stored)]
-    arrays: dict[str, Any] = {f"lengths/{key}": column for key, column in index.lengths.items()}
-    if index.members is not None:
-        arrays["members"] = index.members
-    text = json.dumps({"format": FORMAT, "keys": list(index.lengths), "broken": index.broken, "bytes": len(index.lines)})
-    try:
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished[0].open("wb") as file:
-            file.write(index.lines)
-        with unfinished[1].open("wb") as file:
-            numpy.savez(
-                file,
-                about=numpy.array(text),
-                offsets=index.offsets,
-                shard=index.shard,
-                row=index.row,
-                tags=index.tags,
-                **arrays,
-            )
-        unfinished[0].replace(lines)
-        unfinished[1].replace(stored)
-    except OSError as error:
-        for path in unfinished:
-            with suppress(OSError):
-                path.unlink()
-        return f"{stored}: {error.strerror}"
-    return None
-
-
-def _load(stored: Path, lines: Path, field: str, shards: list[Shard]) -> CutIndex | None:
-    """The kept index; None: there is none, or it is damaged."""
-    try:
-        with numpy.load(stored, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
-            if about["format"] != FORMAT or lines.stat().st_size != about["bytes"]:
-                return None
-            with lines.open("rb") as text:
-                mapped = mmap.mmap(text.fileno(), 0, access=mmap.ACCESS_READ)
-            return CutIndex(
-                field,
-                shards,
-                mapped,
-                file["offsets"],
-                file["shard"],
-                file["row"],
-                file["members"] if "members" in file.files else None,
-                file["tags"],
-                {key: file[f"lengths/{key}"] for key in about["keys"]},
-                [(int(number), str(message)) for number, message in about["broken"]],
-            )
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
-        return None

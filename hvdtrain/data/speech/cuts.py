@@ -116,14 +116,12 @@ class LhotseDataset(Dataset):
         tags: Array,
         lengths: Mapping[str, Array],
         used: Array,
-        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._reading = reading
         self._cut = cut
         self._describe = describe
         self._tags = tags
         self._used = used
-        self._close = close
         self.streams: Mapping[str, Stream] = reading.streams
         self.lengths: Mapping[str, Array] = {
             name: lengths[name][used].astype(numpy.int32, copy=False) for name in reading.streams
@@ -149,9 +147,6 @@ class LhotseDataset(Dataset):
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         return self._tags[self._used[start:stop]]
-
-    def close(self) -> None:
-        self._close()
 
 
 def text_of(cut: Any) -> str:
@@ -207,7 +202,7 @@ def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncod
     described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
     index: CutIndex = index_cuts(where, cuts, field, described, reading.lengths, list(reading.streams), scanning)
     used = _leave_out(index.size, index.broken, scanning)
-    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used, index.close)
+    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used)
 
 
 def _leave_out(size: int, broken: Sequence[tuple[int, str]], scanning: Scanning) -> Array:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.items import Counted
 from hvdtrain.data.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
 from hvdtrain.data.speech.found import UNREADABLE, count_lengths, lengths_by_reading
@@ -197,8 +197,7 @@ class _Opening:
 
         found, self._lengths_file = lengths_by_reading(
             f"{self._where}, recordings",
-            f"recordings {identity_of([str(recordings.path), self._keys.root, sound.rate])}",
-            {name: sound.stream},
+            f"recordings {fingerprint_of([str(recordings.path), self._keys.root, sound.rate])}",
             sound.num_recordings,
             count,
             self._scanning,
@@ -248,11 +247,11 @@ class _Opening:
             some = numbers[block.start : block.stop].tolist()
             return {name: count_lengths(column.length, some) for name, column in unknown.items()}, {}
 
-        keys, streams = self._keys, {name: column.stream for name, column in unknown.items()}
+        keys = self._keys
         described = {name: [*self._files[name], keys.of_key("vocabulary", name), keys.features] for name in unknown}
         tables = sorted({str(column.table.path) for column in columns.values()})
-        identity = f"kaldi {identity_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
-        found, self._lengths_file = lengths_by_reading(self._where, identity, streams, len(numbers), count, self._scanning)
+        identity = f"kaldi {fingerprint_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
+        found, self._lengths_file = lengths_by_reading(self._where, identity, len(numbers), count, self._scanning)
         for name in unknown:
             lengths[name] = numpy.full(len(used), UNREADABLE, numpy.int32)
             lengths[name][numbers] = found[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ import numpy
 
 from hvdtrain.config.source import resolve
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.items import Counted
 from hvdtrain.data.speech.found import lengths_by_reading
 from hvdtrain.data.speech.log_mel import LogMel
@@ -334,8 +334,7 @@ class Pipeline:
         tags = zlib.crc32(b"\0".join(dataset.tag_bytes(0, dataset.num_sequences).tolist()))
         some = [str(dataset.sequence(index)[step.key]) for index in {0, dataset.num_sequences - 1}]
         sums = {key: zlib.crc32(column.tobytes()) for key, column in dataset.lengths.items()}
-        before = [identity_of(member) for member in self._steps[:number] if not isinstance(member, Step)]
-        identity = f"tokens {tags} {sums} {some} {before} {identity_of(asdict(keys))}"
-        streams = {step.key: replace(step.stream(dataset.streams[step.key]), labels=())}
-        found, _ = lengths_by_reading(f"{self._where}.{number}", identity, streams, dataset.num_sequences, count, scanning)
+        before = [fingerprint_of(member) for member in self._steps[:number] if not isinstance(member, Step)]
+        identity = f"tokens {tags} {sums} {some} {before} {fingerprint_of(asdict(keys))}"
+        found, _ = lengths_by_reading(f"{self._where}.{number}", identity, dataset.num_sequences, count, scanning)
         return found[step.key]

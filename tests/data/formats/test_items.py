@@ -131,7 +131,7 @@ class Slow(Words):
 def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of several ranks; the others, and later runs, read some items to see that they are the same."""
     monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr(counting, "HEAD_START", 0.0)
+    monkeypatch.setattr("hvdtrain.data.index.HEAD_START", 0.0)
     words = Words().words
 
     def counted(words: list[Any], folder: Path | None = tmp_path) -> tuple[Dataset, int]:
@@ -148,7 +148,7 @@ def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeyp
         found = list(ranks.map(lambda rank: counted(words)[1], range(3)))
     few = 2 + counting.FIRST + counting.SAMPLED
     assert sorted(found) == [few, few, few + 1000 - counting.FIRST]
-    [kept] = tmp_path.glob("*.items.npz")
+    [kept] = tmp_path.glob("*.items.index")
     assert counted(words)[1] == few
     assert counted(words, None)[1] == 2 + 1000
     file = tmp_path / "file"
@@ -170,7 +170,7 @@ def test_lengths_in_a_list_that_is_read_slowly_are_kept_too(items: Any, tmp_path
     monkeypatch.setattr(counting, "FIRST", 1)
     lengths = [len(item) for item in items]
     assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
-    assert len(list(tmp_path.glob("*.items.npz"))) == 1
+    assert len(list(tmp_path.glob("*.items.index"))) == 1
     assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
 
 

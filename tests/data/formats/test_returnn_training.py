@@ -7,7 +7,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.feed import Feed, feed_lines
-from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import open_dataset, parse
@@ -309,7 +307,7 @@ def test_lengths_are_found_once_and_kept(tmp_path: Path) -> None:
         assert_equal(read(dataset, 3), first)
         assert dataset.streams["data"].labels == (*WORDS, "</s>")
     assert again == []
-    [kept] = folder.glob("*.npz")
+    [kept] = folder.glob("*.index")
     kept.write_bytes(kept.read_bytes()[:100])  # a damaged file is as good as none
     with opened(options, folder, again) as dataset:
         assert_equal(read(dataset, 3), first)
@@ -377,7 +375,7 @@ def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -
             read(dataset, 1)
     finally:
         LONGER["by"] = 0
-    [kept] = (tmp_path / "lengths").glob("*.corpus.npz")
+    [kept] = (tmp_path / "lengths").glob("*.corpus.index")
     assert f"in {kept}: if the data or a function has changed since then, remove this file; if lengths differ" in str(
         raised.value
     )
@@ -533,20 +531,6 @@ def test_without_returnn_a_training_names_the_extra(tmp_path: Path, monkeypatch:
         opened(lm(tmp_path)),
     ):
         pass
-
-
-def test_what_identifies_a_source(tmp_path: Path) -> None:
-    def function(step: int) -> Callable[[], int]:
-        return lambda: step
-
-    path = tmp_path / "file"
-    path.write_text("one")
-    values: list[Any] = [{"a": 1}, {"a": 2}, {"b": 1}, "text", str(path), function(1), function(2), partial(noisy, rng=1), noisy]
-    assert len({identity_of(value) for value in values}) == len(values)
-    assert identity_of({"a": 1, "b": noisy}) == identity_of({"b": noisy, "a": 1})
-    before = identity_of([path])
-    path.write_text("more")
-    assert identity_of([path]) != before
 
 
 CONFIG = """

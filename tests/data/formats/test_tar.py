@@ -109,7 +109,7 @@ def test_the_index_is_kept(shards: list[str], tmp_path: Path, monkeypatch: pytes
         assert {key: column.tolist() for key, column in dataset.lengths.items()} == {"data": list(LENGTHS), "classes": [1] * 7}
         assert numpy.array_equal(dataset.sequence(6)["data"], frames(6))
         assert dataset.streams["classes"].dim == 5
-    for path in (tmp_path / "lengths").glob("*.tar.npz"):
+    for path in (tmp_path / "lengths").glob("*.tar.index"):
         path.write_bytes(path.read_bytes()[:-40])
     assert open_on(0).lengths["data"].tolist() == list(LENGTHS)
     assert read == shards

@@ -1,0 +1,152 @@
+"""Fingerprints: texts that differ if a source of data does, and that are the same in every process and run."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from types import CodeType, ModuleType
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.copies import A_COPY
+
+SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
+
+LONG = 1000
+"""Members of a list from which on it is taken as a whole, and texts in it for no names of files."""
+
+ENDS = 32 << 20
+"""The bytes at both ends of a large array that count."""
+
+Functions = (type(lambda: None), type(len), type(list.append), type("".join), type(object.__init__), type(object().__str__))
+
+
+def fingerprint_of(value: Any) -> str:
+    """A text that differs if a value of a config does: it covers what objects are made of, the code of functions and classes with
+    what it refers to, and the sizes and modification times of named files.
+
+    >>> fingerprint_of({"b": (1, None), "a": len, "c": list.__getitem__, "d": {"y", "x"}})
+    "{'a': builtins.len, 'b': [1, None], 'c': builtins.list.__getitem__, 'd': {'x', 'y'}}"
+    """
+    return _Walk().text(value)
+
+
+def fingerprint_of_file(path: str) -> str:
+    """A text that differs if a file does. The folder of a copy (another one on every host) does not count: the name of
+    a copy has a digest of the original path.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    about, name = os.stat(path), os.path.basename(path)
+    return repr((name if A_COPY.match(name) else os.path.realpath(path), about.st_size, about.st_mtime_ns))
+
+
+class _Walk:
+    """One walk through a value. An object that contains itself, or comes again, is not entered again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, SIMPLE):
+            return repr(value)
+        if isinstance(value, (str, os.PathLike)):
+            with suppress(OSError, ValueError):
+                about = os.stat(value)
+                return f"{os.path.abspath(value)!r} ({about.st_size} bytes, {about.st_mtime_ns})"
+            return repr(str(value))
+        if id(value) not in self._known:
+            self._known[id(value)] = value, "..."  # it contains itself
+            try:
+                found = self._compound(value)
+            except RecursionError:
+                found = f"{type(value).__qualname__} {_without_addresses(value)}"
+            if len(found) > LONG:
+                found = f"{found[:60]}... {hashlib.sha256(found.encode('utf-8', 'surrogateescape')).hexdigest()}"
+            self._known[id(value)] = value, found
+        return self._known[id(value)][1]
+
+    def _compound(self, value: Any) -> str:
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key!r}: {self.text(value[key])}" for key in sorted(value, key=repr)) + "}"
+        if isinstance(value, (list, tuple)):
+            if len(value) > LONG and all(isinstance(member, (str, *SIMPLE)) for member in value):
+                return repr(value)
+            return "[" + ", ".join(map(self.text, value)) + "]"
+        if isinstance(value, (set, frozenset)):  # whose order differs from process to process
+            return "{" + ", ".join(sorted(map(self.text, value))) + "}"
+        if isinstance(value, functools.partial):
+            return f"partial({self.text([value.func, value.args, value.keywords])})"
+        if isinstance(value, CodeType):
+            return self.text([value.co_code, value.co_names, value.co_consts])
+        if isinstance(value, ModuleType):
+            return value.__name__
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}{self._code_of_class(value)}"
+        if inspect.ismethod(value):
+            return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
+        if isinstance(value, Functions):
+            owner = getattr(value, "__objclass__", type(value))  # a method of a built-in class has no __module__
+            name = f"{getattr(value, '__module__', None) or owner.__module__}.{value.__qualname__}"
+            code = getattr(value, "__code__", None)
+            return name if code is None else f"{name} {self._code_text(value, code)}"
+        if hasattr(value, "__array__") and (array := numpy.asarray(value)).dtype != object:
+            rows = max(1, ENDS // max(1, array[:1].nbytes)) if array.ndim else None
+            parts = [array] if array.nbytes <= 2 * ENDS else [array[:rows], array[-rows:]]  # type: ignore[operator]
+            return repr((array.dtype.str, array.shape, [zlib.crc32(numpy.ascontiguousarray(part).data) for part in parts]))
+        return self._object(value)
+
+    def _object(self, value: Any) -> str:
+        """An object, by what would be pickled of it."""
+        kind = type(value)
+        if kind.__module__.partition(".")[0] == "pyarrow":  # its tables may be all of the data
+            return f"{kind.__qualname__} {_without_addresses(value)[:LONG]} {getattr(value, 'nbytes', '')}"
+        if isinstance(mark := getattr(value, "_fingerprint", None), str):  # that of the package `datasets`
+            return f"{kind.__qualname__} {mark}"
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception:  # it cannot be pickled: a lock, an open file, or what its own methods refuse
+            reduced = None
+        if reduced is None:
+            return f"{self.text(kind)} {_without_addresses(value)} {self.text(getattr(value, '__dict__', {}))}"
+        made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
+        parts = [list(part) if number > 1 and part is not None else part for number, part in enumerate(made_of)]
+        return f"{self.text(kind)} {self.text(parts)}"
+
+    def _code_text(self, function: Any, code: CodeType) -> str:
+        """The code of a function, its default arguments, and what it refers to outside."""
+        cells = []
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it is still empty
+                cells.append(cell.cell_contents)
+        outside = {}
+        for name in code.co_names:
+            found = function.__globals__.get(name)
+            own = getattr(found, "__module__", None) == function.__module__ and isinstance(found, (type, *Functions))
+            if own or (found is not None and isinstance(found, (str, *SIMPLE))):
+                outside[name] = found
+        return self.text([code, function.__defaults__, function.__kwdefaults__, cells, outside])
+
+    def _code_of_class(self, kind: type) -> str:
+        """The code of the methods of a class and of those that it derives from, but for Python's own."""
+        found = {}
+        for each in kind.__mro__:
+            if each.__module__ in ("builtins", "abc", "typing", "collections.abc"):
+                continue
+            for name, member in vars(each).items():
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if (code := getattr(function, "__code__", None)) is not None:
+                    found[f"{each.__qualname__}.{name}"] = code
+        return f" {self.text(found)}" if found else ""
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", repr(value))

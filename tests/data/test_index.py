@@ -1,0 +1,123 @@
+"""What is kept about data: fingerprints that differ if it does and are the same in every process, and files of one format."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from launching import ROOT
+
+from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
+from hvdtrain.data.index import UNUSED, IndexFile, Kept
+
+
+class Lines:
+    """An iterable of files, with a member that cannot be pickled, and itself."""
+
+    def __init__(self, files: list[str], words: set[str]) -> None:
+        self.files, self.words, self.lock, self.again = files, words, threading.Lock(), self
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.files
+
+
+def in_set(word: str) -> bool:
+    return word in {"eins", "zwei", "drei"} and helper() > SIZE
+
+
+def helper() -> int:
+    return 3
+
+
+SIZE = 2
+
+
+def nested(function: Callable[[], int]) -> Callable[[], int]:
+    return lambda: function()
+
+
+def values(folder: str) -> list[Any]:
+    words = {"eins", "zwei", "drei"}
+    lines = [Lines([name], words) for name in ("a", "b")] + [Lines(["a"], words | {"vier"})]
+    functions = [in_set, helper, partial(in_set, "a"), nested(lambda: 1), nested(lambda: 2), lines[0].__iter__, lines[1].__iter__]
+    generators = [numpy.random.default_rng(seed) for seed in (1, 2)]
+    arrays = [numpy.arange(4), numpy.arange(4.0), numpy.arange(4).reshape(2, 2), list(range(2000)), list(range(2001))]
+    plain = [{"a": 1}, {"a": 2}, {"b": 1}, "text", f"{folder}/file", re.compile("a"), re.compile("b"), range(3), {1, 2}, len]
+    return [*lines, *functions, *generators, *arrays, *plain]
+
+
+def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("one")
+    found = [fingerprint_of(value) for value in values(str(tmp_path))]
+    assert len(set(found)) == len(found)
+    assert fingerprint_of({"a": 1, "b": helper}) == fingerprint_of({"b": helper, "a": 1})
+    code = f"import {__name__} as own\nfor value in own.values({str(tmp_path)!r}): print(own.fingerprint_of(value))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    for seed in ("1", "2"):
+        run = [sys.executable, "-c", code]
+        printed = subprocess.run(
+            run, env=environment | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        assert printed.splitlines() == found
+    (tmp_path / "file").write_text("more")
+    assert fingerprint_of(str(tmp_path / "file")) not in found
+
+
+def test_code_that_a_function_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint_of(in_set)
+    monkeypatch.setitem(globals(), "SIZE", 3)
+    after = fingerprint_of(in_set)
+    assert before != after
+
+
+def test_the_folder_of_a_file_counts_unless_it_is_a_copy(tmp_path: Path) -> None:
+    found = {}
+    for name in ("train/0.tar", "dev/0.tar", "train/0123456789abcdef-0.tar", "dev/0123456789abcdef-0.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("the same")
+        os.utime(tmp_path / name, (1, 1))
+        found[name] = fingerprint_of_file(str(tmp_path / name))
+    assert len(set(found.values())) == 3
+
+
+def test_what_is_kept_comes_back_until_it_is_damaged_or_unused(tmp_path: Path) -> None:
+    arrays = {
+        "tags": numpy.array([b"a", b"bcd"]),
+        "none": numpy.zeros((0, 3), "f4"),
+        "empty": numpy.array([b""]),
+        "lengths": numpy.arange(5, dtype="i4"),
+    }
+    made: list[int] = []
+
+    def make() -> Kept:
+        made.append(1)
+        return {"broken": [[3, "message"]]}, arrays
+
+    file = IndexFile(tmp_path, "one")
+    for mapped in (False, True, False):
+        about, found = file.get("lengths", Scanning(tmp_path), make, mapped=mapped)
+        assert about == {"broken": [[3, "message"]]}
+        assert {name: values.tolist() for name, values in found.items()} == {
+            name: values.tolist() for name, values in arrays.items()
+        }
+    assert len(made) == 1
+    assert IndexFile(tmp_path, "other").load("lengths") is None
+    path = file.path("lengths")
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1])
+    assert file.load("lengths") is None
+    (tmp_path / "mine.txt").write_text("another file")
+    (tmp_path / f"{20 * 'a'}.corpus.npz").write_text("of an earlier version")
+    for each in tmp_path.iterdir():
+        os.utime(each, (0, time.time() - UNUSED - 10))
+    IndexFile(tmp_path, "other").save("lengths", {}, arrays)
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".index", ".txt"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.types import Array, Batch, Padded, Stream
@@ -23,6 +23,8 @@ from hvdtrain.errors import DataError
 
 if TYPE_CHECKING:
     from hvdtrain.data.plan.mix import Mix
+
+T = TypeVar("T")
 
 EARLIER_NAMES = {"mapped": "memory_mapped", "varies": "is_stochastic", "own_order": "has_fixed_order", "drawn": "selected"}
 """Names in hvdtrain 1.0.0 of members that a user's class may define, and their names today."""
@@ -59,6 +61,9 @@ class Dataset(ABC):
         for earlier, name in EARLIER_NAMES.items():
             if earlier in cls.__dict__:
                 setattr(cls, name, cls.__dict__[earlier])
+        changes = {"at_epoch", "selected"} & vars(cls).keys()
+        if changes and "is_stochastic" not in vars(cls) and not cls.__module__.startswith("hvdtrain."):
+            cls.is_stochastic = True
 
     @property
     @abstractmethod
@@ -280,17 +285,22 @@ def as_source(where: str, opened: Any, convert: Callable[[int, Any], Item]) -> S
 class ForeignDataset(Dataset):
     """An object with the members of a `Dataset` whose class does not derive from it.
 
-    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. The other members are optional; two have names of
-    earlier releases: `all_tags(start, stop)` for `tag_bytes`, and the attribute `group_bounds` for `file_bounds`.
+    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. All other members are optional, methods or attributes.
+    They may have their names of earlier releases: those of `EARLIER_NAMES`, `all_tags(start, stop)` for `tag_bytes`, and
+    `group_bounds` for `file_bounds`.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.streams = inner.streams
         self.lengths = inner.lengths
-        self.memory_mapped = frozenset(getattr(inner, "memory_mapped", getattr(inner, "mapped", ())))
+        self.memory_mapped = frozenset(self._member("memory_mapped", "mapped") or ())
         self.is_stochastic = any(hasattr(inner, name) for name in ("at_epoch", "selected", "drawn"))
-        self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded"))
+        self.is_stochastic |= bool(self._member("is_stochastic", "varies"))
+        self.has_fixed_order = bool(self._member("has_fixed_order", "own_order"))
+        self.reads_for_tags = bool(self._member("reads_for_tags"))
+        self.window = self._member("window")
+        self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded", "packed"))
 
     @property
     def num_sequences(self) -> int:
@@ -303,33 +313,48 @@ class ForeignDataset(Dataset):
         return self._inner.tags(indices)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        self._method("close", super().close)()
+        self._call(super().close, "close")
+
+    def release(self) -> None:
+        self._call(super().release, "release")
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._method("sequences", lambda indices: [self._inner.sequence(index) for index in indices])(indices)  # type: ignore[no-any-return]
+        return self._call(super().sequences, "sequences", arguments=(indices,))
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        return self._method("padded", super().padded)(indices)  # type: ignore[no-any-return]
+        return self._call(super().padded, "padded", arguments=(indices,))
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        return self._call(super().packed, "packed", arguments=(indices, keys))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._method("all_tags", super().tag_bytes)(start, stop)  # type: ignore[no-any-return]
+        return self._call(super().tag_bytes, "tag_bytes", "all_tags", arguments=(start, stop))
 
     def file_bounds(self) -> Array:
-        return getattr(self._inner, "group_bounds", super().file_bounds())
+        return self._call(super().file_bounds, "file_bounds", "group_bounds")
 
     def at_epoch(self, epoch: int) -> Dataset:
-        changed = self._method("at_epoch", lambda epoch: self)(epoch)
+        changed: Any = self._call(super().at_epoch, "at_epoch", arguments=(epoch,))
         return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
 
     def selected(self, full_epoch: int) -> Array | None:
-        return self._method("selected", self._method("drawn", super().selected))(full_epoch)  # type: ignore[no-any-return]
+        return self._call(super().selected, "selected", "drawn", arguments=(full_epoch,))
 
     def how_read(self) -> str:
-        return str(self._method("how_read", super().how_read)())
+        return str(self._call(super().how_read, "how_read"))
 
-    def _method(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the object, or the default if it does not have it."""
-        return getattr(self._inner, name, default)
+    def warnings(self) -> list[str]:
+        return self._call(super().warnings, "warnings")
+
+    def _member(self, *names: str) -> Any:
+        """What the object has under the first of these names that it has; None: it has none of them."""
+        return next((getattr(self._inner, name) for name in names if hasattr(self._inner, name)), None)
+
+    def _call(self, default: Callable[..., T], *names: str, arguments: tuple[Any, ...] = ()) -> T:
+        """The result of the object's method or attribute; of the default if it has neither."""
+        found = self._member(*names)
+        found = default if found is None else found
+        return found(*arguments) if callable(found) else found
 
 
 class ForeignSource(SequenceSource):

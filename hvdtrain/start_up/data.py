@@ -24,6 +24,7 @@ from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.data.types import Stream
+from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
@@ -181,7 +182,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
     """Open a dataset, and check it against the config. Raises: DataError."""
     copies = context.copies
     files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-    dataset = open_dataset(spec, context)
+    dataset = OneAtATime(open_dataset(spec, context))
     check_lengths(spec.name, dataset)
     check_streams(spec.name, dataset.streams, spec.files, settings.expected)
     if not any(lengths.any() for lengths in dataset.lengths.values()):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 
 import numpy
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.padding import pad
-from hvdtrain.data.types import Array, Padded, Stream
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.views import ChangedSequences
 
 PER_ARRAY, PER_SEQUENCE = 144, 180
 """Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""
@@ -62,7 +61,7 @@ class Budget:
         return part
 
 
-class CachedDataset(Dataset):
+class CachedDataset(ChangedSequences):
     """A dataset that caches the sequences it reads until its budget is used up.
 
     It wraps the dataset that reads files, below those that join, map or cut sequences: these make batches differently, and a
@@ -74,30 +73,15 @@ class CachedDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, budget: Budget) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         self._budget = budget
         self._cached: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
-        self.memory_mapped = dataset.memory_mapped
-        self.streams = dataset.streams
-        self.lengths = dataset.lengths
         budget.caches.append(self)
-
-    @property
-    def num_sequences(self) -> int:
-        return self._dataset.num_sequences
 
     @property
     def num_cached(self) -> int:
         """The number of sequences in memory."""
         return len(self._cached)
-
-    def at_epoch(self, epoch: int) -> CachedDataset:
-        changed = copy(self)
-        changed._dataset = self._dataset.at_epoch(epoch)
-        return changed
-
-    def file_bounds(self) -> Array:
-        return self._dataset.file_bounds()
 
     def size(self) -> int:
         """Bytes that caching everything would take; texts count as pointers."""
@@ -107,12 +91,9 @@ class CachedDataset(Dataset):
             total += PER_ARRAY * self.num_sequences
         return total
 
-    def sequence(self, index: int) -> dict[str, Array]:
-        return dict(zip(self.streams, self._arrays(index), strict=True))
-
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        sequences = [self._arrays(index) for index in indices.tolist()]
-        return {name: pad([arrays[place] for arrays in sequences]) for place, name in enumerate(self.streams)}
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        streams = self.streams
+        return [dict(zip(streams, self._arrays(index), strict=True)) for index in indices]
 
     def _arrays(self, index: int) -> tuple[Array, ...]:
         """The arrays of a sequence in the order of the streams; cached from now on if the budget allows."""
@@ -131,15 +112,9 @@ class CachedDataset(Dataset):
             self._cached[index] = arrays
         return arrays
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._dataset.tags(indices)
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._dataset.tag_bytes(start, stop)
-
     def close(self) -> None:
         self._cached = {}
-        self._dataset.close()
+        super().close()
 
     def how_read(self) -> str:
         how = self._dataset.how_read()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from typing import Any
+from typing import Any, Self
 
 import numpy
 
@@ -37,6 +36,7 @@ class MapDataset(Mapped):
     """
 
     is_stochastic = True
+    memory_mapped = frozenset()
 
     def __init__(
         self,
@@ -49,12 +49,8 @@ class MapDataset(Mapped):
         seed: int,
         others: Sequence[Dataset] = (),
     ) -> None:
+        super().__init__(dataset, others)
         self._where = where
-        self._dataset = dataset
-        self._others = others
-        self.has_fixed_order = dataset.has_fixed_order
-        self.window = dataset.window
-        self.mix = dataset.mix
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
@@ -64,26 +60,12 @@ class MapDataset(Mapped):
         self.streams = streams
         self.lengths = lengths_of(dataset, 1)
 
-    def at_epoch(self, epoch: int) -> MapDataset:
-        changed = copy(self)
+    def at_epoch(self, epoch: int) -> Self:
+        changed = super().at_epoch(epoch)
         changed._epoch = epoch
-        changed._dataset = self._dataset.at_epoch(epoch)
         if self._lengths_vary or changed._dataset.lengths is not self._dataset.lengths:
             changed.lengths = self._lengths_of(changed._dataset, epoch)
         return changed
-
-    @property
-    def num_sequences(self) -> int:
-        return self._dataset.num_sequences
-
-    def file_bounds(self) -> Array:
-        return self._dataset.file_bounds()
-
-    def selected(self, full_epoch: int) -> Array | None:
-        return self._dataset.selected(full_epoch)
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        return self.map(index, self._dataset.sequence(index))
 
     def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         arguments: dict[str, Any] = {}
@@ -107,25 +89,9 @@ class MapDataset(Mapped):
             raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
         return {name: self._check_array(index, name, made) for name in self.streams}
 
-    def inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._dataset.sequences(indices)
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._dataset.tags(indices)
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._dataset.tag_bytes(start, stop)
-
-    def close(self) -> None:
-        for dataset in (self._dataset, *self._others):
-            dataset.close()
-
     def how_read(self) -> str:
         how = self._dataset.how_read()
         return "; ".join([how, "mapped"] if how else ["mapped"])
-
-    def warnings(self) -> list[str]:
-        return self._dataset.warnings()
 
     def _check_array(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
         """One array, checked against its stream and against the length that batches are planned with. Raises: DataError."""

@@ -6,13 +6,14 @@ Tags are joined with sorted arrays of hashes: dicts of millions of strings need 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from typing import Self
 
 import numpy
 
 from hvdtrain.data.combine.keys import MetaDatasetKeys
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Padded
+from hvdtrain.data.views import ChangedSequences
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 18
@@ -160,23 +161,27 @@ def _text(tag: bytes) -> str:
     return tag.decode("utf-8", errors="replace")
 
 
-class MetaDataset(Dataset):
+class MetaDataset(ChangedSequences):
     """Sequence i of the control dataset, with data keys from all datasets.
 
     Args:
+        where: the config key, for messages.
         sources: by data key: the name of a dataset and the data key there.
         positions: by name of a dataset, the index of its sequence that belongs to sequence i; None: i itself.
     """
 
     def __init__(
         self,
+        where: str,
         datasets: Mapping[str, Dataset],
         sources: Mapping[str, tuple[str, str]],
         control: str,
         positions: Mapping[str, Array | None],
     ) -> None:
-        self._datasets = datasets
-        self._control = datasets[control]
+        names = [control, *(name for name in datasets if name != control)]
+        super().__init__(datasets[control], [datasets[name] for name in names[1:]])
+        self._where = where
+        self._names = names
         self._positions = positions
         self._keys: dict[str, dict[str, str]] = {}
         self.streams = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
@@ -187,32 +192,22 @@ class MetaDataset(Dataset):
         self.memory_mapped = frozenset(
             data_key for data_key, (name, there) in sources.items() if there in datasets[name].memory_mapped
         )
-        self.is_stochastic = any(dataset.is_stochastic for dataset in datasets.values())
-
-    def at_epoch(self, epoch: int) -> MetaDataset:
-        changed = copy(self)
-        changed._datasets = {name: dataset.at_epoch(epoch) for name, dataset in self._datasets.items()}
-        if any(dataset.lengths is not self._datasets[name].lengths for name, dataset in changed._datasets.items()):
-            changed.lengths = changed._joined_lengths()
-        return changed
 
     @property
-    def num_sequences(self) -> int:
-        return self._control.num_sequences
+    def _datasets(self) -> dict[str, Dataset]:
+        return dict(zip(self._names, self._inside, strict=True))
 
-    def file_bounds(self) -> Array:
-        return self._control.file_bounds()
-
-    def selected(self, full_epoch: int) -> Array | None:
-        return self._control.selected(full_epoch)
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        result = {}
-        for name, keys in self._keys.items():
-            places = self._positions[name]
-            arrays = self._datasets[name].sequence(index if places is None else int(places[index]))
-            result.update({data_key: arrays[there] for data_key, there in keys.items()})
-        return {data_key: result[data_key] for data_key in self.streams}
+    def at_epoch(self, epoch: int) -> Self:
+        changed = super().at_epoch(epoch)
+        for name, before, now in zip(self._names, self._inside, changed._inside, strict=True):
+            if now.num_sequences != before.num_sequences:
+                raise DataError(
+                    f"{self._where}.datasets.{name}: expected the same sequences in every epoch, as they are joined by tag, got "
+                    f"{now.num_sequences} in epoch {epoch} and {before.num_sequences} at the start"
+                )
+        if any(now.lengths is not before.lengths for before, now in zip(self._inside, changed._inside, strict=True)):
+            changed.lengths = changed._joined_lengths()
+        return changed
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Each dataset reads its data keys of all the sequences at once."""
@@ -233,12 +228,6 @@ class MetaDataset(Dataset):
             result.update({data_key: batch[there] for data_key, there in keys.items()})
         return {data_key: result[data_key] for data_key in self.streams}
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._control.tags(indices)
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._control.tag_bytes(start, stop)
-
     def _joined_lengths(self) -> dict[str, Array]:
         """By data key, the lengths in the order of the control dataset."""
         lengths = {}
@@ -246,10 +235,6 @@ class MetaDataset(Dataset):
             column, places = self._datasets[name].lengths[there], self._positions[name]
             lengths[data_key] = column if places is None else column[places]
         return lengths
-
-    def close(self) -> None:
-        for dataset in self._datasets.values():
-            dataset.close()
 
     def how_read(self) -> str:
         joined = [name for name, places in self._positions.items() if places is not None]
@@ -282,4 +267,4 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
     for name, dataset in datasets.items():
         if name not in used:
             dataset.close()
-    return MetaDataset(used, sources, keys.ordered_by, positions)
+    return MetaDataset(where, used, sources, keys.ordered_by, positions)

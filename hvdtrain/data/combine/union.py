@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
+from itertools import pairwise
+from typing import Self
 
 import numpy
 
@@ -15,40 +16,54 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.padding import merge_batches
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.types import Array, Padded, Stream
+from hvdtrain.data.views import OF_ANY, ChangedSequences
 from hvdtrain.errors import DataError
 
 
-class UnionDataset(Dataset):
+class UnionDataset(ChangedSequences):
     """The sequences of several datasets, one dataset after the other.
 
     Args:
+        where: the config key, for messages.
         keys: for each dataset, the data key there by data key here. A sequence is empty in the data keys left out.
         streams: by data key here.
         sampling_sizes: how many sequences of each dataset a full epoch takes; None: all.
     """
 
+    reads_for_tags: bool = OF_ANY()
+
     def __init__(
         self,
+        where: str,
         datasets: Sequence[Dataset],
         keys: Sequence[Mapping[str, str]],
         streams: Mapping[str, Stream],
         sampling_sizes: Sequence[int] | None = None,
     ) -> None:
+        super().__init__(datasets[0], datasets[1:])
+        self._where = where
         self._sampling_sizes = sampling_sizes
-        self._datasets = datasets
         self._keys = keys
-        self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in datasets])
         self._empty = {name: numpy.zeros((0, *stream.shape), dtype=stream.dtype) for name, stream in streams.items()}
         self.streams = streams
-        self.lengths = {name: numpy.concatenate(self._columns(name)) for name in streams}
         self.memory_mapped = frozenset(name for name in streams if self._is_memory_mapped(name))
-        self.is_stochastic = sampling_sizes is not None or any(dataset.is_stochastic for dataset in datasets)
+        if sampling_sizes is not None:
+            self.is_stochastic = True
+        self._join()
 
-    def at_epoch(self, epoch: int) -> UnionDataset:
-        changed = copy(self)
-        changed._datasets = [dataset.at_epoch(epoch) for dataset in self._datasets]
-        if any(now.lengths is not before.lengths for now, before in zip(changed._datasets, self._datasets, strict=True)):
-            changed.lengths = {name: numpy.concatenate(changed._columns(name)) for name in self.streams}
+    def _join(self) -> None:
+        self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in self._inside])
+        self.lengths = {name: numpy.concatenate(self._columns(name)) for name in self.streams}
+
+    def at_epoch(self, epoch: int) -> Self:
+        changed = super().at_epoch(epoch)
+        if any(now.lengths is not before.lengths for now, before in zip(changed._inside, self._inside, strict=True)):
+            changed._join()
+        if changed.mix is not None and not numpy.array_equal(changed._first, self._first):
+            raise DataError(
+                f"{self._where}: expected datasets with the same sequences in every epoch, to mix them, got "
+                f"{numpy.diff(changed._first).tolist()} in epoch {epoch} and {numpy.diff(self._first).tolist()} at the start"
+            )
         return changed
 
     @property
@@ -56,29 +71,34 @@ class UnionDataset(Dataset):
         return int(self._first[-1])
 
     def file_bounds(self) -> Array:
-        begins = [dataset.file_bounds()[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
+        begins = [dataset.file_bounds()[:-1] + first for dataset, first in zip(self._inside, self._first[:-1], strict=True)]
         return numpy.concatenate([*begins, self._first[-1:]])
 
     def selected(self, full_epoch: int) -> Array | None:
-        """With `sampling_sizes`: the next sequences of each dataset, starting again from the beginning where it ends."""
-        if self._sampling_sizes is None:
-            return None
-        return numpy.concatenate(
-            [
-                first + (numpy.arange(size, dtype=numpy.int64) + (full_epoch - 1) * size) % dataset.num_sequences
-                for dataset, first, size in zip(self._datasets, self._first[:-1], self._sampling_sizes, strict=True)
+        """What the datasets select. With `sampling_sizes`: the next sequences of each dataset, starting again from the beginning
+        where it ends.
+        """
+        selected = [dataset.selected(full_epoch) for dataset in self._inside]
+        if self._sampling_sizes is not None:
+            if any(of_one is not None for of_one in selected):
+                raise DataError(f"{self._where}: expected sampling_sizes here or in a dataset inside, got both")
+            sizes = zip(self._sampling_sizes, self._inside, strict=True)
+            selected = [
+                (numpy.arange(size, dtype=numpy.int64) + (full_epoch - 1) * size) % dataset.num_sequences
+                for size, dataset in sizes
             ]
-        )
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        return self.sequences([index])[0]
+        elif all(of_one is None for of_one in selected):
+            return None
+        bounds = pairwise(self._first.tolist())
+        parts = zip(selected, bounds, strict=True)
+        return numpy.concatenate([numpy.arange(*bound) if some is None else bound[0] + some for some, bound in parts])
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Each dataset reads its sequences at once."""
         result: list[dict[str, Array]] = [{} for _ in indices]
         for number, rows, inside in split(indices, self._first):
             keys = self._keys[number]
-            for row, arrays in zip(rows.tolist(), self._datasets[number].sequences(inside.tolist()), strict=True):
+            for row, arrays in zip(rows.tolist(), self._inside[number].sequences(inside.tolist()), strict=True):
                 result[row] = {
                     name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
                     for name, empty in self._empty.items()
@@ -89,37 +109,33 @@ class UnionDataset(Dataset):
         """Each dataset reads its part of the batch at once."""
         parts = []
         for number, rows, inside in split(indices, self._first):
-            batch = self._datasets[number].padded(inside)
+            batch = self._inside[number].padded(inside)
             parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
         return merge_batches(self.streams, len(indices), parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenate_tags(indices, self._first, lambda number, inside: self._datasets[number].tags(inside.tolist()))
+        return concatenate_tags(indices, self._first, lambda number, inside: self._inside[number].tags(inside.tolist()))
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenate_tag_bytes(start, stop, self._first, lambda number, *inside: self._datasets[number].tag_bytes(*inside))
-
-    def close(self) -> None:
-        for dataset in self._datasets:
-            dataset.close()
+        return concatenate_tag_bytes(start, stop, self._first, lambda number, *inside: self._inside[number].tag_bytes(*inside))
 
     def how_read(self) -> str:
-        sizes = ", ".join(str(dataset.num_sequences) for dataset in self._datasets)
-        ways = sorted({how for dataset in self._datasets if (how := dataset.how_read())})
-        return "; ".join([f"{sizes} sequences of {len(self._datasets)} datasets", *ways])
+        sizes = ", ".join(str(dataset.num_sequences) for dataset in self._inside)
+        ways = sorted({how for dataset in self._inside if (how := dataset.how_read())})
+        return "; ".join([f"{sizes} sequences of {len(self._inside)} datasets", *ways])
 
     def _columns(self, name: str) -> list[Array]:
         """The lengths of a data key in every dataset."""
         return [
             dataset.lengths[keys[name]] if name in keys else numpy.zeros(dataset.num_sequences, dtype=numpy.int32)
-            for dataset, keys in zip(self._datasets, self._keys, strict=True)
+            for dataset, keys in zip(self._inside, self._keys, strict=True)
         ]
 
     def _is_memory_mapped(self, name: str) -> bool:
         """Whether a data key is memory-mapped in every dataset that has it."""
         return all(
             name not in keys or keys[name] in dataset.memory_mapped
-            for dataset, keys in zip(self._datasets, self._keys, strict=True)
+            for dataset, keys in zip(self._inside, self._keys, strict=True)
         )
 
 
@@ -140,9 +156,8 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
     sizes = keys.sampling_sizes
     if isinstance(sizes, int):
         sizes = dict.fromkeys(datasets, sizes)
-    return UnionDataset(
-        list(datasets.values()), list(maps.values()), streams, None if sizes is None else [sizes[name] for name in datasets]
-    )
+    chosen = None if sizes is None else [sizes[name] for name in datasets]
+    return UnionDataset(where, list(datasets.values()), list(maps.values()), streams, chosen)
 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -168,7 +183,7 @@ def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Data
 def concatenate(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
     """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
-    return UnionDataset(list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
+    return UnionDataset(where, list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
 
 
 def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, ForeignDataset, Scanning
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.randomness import ALONE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
 from hvdtrain.data.types import Array, Padded
+from hvdtrain.data.views import ChangedSequences
 
 T = TypeVar("T")
 
@@ -32,19 +31,22 @@ Question = tuple[str, int, int, Any]
 """The method to call, the epoch, the index of a sequence, and its arrays before a function is applied; None: not read yet."""
 
 
-class Mapped(Dataset):
+class Mapped(ChangedSequences):
     """A dataset that applies the user's function to the sequences of another one."""
 
-    @abstractmethod
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return [self.map(index, arrays) for index, arrays in zip(indices, self.inside(indices), strict=True)]
+
     def inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Sequences of the dataset inside. Raises: DataError."""
+        return self._dataset.sequences(indices)
 
     @abstractmethod
     def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A sequence, made of the arrays of the dataset inside. Raises: DataError."""
 
 
-class UserDataset(Dataset):
+class UserDataset(ChangedSequences):
     """A dataset that runs the user's code. Random numbers that the code draws for a sequence, from the process-wide generators of
     Python, numpy or PyTorch, depend on the seed, the epoch and the index of the sequence alone.
 
@@ -59,7 +61,7 @@ class UserDataset(Dataset):
     """
 
     def __init__(self, where: str, dataset: Dataset, scanning: Scanning, num_workers: int = 0, seed: int = 0) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         self._where = where
         self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
         self._epoch = 1
@@ -67,43 +69,24 @@ class UserDataset(Dataset):
         self._shared = _Processes(lambda asked: latest(asked[1])._answer(asked[0], *asked[2:]), num_workers)
         self._note = scanning.note
         self._is_whole = _reads_batches(dataset)
-        self._take_over()
         if num_workers:
             self._shared.start()
         elif isinstance(dataset, ItemsDataset) and dataset.draws:
             self._shared.draws = True
 
-    def _take_over(self) -> None:
-        inner = self._dataset
-        self.streams, self.lengths, self.mix = inner.streams, inner.lengths, inner.mix
-        self.memory_mapped, self.window, self.has_fixed_order = inner.memory_mapped, inner.window, inner.has_fixed_order
-        self.reads_for_tags = inner.reads_for_tags
-
     @property
     def is_stochastic(self) -> bool:  # type: ignore[override]  # known for sure only when all sequences have been read
-        return self._dataset.is_stochastic or self._shared.draws
+        return self._shared.draws or super().is_stochastic
 
-    @property
-    def num_sequences(self) -> int:
-        return self._dataset.num_sequences
-
-    def at_epoch(self, epoch: int) -> UserDataset:
-        changed = copy(self)
-        changed._epoch = epoch
+    def at_epoch(self, epoch: int) -> Self:
         with own_numbers(*self._parts, EPOCH, epoch):
-            changed._dataset = self._dataset.at_epoch(epoch)
-        changed._take_over()
+            changed = super().at_epoch(epoch)
+        changed._epoch = epoch
         return changed
-
-    def file_bounds(self) -> Array:
-        return self._dataset.file_bounds()
 
     def selected(self, full_epoch: int) -> Array | None:
         with own_numbers(*self._parts, EPOCH, full_epoch):
-            return self._dataset.selected(full_epoch)
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        return self.sequences([index])[0]
+            return super().selected(full_epoch)
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         if ALONE.has_them:
@@ -134,22 +117,16 @@ class UserDataset(Dataset):
         return self._ask("tag", indices) if tags is None else tags
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return super().tag_bytes(start, stop) if self.reads_for_tags else self._dataset.tag_bytes(start, stop)
+        return Dataset.tag_bytes(self, start, stop) if self.reads_for_tags else super().tag_bytes(start, stop)
 
     def close(self) -> None:
         self._shared.close()
-        self._dataset.close()
-
-    def release(self) -> None:
-        self._dataset.release()
+        super().close()
 
     def how_read(self) -> str:
         how, count = self._dataset.how_read(), self._shared.num_workers
         by = f"in {count} worker processes" if count else "in a process of its own, as its items are random"
         return " ".join([how, by] if how else ["read", by]) if self._shared.draws else how
-
-    def warnings(self) -> list[str]:
-        return self._dataset.warnings()
 
     def _run(self, indices: Sequence[int], given: Sequence[Any]) -> list[dict[str, Array]]:
         """The first of some sequences, for a short time."""
@@ -214,8 +191,7 @@ class _Processes:
         self.draws = num_workers > 0
         self._epoch: int | None = None
         self._lock = threading.Lock()  # tags are read by the thread that trains
-        self._work = work
-        self._workers: Workers[Question] = Workers(max(1, num_workers), work if num_workers else self._in_one_thread)
+        self._workers: Workers[Question] = Workers(max(1, num_workers), work)
 
     def start(self) -> None:
         self._workers.start()
@@ -233,11 +209,6 @@ class _Processes:
     def close(self) -> None:
         self._workers.close()
         self._epoch = None
-
-    def _in_one_thread(self, asked: Question) -> Any:
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
-        return self._work(asked)
 
 
 def _reads_batches(dataset: Dataset) -> bool:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -257,6 +258,8 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
     ALONE.has_them = True
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # OpenMP would wait forever for the threads of the process that this one was forked from
     for other in inherited:  # left open in this process, they would keep their workers from ending
         other.close()
     try:

@@ -22,6 +22,7 @@ from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.views import OneAtATime
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
 
@@ -100,7 +101,8 @@ def test_mapped_files_and_empty_budgets_need_no_cache(compressed: HDFDataset, tm
     with HDFWriter(tmp_path / "mapped.hdf") as writer:
         writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
     (feed,) = feeds(tmp_path, f"train = '{tmp_path}/mapped.hdf'\ncache_size = '2G'")
-    assert isinstance(feed.dataset, HDFDataset)
+    assert isinstance(feed.dataset, OneAtATime)
+    assert isinstance(feed.dataset._dataset, HDFDataset)
     assert [line for _, line in feed_lines(feed)] == [
         "train: 1 sequences, default; data memory-mapped; 16 bytes",
         "train: no cache: all data is memory-mapped; the system caches it for all ranks of the host",
@@ -183,7 +185,8 @@ cache_size = "-1"
 def test_many_files_keep_their_bounds_and_close_under_a_cache(compressed: HDFDataset, tmp_path: Path) -> None:
     more = f"train = {{'class': 'FilesDataset', 'files': 3 * ['{tmp_path}/plain.hdf'], 'max_open_files': 1}}\ncache_size = -1"
     (feed,) = feeds(tmp_path, more)
-    dataset = feed.dataset
+    assert isinstance(feed.dataset, OneAtATime)
+    dataset = feed.dataset._dataset
     assert isinstance(dataset, CachedDataset)
     assert dataset.file_bounds().tolist() == [0, 20, 40, 60]
     assert dataset.tag_bytes(19, 21).tolist() == [b"seq-19", b"seq-0"]

@@ -1,0 +1,180 @@
+"""Datasets around others. What a view does not change is that of the dataset inside it, so that no view can forget a member."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.plan.mix import Mix
+from hvdtrain.data.randomness import ALONE
+from hvdtrain.data.types import Array, Padded, Stream
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Forwarded:
+    """An attribute of the dataset inside, unless the view or its class sets another value."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: View, owner: type) -> Any:
+        return getattr(view._dataset, self._name)
+
+
+class _OfAny(_Forwarded):
+    """Whether it is true of any dataset inside."""
+
+    def __get__(self, view: View, owner: type) -> Any:
+        return any(getattr(dataset, self._name) for dataset in view._inside)
+
+
+FORWARDED: Any = _Forwarded
+OF_ANY: Any = _OfAny
+
+
+class View(Dataset):
+    """A dataset with all members of the dataset inside it; a subclass overrides what it changes.
+
+    A view that numbers its sequences in another way must override all members with indices: `num_sequences`, `lengths`, `tags`,
+    `tag_bytes`, `file_bounds`, `selected`. A view that changes sequences derives from `ChangedSequences`.
+
+    Args:
+        dataset: the one inside.
+        others: further datasets that it reads.
+    """
+
+    streams: Mapping[str, Stream] = FORWARDED()
+    lengths: Mapping[str, Array] = FORWARDED()
+    memory_mapped: frozenset[str] = FORWARDED()
+    is_stochastic: bool = OF_ANY()
+    reads_for_tags: bool = FORWARDED()
+    has_fixed_order: bool = FORWARDED()
+    window: int | None = FORWARDED()
+    mix: Mix | None = FORWARDED()
+
+    def __init__(self, dataset: Dataset, others: Sequence[Dataset] = ()) -> None:
+        self._dataset = dataset
+        self._others = tuple(others)
+
+    @property
+    def _inside(self) -> tuple[Dataset, ...]:
+        """All datasets inside."""
+        return (self._dataset, *self._others)
+
+    @property
+    def num_sequences(self) -> int:
+        return self._dataset.num_sequences
+
+    def at_epoch(self, epoch: int) -> Self:
+        changed = copy(self)
+        changed._dataset, *others = (dataset.at_epoch(epoch) for dataset in self._inside)
+        changed._others = tuple(others)
+        return changed
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self._dataset.sequence(index)
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return self._dataset.sequences(indices)
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self._dataset.padded(indices)
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        return self._dataset.packed(indices, keys)
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._dataset.tags(indices)
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._dataset.tag_bytes(start, stop)
+
+    def file_bounds(self) -> Array:
+        return self._dataset.file_bounds()
+
+    def selected(self, full_epoch: int) -> Array | None:
+        return self._dataset.selected(full_epoch)
+
+    def how_read(self) -> str:
+        return self._dataset.how_read()
+
+    def warnings(self) -> list[str]:
+        return [line for dataset in self._inside for line in dataset.warnings()]
+
+    def close(self) -> None:
+        for dataset in self._inside:
+            dataset.close()
+
+    def release(self) -> None:
+        for dataset in self._inside:
+            dataset.release()
+
+
+class ChangedSequences(View):
+    """A view whose sequences differ from those inside: every way to read them goes through `sequences`."""
+
+    @abstractmethod
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]: ...
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self.sequences([index])[0]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self._read_batch(indices, ())
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        return self._read_batch(indices, keys)
+
+
+def _alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method, called by one thread at a time."""
+
+    @wraps(method)
+    def locked(view: OneAtATime, /, *args: P.args, **more: P.kwargs) -> T:
+        with view.reader():
+            return method(view, *args, **more)
+
+    return locked
+
+
+class OneAtATime(View):
+    """A dataset that one thread at a time reads. Datasets and users' classes need not be made for more: a thread reads ahead,
+    while the thread that trains asks for tags, which may have to be read, too.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__(dataset)
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def reader(self) -> Iterator[None]:
+        """Within the `with` block, no other thread reads."""
+        if not self._lock.acquire(blocking=False):
+            if threading.current_thread() is threading.main_thread():
+                with ALONE.while_waiting():  # for the thread that reads, which may need the random generators for itself
+                    self._lock.acquire()
+            else:
+                self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    at_epoch = _alone(View.at_epoch)
+    sequence = _alone(View.sequence)
+    sequences = _alone(View.sequences)
+    padded = _alone(View.padded)
+    packed = _alone(View.packed)
+    tags = _alone(View.tags)
+    tag_bytes = _alone(View.tag_bytes)
+    selected = _alone(View.selected)
+    close = _alone(View.close)
+    release = _alone(View.release)

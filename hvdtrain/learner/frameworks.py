@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.comm.fork_server import Fork, fork
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
@@ -172,6 +172,22 @@ def library_of(backend: str) -> str:
 
 LIBRARIES = tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
 """Those of all frameworks."""
+
+
+def gpu_of(wanted: str | None, count: int, local_rank: int) -> int | None:
+    """The number of a rank's GPU by the key `device`; None: it computes on the CPU. Raises: ConfigError.
+
+    Args:
+        count: the number of GPUs on this host.
+    """
+    if wanted == "cpu" or (wanted is None and not count):
+        return None
+    name, _, number = (wanted or "cuda").partition(":")
+    if name not in ("cuda", "gpu") or (number and not number.isdigit()):
+        raise ConfigError.of("unknown-value", f"device: expected cpu, cuda or cuda:N, got {wanted!r}")
+    if not count or (number and int(number) >= count):
+        raise ConfigError.of("unavailable", f"device: expected a CUDA device for {wanted!r}, got {count or 'none'} on this host")
+    return int(number) if number else local_rank % count
 
 
 def check_elastic(backend: str) -> None:

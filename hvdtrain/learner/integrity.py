@@ -75,7 +75,11 @@ def damage(path: Path) -> str | None:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             memoryview(data) as view,
         ):
-            return _zip_damage(path, view) if zipfile.is_zipfile(file) else _safetensors_damage(view)
+            is_zip = zipfile.is_zipfile(file)
+            stored = _stored_checksum(view, is_zip)
+            if stored is not None:
+                return None if _checksum(view, stored[0]) == stored[1] else OTHER_BYTES
+            return _zip_damage(path, view) if is_zip else None
     except (OSError, ValueError):  # not there, or empty
         return None
 
@@ -94,18 +98,14 @@ def is_proven(path: Path) -> bool:
     """Whether a file has a checksum, which is right."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            place = len(view) - len(BLANK)
-            stored = (place, bytes(view[place:]).decode()) if zipfile.is_zipfile(file) else _find_checksum(view)
-            return stored is not None and checksum(view, stored[0]) == stored[1]
+            stored = _stored_checksum(view, zipfile.is_zipfile(file))
+            return stored is not None and _checksum(view, stored[0]) == stored[1]
     except (OSError, ValueError, RuntimeError):
         return False
 
 
 def _zip_damage(path: Path, view: memoryview) -> str | None:
-    """Compare our checksum, or, without one, the CRC-32 of each entry: several in parallel, as zlib releases Python's lock."""
-    if view[-len(COMMENT) - len(BLANK) : -len(BLANK)] == COMMENT:
-        place = len(view) - len(BLANK)
-        return None if checksum(view, place) == bytes(view[place:]).decode(errors="replace") else OTHER_BYTES
+    """Compare the CRC-32 of each entry: several in parallel, as zlib releases Python's lock."""
     try:
         with zipfile.ZipFile(path) as archive, ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
             entries = archive.infolist()
@@ -133,16 +133,11 @@ def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryvie
     return entry.compress_size == entry.file_size <= len(view) - start and checksum == entry.CRC
 
 
-def _safetensors_damage(view: memoryview) -> str | None:
-    stored = _find_checksum(view)
-    if stored is None:
-        return None
-    place, digits = stored
-    return None if checksum(view, place) == digits else OTHER_BYTES
-
-
-def _find_checksum(view: memoryview) -> tuple[int, str] | None:
-    """The position of the checksum in a safetensors file, and the checksum; None: there is none."""
+def _stored_checksum(view: memoryview, is_zip: bool) -> tuple[int, str] | None:
+    """The position of our checksum in a file, and the checksum; None: there is none."""
+    if is_zip:
+        place = len(view) - len(BLANK)
+        return (place, bytes(view[place:]).decode(errors="replace")) if view[place - len(COMMENT) : place] == COMMENT else None
     if len(view) < 8:
         return None
     [size] = struct.unpack_from("<Q", view)
@@ -150,7 +145,7 @@ def _find_checksum(view: memoryview) -> tuple[int, str] | None:
     return None if found is None else (8 + found.start(1), found.group(1).decode())
 
 
-def checksum(view: memoryview, place: int) -> str:
+def _checksum(view: memoryview, place: int) -> str:
     """The checksum of a file, computed without its own eight digits.
 
     Args:
@@ -190,21 +185,14 @@ def write_checksum(path: Path) -> None:
             file.write(struct.pack("<H", len(COMMENT) + len(BLANK)) + COMMENT + BLANK.encode())
             file.flush()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            place = len(view) - len(BLANK) if zipfile.is_zipfile(file) else _place_in_header(view)
+            if (stored := _stored_checksum(view, zipfile.is_zipfile(file))) is None:
+                raise OSError(f"the header has no {CHECKSUM}")
             with ThreadPoolExecutor(1, "checksum") as pool:
-                digits = pool.submit(checksum, view, place)
+                digits = pool.submit(_checksum, view, stored[0])
                 os.fsync(file.fileno())
                 text = digits.result()
-        file.seek(place)
+        file.seek(stored[0])
         file.write(text.encode())
-
-
-def _place_in_header(view: memoryview) -> int:
-    """The position of the blank checksum in a safetensors file."""
-    stored = _find_checksum(view)
-    if stored is None:
-        raise OSError(f"the header has no {CHECKSUM}")
-    return stored[0]
 
 
 def _threads() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ META = "running_average"
 """The name of the array with the numbers in a file of running sums, as JSON."""
 
 
+@dataclass
 class RunningSums:
     """The sum of the trained parameters after every N-th update since some step, in float64.
 
@@ -30,19 +32,15 @@ class RunningSums:
         series: a unique name; sums of the same series belong together.
     """
 
-    def __init__(
-        self, sums: dict[str, Array] | None = None, samples: int = 0, updates: int = 0, begin_step: int = 0, series: str = ""
-    ) -> None:
-        self.sums = sums or {}
-        self.samples = samples
-        self.updates = updates
-        self.begin_step = begin_step
-        self.series = series
+    sums: dict[str, Array] = field(default_factory=dict)
+    samples: int = 0
+    updates: int = 0
+    begin_step: int = 0
+    series: str = ""
 
     def copy(self) -> RunningSums:
         """The same with sums that no update changes."""
-        sums = {name: total.copy() for name, total in self.sums.items()}
-        return RunningSums(sums, self.samples, self.updates, self.begin_step, self.series)
+        return replace(self, sums={name: total.copy() for name, total in self.sums.items()})
 
     def write(self, file: Path, marks: Mapping[str, Any]) -> None:
         """Write a file, with marks that identify the checkpoint. Raises: OSError."""

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import numpy
 
+from hvdtrain.data.feed import batch_text
 from hvdtrain.data.types import Array, Batch, BatchParts, Packed, Padded
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime import log
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:
@@ -61,18 +63,14 @@ class BatchSplitter:
     Args:
         is_out_of_memory: whether an exception means that memory did not suffice.
         free: releases what a failed attempt has left in memory.
-        note: called with every batch that is split for the first time.
 
     Attributes:
         num_batches: how many batches were split since `take`.
     """
 
-    def __init__(
-        self, is_out_of_memory: Callable[[BaseException], bool], free: Callable[[], None], note: Callable[[Batch], None]
-    ) -> None:
+    def __init__(self, is_out_of_memory: Callable[[BaseException], bool], free: Callable[[], None]) -> None:
         self._is_out_of_memory = is_out_of_memory
         self._free = free
-        self._note = note
         self._one_number: str | None = None  # a loss that is one number for several sequences
         self._has_split = False
         self.num_batches = 0
@@ -93,8 +91,11 @@ class BatchSplitter:
                 continue
             if piece is batch:
                 self.num_batches += 1
-                self._note(batch)
-            self._has_split = True
+            if not self._has_split:
+                self._has_split = True
+                log.warning(
+                    f"split_on_oom: a batch does not fit into memory and is split, {batch_text(batch)} (later ones are counted)"
+                )
             self._free()
             self._check()
             pieces[:0] = split_batch(piece)

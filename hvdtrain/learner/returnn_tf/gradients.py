@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.objective import Objective
-from hvdtrain.learner.tensorflow.gradients import Exchange, GraphGradients, Rows, pack, unpack
+from hvdtrain.learner.tensorflow.gradients import Exchange, GraphGradients, Rows, map_values, pack, unpack
 from hvdtrain.learner.tensorflow.graph import time_exchange
 
 v1 = tf.compat.v1
@@ -115,17 +115,17 @@ def points_of_ranks(
     local = messages.local(own, plan)
     if scaled:
         points.scale = v1.placeholder_with_default(tf.ones([]), [])
-        local = [_map(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
+        local = [map_values(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
     points.local = [feedable(gradient) for gradient in local]
     sent = pack(points.local)
     packed, seconds = time_exchange(lambda own: pack(messages.reduce(unpack(own), plan)), sent, known)
     reduced = unpack(packed)
     points.traffic = tf.concat([[seconds], messages.num_bytes(points.local)], 0)
     if points.scale is not None:
-        reduced = [_map(gradient, lambda tensor: tensor / tf.cast(points.scale, tensor.dtype)) for gradient in reduced]
+        reduced = [map_values(gradient, lambda tensor: tensor / tf.cast(points.scale, tensor.dtype)) for gradient in reduced]
     if points.divides_afterwards:
         total = tf.maximum(points.totals[0], TINY)
-        reduced = [_map(gradient, lambda tensor: tensor / tf.cast(total, tensor.dtype)) for gradient in reduced]
+        reduced = [map_values(gradient, lambda tensor: tensor / tf.cast(total, tensor.dtype)) for gradient in reduced]
     constraints = [None] * len(reduced) if objective.constraints is None else compute(objective.constraints)
     points.reduced = [
         feedable(_with_constraint(None if computed is None else gradient, constraint, variable))
@@ -159,10 +159,6 @@ def known(tensors: Any) -> list[Any]:
 def _place(tensor: Any, rows: bool = False) -> Any:
     shape = [None, *tensor.shape[1:]] if rows else tensor.shape
     return v1.placeholder_with_default(tensor, shape)
-
-
-def _map(gradient: Any, change: Callable[[Any], Any]) -> Any:
-    return Rows(change(gradient.values), gradient.indices) if isinstance(gradient, Rows) else change(gradient)
 
 
 def _with_constraint(gradient: Any, constraint: Any, variable: Any) -> Any:
@@ -230,21 +226,18 @@ def _add(one: HostGradient, other: HostGradient) -> HostGradient:
 
 def divide(gradients: Sequence[HostGradient], divisor: float) -> list[HostGradient]:
     """Every gradient divided by a number."""
-    return [
-        (one[0] / one[0].dtype.type(divisor), one[1])
-        if isinstance(one, tuple)
-        else one
-        if isinstance(one, list)
-        else one / one.dtype.type(divisor)
-        for one in gradients
-    ]
+    return [_change(one, lambda values: values / values.dtype.type(divisor)) for one in gradients]
 
 
 def multiply(gradient: HostGradient, factor: float) -> HostGradient:
     """A gradient times a number."""
+    return _change(gradient, lambda values: values * values.dtype.type(factor))
+
+
+def _change(gradient: HostGradient, change: Callable[[Array], Array]) -> HostGradient:
     if isinstance(gradient, tuple):
-        return gradient[0] * gradient[0].dtype.type(factor), gradient[1]
-    return gradient if isinstance(gradient, list) else gradient * gradient.dtype.type(factor)
+        return change(gradient[0]), gradient[1]
+    return gradient if isinstance(gradient, list) else change(gradient)
 
 
 def is_finite(gradient: HostGradient) -> bool:

@@ -30,6 +30,7 @@ from hvdtrain.learner.returnn_tf.random_numbers import position_of
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.returnn_tf.state import NetworkState
 from hvdtrain.learner.tensorflow import learner as tensorflow_learner
+from hvdtrain.learner.tensorflow.gradients import as_array
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
@@ -288,12 +289,7 @@ class NetworkLearner(Learner):
     def _dense(self, names: Sequence[str], reduced: Sequence[Any]) -> Iterator[tuple[str, Array]]:
         """Gradients by parameter name; rows become dense."""
         for name, variable, one in zip(names, self._graph.points.variables, reduced, strict=True):
-            whole = numpy.zeros(variable.shape.as_list(), numpy.float32)
-            if isinstance(one, tuple):
-                numpy.add.at(whole, one[1], one[0])
-            elif not isinstance(one, list):
-                whole += one
-            yield name, whole
+            yield name, as_array(one, variable.shape.as_list())
 
     # Updates of several batches
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy
 import tensorflow as tf
 
+from hvdtrain.data.types import Array
 from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange, buckets
 
@@ -229,9 +232,7 @@ class TensorFlowGradients:
             seeds = tf.stack([self._seeds[0] + number, self._seeds[1]])
             return tensor + tf.random.stateless_truncated_normal(tf.shape(tensor), seeds, dtype=tensor.dtype) * scaled
 
-        self.values = [
-            _map(gradient, lambda tensor, n=number: with_noise(tensor, n)) for number, gradient in enumerate(self.values)
-        ]
+        self.values = [map_values(gradient, partial(with_noise, number=number)) for number, gradient in enumerate(self.values)]
 
     def divide(self, divisor: Any) -> None:
         self.values = divide(self.values, divisor)
@@ -247,12 +248,12 @@ class TensorFlowGradients:
         self._change(lambda tensor: tensor * tf.cast(factor, tensor.dtype))
 
     def _change(self, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        self.values = [_map(gradient, change) for gradient in self.values]
+        self.values = [map_values(gradient, change) for gradient in self.values]
 
 
 def divide(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     """Every gradient divided by a number."""
-    return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
+    return [map_values(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
 def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
@@ -284,8 +285,20 @@ def unpack(gradients: Sequence[Any]) -> list[Gradient]:
     return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
 
 
-def _map(gradient: Gradient, change: Any) -> Gradient:
+def map_values(gradient: Gradient, change: Callable[[Any], Any]) -> Gradient:
+    """A gradient with changed values, those of rows in their places."""
     return Rows(change(gradient.values), gradient.indices) if isinstance(gradient, Rows) else change(gradient)
+
+
+def as_array(gradient: Any, shape: Sequence[int]) -> Array:
+    """A gradient on the host, of which rows are a pair, as a whole; zeros for none (an empty list)."""
+    whole = numpy.zeros(shape, numpy.float32)
+    if isinstance(gradient, tuple):
+        values, indices = map(numpy.asarray, gradient)
+        numpy.add.at(whole, indices, values)
+    elif not isinstance(gradient, list):
+        whole += numpy.asarray(gradient)
+    return whole
 
 
 def _sum(one: Gradient, other: Gradient) -> Gradient:

@@ -18,12 +18,12 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.epoch_scores import EpochScores
-from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.frameworks import BuildOptions, gpu_of
 from hvdtrain.learner.meter import Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
+from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients, as_array
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.learner.tensorflow.inspect import describe_layers, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
@@ -44,7 +44,9 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
         raise ConfigError.of(
             "conflict", f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"
         )
-    visible = _visible_gpus(device, local_rank)
+    gpus = tf.config.list_physical_devices("GPU")
+    number = gpu_of(device, len(gpus), local_rank)
+    visible = [] if number is None else [gpus[number]]
     threading = tf.config.threading
     try:
         if tf.config.get_visible_devices("GPU") != visible:
@@ -67,21 +69,6 @@ def device_name() -> str:
     """The GPU's name, or "CPU"."""
     gpus = tf.config.get_visible_devices("GPU")
     return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")) if gpus else "CPU"
-
-
-def _visible_gpus(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevice]:
-    """The GPU that this rank may use, as a list; empty: none. Raises: ConfigError."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if wanted == "cpu" or (wanted is None and not gpus):
-        return []
-    name, _, number = (wanted or "cuda").partition(":")
-    if name not in ("cuda", "gpu") or (number and not number.isdigit()):
-        raise ConfigError.of("unknown-value", f"device: expected cpu, cuda or cuda:N, got {wanted!r}")
-    if not gpus or (number and int(number) >= len(gpus)):
-        raise ConfigError.of(
-            "unavailable", f"device: expected a CUDA device for {wanted!r}, got {len(gpus) or 'none'} on this host"
-        )
-    return [gpus[int(number) if number else local_rank % len(gpus)]]
 
 
 def peak_memory() -> int | None:
@@ -245,13 +232,7 @@ class TensorFlowLearner(Learner):
         losses = self.graphs.exchange.losses
         scale = (self.meter.loss_scale or 1.0) * (float(divisor) if losses.is_only_loss and losses.names else 1.0)
         for (name, variable), gradient in zip(self.variables.named_of_kind("parameters"), gradients, strict=True):
-            whole = numpy.zeros(variable.shape, numpy.float32)
-            if isinstance(gradient, tuple):
-                values, indices = gradient
-                numpy.add.at(whole, indices.numpy(), values.numpy())
-            else:
-                whole += gradient.numpy()
-            yield name, whole / scale
+            yield name, as_array(gradient, variable.shape) / scale
 
     def _add_batch(self, batch: Batch | None, is_last_microbatch: bool) -> None:
         """Collective, if an update follows and this batch is its only one."""

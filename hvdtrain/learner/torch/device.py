@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.randomness import seed_generators
 from hvdtrain.errors import ConfigError, Problem, problem, raised_text
+from hvdtrain.learner.frameworks import gpu_of
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
 from hvdtrain.runtime import log
@@ -25,18 +26,9 @@ from hvdtrain.runtime import log
 
 def device_of(wanted: str | None, local_rank: int) -> torch.device:
     """Choose this rank's device and make it PyTorch's current one. Raises: ConfigError, if it does not exist."""
-    count = torch.cuda.device_count()
-    if wanted is None:
-        wanted = "cuda" if count else "cpu"
-    if wanted in ("cuda", "gpu"):
-        if not count:
-            raise ConfigError.of("unavailable", f"device: expected a CUDA device for {wanted!r}, got none on this host")
-        wanted = f"cuda:{local_rank % count}"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise ConfigError.of("unknown-value", f"device: expected cpu, cuda or cuda:N, got {wanted!r}") from None
-    if device.type == "cuda":
+    number = gpu_of(wanted, torch.cuda.device_count(), local_rank)
+    device = torch.device("cpu" if number is None else f"cuda:{number}")
+    if number is not None:
         torch.cuda.set_device(device)
     return device
 

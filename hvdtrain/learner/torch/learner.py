@@ -15,7 +15,7 @@ import torch
 
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.feed import Staging, batch_text
+from hvdtrain.data.feed import Staging
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
@@ -465,16 +465,7 @@ def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -
         log.warning(
             f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
         )
-    noted: list[Batch] = []
-
-    def note(batch: Batch) -> None:
-        if not noted:
-            noted.append(batch)
-            log.warning(
-                f"split_on_oom: a batch does not fit into memory and is split, {batch_text(batch)} (later ones are counted)"
-            )
-
-    return BatchSplitter(is_out_of_memory, partial(free_memory, device), note)
+    return BatchSplitter(is_out_of_memory, partial(free_memory, device))
 
 
 def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:

@@ -146,8 +146,7 @@ class Update:
         seed: Callable[[int], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        named = named_trained(model)
-        self._names, self._trained = list(named), list(named.values())
+        self._trained = named_trained(model)
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._change = change
         self._check = skips.check
@@ -185,7 +184,7 @@ class Update:
         or a sharded optimizer's share; float32."""
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         scale = float(self.loss_factor)
-        for name, parameter in zip(self._names, self._trained, strict=True):
+        for name, parameter in self._trained.items():
             if id(parameter) in own:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 wide = gradient if gradient.is_complex() else gradient.float()
@@ -224,35 +223,35 @@ class Update:
         an optimizer creates its state in its first step, and may leave it uninitialized if it skips that."""
         finite = torch.stack(self._norms(float("inf"))).isfinite()  # a gradient is finite if its largest element is
         if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
-            named = zip(self._names, self._trained, strict=True)
-            names = [name for name, parameter in named if parameter.grad is not None]
-            self._on_device.decide(self._optimizer, finite, names, step)  # type: ignore[arg-type]  # not a ShardedOptimizer
+            self._on_device.decide(self._optimizer, finite, self._with_gradient(), step)  # type: ignore[arg-type]  # not a ShardedOptimizer
             return True
         # If gradients were reduced, this is the same on all ranks.
         return self._check.decide(bool(finite.all()), step, self._invalid_names)
 
     def _change_gradients(self, step: int) -> None:
         norms = self._norms if isinstance(self._optimizer, ShardedOptimizer) else None
-        gradients = TorchGradients(self._trained, self._noise, step, norms)
+        gradients = TorchGradients(list(self._trained.values()), self._noise, step, norms)
         self._change(gradients)
         may_send = not self._norms_sent or self._norms_sent[-1].has_arrived()  # at most one copy is under way
         if gradients.norm is not None and may_send:
             self._norms_sent = [*self._norms_sent[-1:], AsyncCopy(gradients.norm)]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+
+    def _with_gradient(self) -> list[str]:
+        """The names of the parameters that have a gradient."""
+        return [name for name, parameter in self._trained.items() if parameter.grad is not None]
 
     def _invalid_names(self) -> list[str]:
         """Collective, if the optimizer is sharded. The names of the parameters whose gradients are not finite."""
-        named = zip(self._names, self._trained, strict=True)
-        names = [name for name, parameter in named if parameter.grad is not None]
         norms = self._norms(float("inf"))
-        return [name for name, norm in zip(names, norms, strict=True) if not bool(norm.isfinite())]
+        return [name for name, norm in zip(self._with_gradient(), norms, strict=True) if not bool(norm.isfinite())]
 
     def _norms(self, order: float) -> list[torch.Tensor]:
         """Collective, if the optimizer is sharded. The norm of each gradient."""
         if isinstance(self._optimizer, ShardedOptimizer):
-            return self._optimizer.norms(self._trained, order)
+            return self._optimizer.norms(list(self._trained.values()), order)
         return list(torch._foreach_norm(self._gradients(), order))
 
 

@@ -218,8 +218,8 @@ def load(
     """Run or parse the config files in order, then apply the overrides.
 
     Later files take precedence over earlier ones, and overrides over all files, whatever the spelling of a key. A Python file
-    sees overrides without a dot while it runs, as globals and through `config.value(...)`, and its functions see them in place of
-    constants of the file.
+    sees overrides without a dot while it runs, as globals and through `config.value(...)`. Its functions see what a declared key,
+    a constant of the file, or a dict with an entry that is overridden comes to be.
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
@@ -236,6 +236,7 @@ def load(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
+    modules: list[dict[str, Any]] = []
     for path in configs:
         if not isinstance(path, Path):
             values = {**_without_spellings(values, _given(path, spellings)), **path}
@@ -245,7 +246,9 @@ def load(
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
-            loaded = _run_python(path, text, values, top, builtins)
+            loaded, names, constants = _run_python(path, text, values, top, builtins)
+            names.update({name: value for name, value in top.items() if name in constants or (name in names and name in types)})
+            modules.append(names)
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
     mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
@@ -258,9 +261,13 @@ def load(
             nested[name] = value
         else:
             values[name], origins[name] = top[name], origin
-    problems = []
+    problems, before = [], dict(values)
     for name, value in nested.items():
         problems += _set_nested(values, origins, name, value, parse, origin)
+    for name in {name.partition(".")[0] for name in nested} & values.keys():
+        for names in modules:
+            if names.get(name) is before[name]:  # not that of another file
+                names[name] = values[name]
     unused = tuple(name for name in top if name not in types and name not in mentioned)
     return Source(values, origins, unused, tuple(problems), texts)
 
@@ -384,11 +391,14 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
 
 def _run_python(
     path: Path, text: str, before: Mapping[str, Any], overrides: Mapping[str, Any], builtins: Builtins | None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """Run the file as a module, so that its classes and functions behave as in any other module.
 
     Args:
         before: the values of earlier files.
+
+    Returns:
+        The values of the file, the names that its functions see, and those of its constants.
     """
     visible = {**before, **overrides}
     module = ModuleType(MODULE_NAME)
@@ -423,9 +433,7 @@ def _run_python(
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
-    constants = _constants(tree)
-    names.update({name: value for name, value in overrides.items() if name in constants})  # for functions, which run later
-    return loaded
+    return loaded, names, _constants(tree)
 
 
 def _constants(tree: ast.Module) -> set[str]:

@@ -266,6 +266,10 @@ def test_overrides_are_seen_by_functions_that_run_later(tmp_path: Path) -> None:
     made = source(tmp_path, text, {"hidden": "128"})
     assert (made.values["get_hidden"](), made.values["hidden"], made.values["twice"]) == (128, 128, 128)
     assert source(tmp_path, text).values["get_hidden"]() == 64
+    text = "data = {'files': str(1), 'parts': 1}\ntrain = {**data}\ndef keys_of_epoch():\n    return {**train}\n"
+    assert source(tmp_path, text, {"train.parts": "4"}).values["keys_of_epoch"]() == {"files": "1", "parts": 4}
+    made = source(tmp_path, text, {"train": "{'files': 'a'}"}, {"train": dict})
+    assert made.values["keys_of_epoch"]() == {"files": "a"}, "a declared key is what the command line says"
 
 
 def test_overrides_reach_into_dicts(tmp_path: Path) -> None:

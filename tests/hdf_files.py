@@ -1,8 +1,12 @@
 """Small HDF files that tests write and change, and those that RETURNN wrote."""
 
+import gc
+import os
+import resource
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -65,6 +69,22 @@ def contents(dataset: HDFDataset) -> list[tuple[str, dict[str, list]]]:
     return [
         (tag, {key: values.tolist() for key, values in sequence.items()}) for tag, sequence in zip(tags, sequences, strict=True)
     ]
+
+
+@contextmanager
+def free_descriptors(number: int) -> Iterator[None]:
+    """This process may open so many more files."""
+    gc.collect()  # which closes those of other tests
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
+    spare = os.open(os.devnull, os.O_RDONLY)
+    for descriptor in [*held, spare]:
+        os.close(descriptor)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def data_error(path: Path) -> str:

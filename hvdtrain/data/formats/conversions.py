@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.folder import Units, Vocabulary, split
-from hvdtrain.data.formats.wav import damage, damage_of_file
+from hvdtrain.data.formats.vocabulary import LOOKED_AT, Units, Vocabulary, split
+from hvdtrain.data.formats.wav import damage
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -34,19 +35,33 @@ def numbers(axes: int, dtype: str) -> Convert:
     return convert
 
 
-def classes(vocabulary: Vocabulary, units: Units) -> Convert:
+class TextClasses:
     """Of a text, or of a list whose strings are entries of the vocabulary."""
 
-    def convert(value: Any, where: str) -> Array:
-        entries = split(str(value), units) if isinstance(value, str) else [str(entry) for entry in value]
-        vocabulary.check(entries, where, str(value))
-        return vocabulary.classes(entries)
+    def __init__(self, vocabulary: Vocabulary, units: Units) -> None:
+        self._vocabulary = vocabulary
+        self._units = units
+        self._first: list[list[str]] = []
+        self.labels = vocabulary.entries
 
-    return convert
+    def __call__(self, value: Any, where: str) -> Array:
+        entries = split(str(value), self._units) if isinstance(value, str) else [str(entry) for entry in value]
+        if len(self._first) < LOOKED_AT:
+            self._first.append(entries)
+        self._vocabulary.check(entries, where, str(value))
+        return self._vocabulary.classes(entries)
+
+    def misfit(self) -> str:
+        """What to say if most units of the first texts are not in the vocabulary; '': nothing."""
+        return self._vocabulary.misfit(self._first)
 
 
 def sound(rate: int | None) -> Convert:
-    """Decode sound of a sampling rate in Hz; None: that of the first file that is read."""
+    """Decode sound: the bytes of a file, or a dict with `bytes` or a `path`, and perhaps its `sampling_rate`.
+
+    Args:
+        rate: in Hz; None: that of the first file that is read.
+    """
     try:
         import soundfile
     except ImportError:
@@ -54,18 +69,21 @@ def sound(rate: int | None) -> Convert:
     rates = [rate] * (rate is not None)
 
     def convert(value: Any, where: str) -> Array:
-        encoded = value["bytes"]
+        about = value if isinstance(value, dict) else {"bytes": value}
+        encoded, path, says = about.get("bytes"), about.get("path"), about.get("sampling_rate")
+        if encoded is None and not path:
+            raise DataError(f"{where}: expected a sound file, got neither its bytes nor a path")
         try:
-            if problem := damage_of_file(value["path"]) if encoded is None else damage(io.BytesIO(encoded), len(encoded)):
+            encoded = Path(str(path)).read_bytes() if encoded is None else encoded
+            if problem := damage(io.BytesIO(encoded), len(encoded)):
                 raise DataError(f"{where}: expected a whole sound file, got {problem}")
-            samples, found = soundfile.read(
-                value["path"] if encoded is None else io.BytesIO(encoded), dtype="float32", always_2d=True
-            )
+            samples, found = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{where}: expected a sound file, got: {error}") from None
         rates.append(found)
-        if found != rates[0]:
-            raise DataError(f"{where}: expected {rates[0]} samples per second, got {found}")
+        if found != rates[0] or says not in (None, found):
+            expected = rates[0] if found != rates[0] else says
+            raise DataError(f"{where}: expected {expected} samples per second, got {found}")
         del rates[1:]
         return samples  # type: ignore[no-any-return]  # soundfile has no types
 

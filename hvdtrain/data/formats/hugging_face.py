@@ -1,21 +1,19 @@
-"""A folder of the Hugging Face package `datasets`, as a source of sequences to convert."""
+"""A folder of the Hugging Face package `datasets`, as a source of sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.conversions import Convert, classes, numbers, sound
-from hvdtrain.data.formats.folder import Item, ItemSequence, Units, Vocabulary, read_vocabulary
-from hvdtrain.data.formats.tables import Group
+from hvdtrain.data.formats.conversions import Convert, TextClasses, numbers, sound
+from hvdtrain.data.formats.shards import Shards, text_conversions
+from hvdtrain.data.formats.tables import Group, RowFile, Rows
+from hvdtrain.data.formats.vocabulary import Units
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
-
-BLOCK = 64
-"""The number of rows read at once: reading a single row takes about a millisecond, most of which is overhead."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,14 @@ class Column:
         name: of the column.
         convert: turns the value of a row into an array; also gets a description of the row for messages. Raises: DataError.
         labels: the names of the classes, if the column has them.
-        decodes: whether the values are encoded files.
     """
 
     name: str
     convert: Convert
     labels: tuple[str, ...] = ()
-    decodes: bool = False
 
 
-class HuggingFaceDataset(ItemSequence):
+class HuggingFaceDataset(Shards):
     """The rows of a folder that `save_to_disk` wrote, each a sequence.
 
     The type of a column determines its arrays: integers and lists of them, class indices (a ClassLabel has the names of the
@@ -43,7 +39,7 @@ class HuggingFaceDataset(ItemSequence):
     features); strings and lists of them, texts, or classes of a vocabulary; Audio, float32 from -1 to 1 of shape (samples,
     channels). A single value is a sequence of one frame.
 
-    Lengths are unknown until the rows are read, so it is converted once with hvdtrain dump.
+    Lengths are unknown until the rows are read, so it is best converted once with hvdtrain dump.
 
     Args:
         folder: the folder that `save_to_disk` wrote.
@@ -74,44 +70,49 @@ class HuggingFaceDataset(ItemSequence):
             raise ConfigError.of(
                 "unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"
             )
-        self._folder = folder
         rows = _load(folder, part)
         names = list(rows.column_names)
         columns = {name: name for name in names if name != tag} if columns is None else dict(columns)
         for what, name in [("tag", tag)] * (tag is not None) + [(f"columns.{key}", name) for key, name in columns.items()]:
             if name not in names:
                 raise DataError(f"{what}: expected a column of {folder} ({', '.join(names)}), got {name!r}")
-        vocabularies = {key: read_vocabulary(Path(path)) for key, path in (vocabulary or {}).items()}
-        for key in vocabularies:
+        for key in vocabulary or {}:
             if key not in columns:
                 raise DataError(f"vocabulary: expected data keys ({', '.join(columns)}), got {key!r} in {folder}")
-        self._columns = {
-            key: _column(folder, rows.features[name], name, vocabularies.get(key), units) for key, name in columns.items()
-        }
+        self.texts = text_conversions(vocabulary or {}, units)
+        self._columns = {key: _column(folder, rows.features[name], name, self.texts.get(key)) for key, name in columns.items()}
         self.labels = {key: list(column.labels) for key, column in self._columns.items() if column.labels}
-        self._tag = tag
         # In Arrow's form: the package's conversion to numpy makes numbers of missing values, and float32 of float64.
-        self._rows = _leave_undecoded(rows, [column.name for column in self._columns.values() if column.decodes]).with_format(
-            "arrow", columns=sorted({*columns.values(), *([tag] if tag is not None else [])})
-        )
-        self._block = range(0)
-        self._group: Group | None = None
+        table = rows.data.table.select(sorted({*columns.values(), *([tag] if tag is not None else [])}))
+        self._rows = Rows([_Batches(folder, table)], table.column_names)
+        tags = None
+        if tag is not None:
+            group = Group(folder, 0, table.select([tag]))
+            values = (str(numpy.asarray(group.value(tag, row)).item()) for row in range(len(table)))
+            tags = [numpy.array([value.encode("utf-8") for value in values], dtype=bytes)]
+        super().__init__([folder], [len(table)], tags)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def item(self, number: int) -> Item:
-        if self._group is None or number not in self._block:
-            first = number // BLOCK * BLOCK
-            self._group = Group(self._folder, first, self._rows[first : first + BLOCK])
-            self._block = range(first, min(first + BLOCK, len(self)))
-        group, place = self._group, number - self._block.start
-        arrays = {
-            key: column.convert(group.value(column.name, place), group.describe(column.name, place))
+    def row(self, shard: int, row: int) -> dict[str, Array]:
+        group = self._rows.group(shard, row)
+        return {
+            key: column.convert(group.value(column.name, row), group.describe(column.name, row))
             for key, column in self._columns.items()
         }
-        tag = f"row-{number}" if self._tag is None else str(numpy.asarray(group.value(self._tag, place)).item())
-        return tag, arrays
+
+    def identity(self) -> str:
+        return f"{super().identity()} {sorted((key, column.name) for key, column in self._columns.items())}"
+
+
+class _Batches(RowFile):
+    """The record batches of a table that the package `datasets` has opened."""
+
+    def __init__(self, folder: str, table: Any) -> None:
+        super().__init__(folder)
+        self._batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self.bounds = numpy.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def _read(self, number: int, columns: Sequence[str]) -> Any:
+        return self._batches[number]
 
 
 def _load(folder: str, part: str | None) -> Any:
@@ -128,19 +129,11 @@ def _load(folder: str, part: str | None) -> Any:
     if (part is None) != (parts is None) or (parts is not None and part not in parts):
         expected = f"one of {', '.join(parts)}" if parts is not None else "none, as the folder holds one dataset"
         raise DataError(f"part: expected {expected}, got {part!r} in {folder}")
-    return found if parts is None else found[part]
+    rows = found if parts is None else found[part]
+    return rows if rows._indices is None else rows.flatten_indices(keep_in_memory=True)  # as early versions of the package wrote
 
 
-def _leave_undecoded(rows: Any, names: Sequence[str]) -> Any:
-    """The dataset with encoded files left undecoded: the decoder of the package needs a framework."""
-    import datasets
-
-    for name in names:
-        rows = rows.cast_column(name, datasets.Audio(decode=False))
-    return rows
-
-
-def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None, units: Units) -> Column:
+def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> Column:
     """How a column of some type is converted. Raises: DataError, if the type is not supported."""
     import datasets
 
@@ -150,16 +143,16 @@ def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None,
     while isinstance(inner, (datasets.Sequence, datasets.List, datasets.LargeList)) and axes < 2:
         axes, inner = axes + 1, inner.feature
     is_text = isinstance(inner, datasets.Value) and inner.dtype in ("string", "large_string")
-    if vocabulary is not None and not is_text:
+    if text is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
     if isinstance(inner, datasets.Audio) and axes == 0:
-        return Column(name, sound(inner.sampling_rate), decodes=True)
+        return Column(name, sound(inner.sampling_rate))
     if isinstance(inner, datasets.ClassLabel) and axes < 2:
         return Column(name, numbers(max(axes, 1), "int32"), tuple(inner.names))
     if is_text and axes < 2:
-        if vocabulary is None:
+        if text is None:
             return Column(name, lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object))
-        return Column(name, classes(vocabulary, units), tuple(vocabulary.entries))
+        return Column(name, text, tuple(text.labels))
     if isinstance(inner, datasets.Value) and inner.dtype.startswith(("int", "uint", "float", "bool")):
         return Column(name, numbers(max(axes, 1), inner.dtype))
     raise DataError(

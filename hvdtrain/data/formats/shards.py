@@ -1,4 +1,4 @@
-"""Items in several files ("shards") that can be found by number: the base of tar, parquet and Arrow files."""
+"""Items in several files ("shards") that can be found by number: the base of tar, parquet and Arrow files, and of folders."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import overload
 
 import numpy
 
 from hvdtrain.data.dataset import Item, Scanning, SequenceSource
 from hvdtrain.data.fingerprint import fingerprint_of_file
-from hvdtrain.data.formats.conversions import Convert, classes
-from hvdtrain.data.formats.folder import Units, read_vocabulary
+from hvdtrain.data.formats.conversions import TextClasses
 from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.formats.vocabulary import Units, read_vocabulary
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 
-class Shards(SequenceSource):
+class Shards(SequenceSource, Sequence[Item]):
     """Items by number, from 0, in the order of the files.
 
     Attributes:
         paths: the files.
         bounds: the index of the first item of every file, then the number of items: int64 of shape (files + 1,).
         lengths: by data key, the lengths of all items, if they are known without reading them; else None.
+        texts: by data key, how its texts become classes.
     """
 
     lengths: Mapping[str, Array] | None = None
+    texts: Mapping[str, TextClasses] = {}
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int], tags: Sequence[Array] | None) -> None:
         """Args:
@@ -39,15 +42,24 @@ class Shards(SequenceSource):
         self._tags = None if tags is None else numpy.concatenate(tags)
 
     @abstractmethod
-    def item(self, shard: int, row: int) -> dict[str, Array]:
+    def row(self, shard: int, row: int) -> dict[str, Array]:
         """The arrays of an item, by its place in a file. Raises: DataError."""
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
-    def __getitem__(self, index: int) -> Item:
-        shard = bisect_right(self.bounds, index) - 1
-        return self.tags([index])[0], self.item(shard, index - int(self.bounds[shard]))
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        numbers = range(len(self))[index]  # also handles negative numbers, and raises IndexError
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        shard = bisect_right(self.bounds, numbers) - 1
+        return self.tags([numbers])[0], self.row(shard, numbers - int(self.bounds[shard]))
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         """The names of some items."""
@@ -65,7 +77,14 @@ class Shards(SequenceSource):
         """A text that differs if the files do."""
         return repr(list(map(fingerprint_of_file, self.paths)))
 
+    def warnings(self) -> list[str]:
+        """Messages for the log: which vocabularies do not fit the texts that were read."""
+        misfits = {key: text.misfit() for key, text in self.texts.items()}
+        return [f"{key!r}: {misfit}" for key, misfit in misfits.items() if misfit]
+
     def begin_epoch(self, epoch: int) -> int | None:
+        if epoch != 1:
+            raise DataError(f"--epoch: expected 1 for {self.name}, which has no epochs, got {epoch}")
         return len(self)
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
@@ -95,17 +114,16 @@ class ShardedItems(ItemsDataset):
     def how_read(self) -> str:
         return f"{len(self._shards)} items of {len(self._shards.paths)} files"
 
+    def warnings(self) -> list[str]:
+        return super().warnings() + self._shards.warnings()
+
     def _identity(self) -> str:
         return f"{self._shards.identity()} {super()._identity()}"
 
 
-def text_conversions(where: str, vocabulary: Mapping[str, str], units: Units) -> dict[str, tuple[Convert, list[str]]]:
-    """By data key, how its texts become classes, and the names of the classes. Raises: DataError."""
-    found = {}
-    for key, path in vocabulary.items():
-        entries = read_vocabulary(Path(path))
-        found[key] = (classes(entries, units), entries.entries)
-    return found
+def text_conversions(vocabulary: Mapping[str, str], units: Units) -> dict[str, TextClasses]:
+    """By data key, how its texts become classes. Raises: DataError."""
+    return {key: TextClasses(read_vocabulary(Path(path)), units) for key, path in vocabulary.items()}
 
 
 def check_vocabulary(where: str, vocabulary: Mapping[str, str], texts: Sequence[str], keys: Sequence[str]) -> None:

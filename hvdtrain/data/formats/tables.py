@@ -7,15 +7,20 @@ Arrow files are memory-mapped: a row is read by its place.
 from __future__ import annotations
 
 import json
+import os
 import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.files import check_same, identity, why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.conversions import Convert, sound
 from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys
@@ -25,6 +30,9 @@ from hvdtrain.errors import DataError
 
 KEPT = 512 << 20
 """Bytes of decoded row groups of parquet files that a rank keeps, besides the last one."""
+
+FEW = 256
+"""The rows that are read at once of a row group that pyarrow cannot read as a whole."""
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of an Arrow stream. pyarrow takes a stream without them for a complete one."""
@@ -48,22 +56,29 @@ class Column:
 class Group:
     """Consecutive rows of a file: a row group of parquet, or a record batch of Arrow. Columns are converted when needed.
 
+    Args:
+        where: the file, for messages.
+        first: the number of the first row.
+        table: pyarrow's table or record batch. Parts of a table stay apart: together they may have more text than an array can.
+
     Attributes:
         num_bytes: its size in memory.
     """
 
     def __init__(self, where: str, first: int, table: Any) -> None:
         self._where = where
-        self._first = first
-        self._table = table
-        self._columns: dict[str, Column] = {}
+        self._batches = table.to_batches() if hasattr(table, "to_batches") else [table]
+        self._bounds = numpy.cumsum([first, *(batch.num_rows for batch in self._batches)]).tolist()
+        self._columns: dict[tuple[str, int], Column] = {}
         self.num_bytes = int(table.nbytes)
 
     def value(self, name: str, row: int) -> Any:
-        """The numbers of a row as an array; of other types, the value itself. Raises: DataError."""
-        column = self._columns.get(name)
+        """The numbers of a row of the file as an array; of other types, the value itself. Raises: DataError."""
+        part = bisect_right(self._bounds, row) - 1
+        column = self._columns.get((name, part))
         if column is None:
-            column = self._columns[name] = self._convert(name)
+            column = self._columns[name, part] = self._convert(name, part)
+        row -= self._bounds[part]
         if column.starts is None and isinstance(column.values, numpy.ndarray):
             return column.values[row : row + 1]
         if column.starts is None:
@@ -73,20 +88,17 @@ class Group:
 
     def describe(self, name: str, row: int) -> str:
         """A value's place, for messages."""
-        return f"{self._where}, column {name!r}, row {self._first + row}"
+        return f"{self._where}, column {name!r}, row {row}"
 
-    def _convert(self, name: str) -> Column:
+    def _convert(self, name: str, part: int) -> Column:
         """A column as arrays of numpy, if it holds numbers. Raises: DataError, if a value is missing."""
-        import pyarrow
-
-        values = self._table.column(name)
-        values = _plain(values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values)
-        self._require_values(name, values, None)
+        first, values = self._bounds[part], _plain(self._batches[part].column(name))
+        self._require_values(name, first, values, None)
         if not _is_list(values.type):
             return Column(values.to_numpy(zero_copy_only=False) if _is_number(values.type) else values)
         starts = _starts(values)
         inner = _plain(values.flatten())
-        self._require_values(name, inner, starts)
+        self._require_values(name, first, inner, starts)
         if _is_text(inner.type):
             return Column(values)
         if not _is_list(inner.type):
@@ -96,18 +108,20 @@ class Group:
         widths = numpy.diff(frames)
         if len(widths) and (widths != widths[0]).any():
             row = int(numpy.searchsorted(starts, int(numpy.argmax(widths != widths[0])), side="right")) - 1
-            raise DataError(f"{self.describe(name, row)}: expected frames of {widths[0]} numbers each, got frames of other sizes")
+            raise DataError(
+                f"{self.describe(name, first + row)}: expected frames of {widths[0]} numbers each, got frames of other sizes"
+            )
         if numbers.null_count:
-            self._require_values(name, numbers, frames[starts])
+            self._require_values(name, first, numbers, frames[starts])
         width = int(widths[0]) if len(widths) else 1
         return Column(numbers.to_numpy(zero_copy_only=False), frames[starts], width)
 
-    def _require_values(self, name: str, values: Any, starts: Array | None) -> None:
+    def _require_values(self, name: str, first: int, values: Any, starts: Array | None) -> None:
         """Raises: DataError, if a value is missing."""
         if values.null_count:
             place = values.is_null().index(True).as_py()
             row = place if starts is None else int(numpy.searchsorted(starts, place, side="right")) - 1
-            raise DataError(f"{self.describe(name, row)}: expected a value, got none")
+            raise DataError(f"{self.describe(name, first + row)}: expected a value, got none")
 
 
 class TableShards(Shards):
@@ -131,21 +145,16 @@ class TableShards(Shards):
                 _check_column(f"{where}.{option}", path, file.schema, files[0].schema, paths[0], str(name))
         types = {key: _plain_type(files[0].schema.field(name).type) for key, name in self._columns.items()}
         check_vocabulary(where, keys.vocabulary, [key for key, kind in types.items() if _is_texts(kind)], list(types))
-        texts = text_conversions(where, keys.vocabulary, keys.units)
-        self._convert: dict[str, Convert] = {key: convert for key, (convert, _) in texts.items()}
-        self._convert |= {key: sound(None) for key, kind in types.items() if _is_sound(kind)}
-        self.labels = _class_names(files[0].schema, self._columns) | {key: labels for key, (_, labels) in texts.items()}
-        self._files = files
-        self._groups: OrderedDict[tuple[int, int], Group] = OrderedDict()
-        self._lock = threading.Lock()
-        self._used = sorted(set(self._columns.values()))
+        self.texts = text_conversions(keys.vocabulary, keys.units)
+        self._convert: dict[str, Convert] = {**self.texts, **{key: sound(None) for key, kind in types.items() if _is_sound(kind)}}
+        labels = {key: text.labels for key, text in self.texts.items()}
+        self.labels = _class_names(files[0].schema, self._columns) | labels
+        self._rows = Rows(files, sorted(set(self._columns.values())))
         tags = None if keys.tag is None else [_tags(path, file, keys.tag) for path, file in zip(paths, files, strict=True)]
         super().__init__(paths, [file.bounds[-1] for file in files], tags)
 
-    def item(self, shard: int, row: int) -> dict[str, Array]:
-        file = self._files[shard]
-        number = int(numpy.searchsorted(file.bounds, row, side="right")) - 1
-        group, row = self._group(shard, number), row - int(file.bounds[number])
+    def row(self, shard: int, row: int) -> dict[str, Array]:
+        group = self._rows.group(shard, row)
         arrays = {}
         for key, name in self._columns.items():
             value = group.value(name, row)
@@ -155,70 +164,163 @@ class TableShards(Shards):
     def identity(self) -> str:
         return f"{super().identity()} {fingerprint_of([self._columns])}"
 
-    def _group(self, shard: int, number: int) -> Group:
-        """Some rows of a file, which stay in memory for a while. Raises: DataError."""
-        with self._lock:  # pyarrow's readers of parquet are for one thread at a time
-            group = self._groups.get((shard, number))
+
+class Rows:
+    """Groups of rows of some files, of which the last ones stay in memory for a while."""
+
+    def __init__(self, files: Sequence[RowFile], columns: Sequence[str]) -> None:
+        self._files = files
+        self._columns = columns
+        self._groups: OrderedDict[tuple[int, int], Group] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def group(self, number: int, row: int) -> Group:
+        """The group with a row of a file. Raises: DataError."""
+        file = self._files[number]
+        place = number, int(numpy.searchsorted(file.bounds, row, side="right")) - 1
+        with self._lock:
+            group = self._groups.get(place)
             if group is not None:
-                self._groups.move_to_end((shard, number))
+                self._groups.move_to_end(place)
                 return group
-            file = self._files[shard]
-            group = Group(self.paths[shard], int(file.bounds[number]), file.read(number, self._used))
-            self._groups[shard, number] = group
+            group = Group(file.path, int(file.bounds[place[1]]), file.read(place[1], self._columns))
+            self._groups[place] = group
             while len(self._groups) > 1 and sum(each.num_bytes for each in self._groups.values()) > KEPT:
                 self._groups.popitem(last=False)
             return group
 
 
-class ParquetFile:
-    """A parquet file.
+class RowFile(ABC):
+    """A file of rows, opened whenever some are read, as there may be more files than a process may open.
 
     Attributes:
         schema: pyarrow's.
-        bounds: the first row of every row group, then the number of rows.
+        bounds: the first row of every group, then the number of rows: int64.
     """
 
-    def __init__(self, path: str) -> None:
-        import pyarrow.parquet
+    schema: Any
+    bounds: Array
 
-        self._path = path
-        self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        self.schema = self._file.schema_arrow
-        about = self._file.metadata
-        self.bounds = numpy.cumsum([0, *(about.row_group(number).num_rows for number in range(about.num_row_groups))])
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._identity = identity(os.stat(path))
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """A row group. Raises: DataError."""
+        """A group. Raises: DataError."""
         import pyarrow
 
         try:
-            # Without threads, as pyarrow's do not survive a fork into the processes that read.
-            return self._file.read_row_group(number, columns=list(columns), use_threads=False)
+            check_same(Path(self.path), self._identity, identity(os.stat(self.path)))
+            return self._read(number, columns)
         except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{self._path}: expected a whole row group {number}, got: {error}") from None
+            got = why_not_opened(error) if isinstance(error, OSError) else ""
+            raise DataError(f"{self.path}: expected a whole row group {number}, got: {got or error}") from None
+
+    @abstractmethod
+    def _read(self, number: int, columns: Sequence[str]) -> Any:
+        """A group."""
 
 
-class ArrowFile:
-    """An Arrow file in IPC format, a file or a stream, memory-mapped. Attributes as in `ParquetFile`."""
+class ParquetFile(RowFile):
+    """A parquet file, whose groups are row groups."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        with self._open() as file:
+            self.schema, self._about = file.schema_arrow, file.metadata
+        numbers = range(self._about.num_row_groups)
+        self.bounds = numpy.cumsum([0, *(self._about.row_group(number).num_rows for number in numbers)])
+
+    def _open(self, about: Any = None) -> Any:
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(self.path, memory_map=True, metadata=about)
+
+    def _read(self, number: int, columns: Sequence[str]) -> Any:
+        import pyarrow
+
+        with self._open(self._about) as file:
+            # Without threads, as pyarrow's do not survive a fork into the processes that read.
+            options = {"columns": list(columns), "use_threads": False}
+            try:
+                return file.read_row_group(number, **options)
+            except pyarrow.ArrowNotImplementedError:  # a list of more than 2 GiB of texts, or so much sound
+                return pyarrow.Table.from_batches(file.iter_batches(FEW, row_groups=[number], **options))
+
+
+class ArrowFile(RowFile):
+    """An Arrow file in IPC format, a file or a stream, memory-mapped, whose groups are record batches."""
 
     def __init__(self, path: str) -> None:
         import pyarrow
 
-        mapped = pyarrow.memory_map(path)
-        if mapped.size() >= 8 and mapped.read_at(6, 0) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(mapped)
-            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        else:
-            reader = pyarrow.ipc.open_stream(mapped)
-            self._batches = list(reader)
-            if mapped.read_at(8, mapped.size() - 8) != END_OF_STREAM:
+        super().__init__(path)
+        self._batches: list[Any] = []
+        self._places: list[int] = []
+        sizes: list[int] = []
+        with pyarrow.memory_map(path) as mapped:
+            is_file = mapped.size() >= 8 and mapped.read_at(6, 0) == b"ARROW1"
+            reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped)
+            self.schema = reader.schema
+            if not is_file and mapped.read_at(8, mapped.size() - 8) != END_OF_STREAM:
                 raise DataError(f"{path}: expected the end mark of an Arrow stream, got the end of the file (was it cut off?)")
-        self.schema = reader.schema
-        self.bounds = numpy.cumsum([0, *(batch.num_rows for batch in self._batches)])
+            if not any(map(_has_dictionary, self.schema.types)):
+                self._places, sizes = _record_batches(mapped, 8 if is_file else 0)
+            elif not is_file:  # only pyarrow's readers know dictionaries: they decompress all batches at once
+                self._batches = list(reader)
+            if is_file and len(sizes) != reader.num_record_batches:
+                self._batches = list(map(reader.get_batch, range(reader.num_record_batches)))
+        sizes = [batch.num_rows for batch in self._batches] or sizes
+        self.bounds = numpy.cumsum([0, *sizes])
 
-    def read(self, number: int, columns: Sequence[str]) -> Any:
-        """A record batch."""
-        return self._batches[number]
+    def _read(self, number: int, columns: Sequence[str]) -> Any:
+        import pyarrow
+
+        if self._batches:
+            return self._batches[number]
+        with pyarrow.memory_map(self.path) as mapped:
+            mapped.seek(self._places[number])
+            return pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(mapped), self.schema)
+
+
+def _record_batches(mapped: Any, start: int) -> tuple[list[int], list[int]]:
+    """Where the record batches of an Arrow file begin, and their numbers of rows, without decompressing them."""
+    import pyarrow
+
+    places: list[int] = []
+    sizes: list[int] = []
+    mapped.seek(start)
+    while True:
+        place = mapped.tell()
+        try:
+            message = pyarrow.ipc.read_message(mapped)
+        except EOFError:
+            return places, sizes
+        if message.type == "record batch":
+            places.append(place)
+            sizes.append(_num_rows(message.metadata.to_pybytes()))
+
+
+def _num_rows(metadata: bytes) -> int:
+    """The number of rows of a record batch: `Message.header.length` in the flat buffer of its metadata."""
+
+    def number(place: int, size: int, signed: bool = False) -> int:
+        return int.from_bytes(metadata[place : place + size], "little", signed=signed)
+
+    def field(table: int, index: int) -> int:
+        fields = table - number(table, 4, signed=True)
+        offset = number(fields + 4 + 2 * index, 2) if 4 + 2 * index < number(fields, 2) else 0
+        return table + offset if offset else 0
+
+    header = field(number(0, 4), 2)
+    length = field(header + number(header, 4), 0)
+    return number(length, 8) if length else 0
+
+
+def _has_dictionary(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_dictionary(kind) or any(_has_dictionary(kind.field(place).type) for place in range(kind.num_fields))
 
 
 def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dataset]) -> TableShards:
@@ -226,7 +328,7 @@ def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dat
     return TableShards(where, keys)
 
 
-def _open_file(path: str, is_arrow: bool) -> ParquetFile | ArrowFile:
+def _open_file(path: str, is_arrow: bool) -> RowFile:
     what = "an Arrow file" if is_arrow else "a parquet file"
     try:
         import pyarrow
@@ -235,7 +337,8 @@ def _open_file(path: str, is_arrow: bool) -> ParquetFile | ArrowFile:
     try:
         return ArrowFile(path) if is_arrow else ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: expected {what}, got: {str(error) or type(error).__name__}") from None
+        got = why_not_opened(error) if isinstance(error, OSError) else ""
+        raise DataError(f"{path}: expected {what}, got: {got or str(error) or type(error).__name__}") from None
 
 
 def _check_column(option: str, path: str, schema: Any, first: Any, first_path: str, name: str) -> None:
@@ -251,12 +354,12 @@ def _check_column(option: str, path: str, schema: Any, first: Any, first_path: s
         raise DataError(f"{option}: expected a column of {wanted}, got {kind} in column {name!r} of {path}")
 
 
-def _tags(path: str, file: ParquetFile | ArrowFile, name: str) -> Array:
+def _tags(path: str, file: RowFile, name: str) -> Array:
     """The tags of a file, as UTF-8. Raises: DataError, if one is missing."""
     tags: list[bytes] = []
     for number, first in enumerate(file.bounds[:-1].tolist()):
         group = Group(path, first, file.read(number, [name]))
-        tags += [str(group.value(name, row)).encode("utf-8") for row in range(int(file.bounds[number + 1]) - first)]
+        tags += [str(group.value(name, row)).encode("utf-8") for row in range(first, int(file.bounds[number + 1]))]
     return numpy.array(tags, dtype=bytes)
 
 
@@ -271,12 +374,14 @@ def _class_names(schema: Any, columns: Mapping[str, str]) -> dict[str, list[str]
 
 
 def _plain(values: Any) -> Any:
-    """An array without extension types and dictionaries."""
+    """An array without extension types, dictionaries and views."""
     import pyarrow
 
     if isinstance(values, pyarrow.ExtensionArray):
         values = values.storage
-    return values.dictionary_decode() if isinstance(values, pyarrow.DictionaryArray) else values
+    values = values.dictionary_decode() if isinstance(values, pyarrow.DictionaryArray) else values
+    plain = {pyarrow.string_view(): pyarrow.large_string(), pyarrow.binary_view(): pyarrow.large_binary()}.get(values.type)
+    return values if plain is None else values.cast(plain)
 
 
 def _plain_type(kind: Any) -> Any:
@@ -301,7 +406,13 @@ def _is_number(kind: Any) -> bool:
 def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
-    return bool(types.is_string(kind) or types.is_large_string(kind))
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _is_texts(kind: Any) -> bool:
@@ -310,11 +421,11 @@ def _is_texts(kind: Any) -> bool:
 
 
 def _is_sound(kind: Any) -> bool:
-    """Whether a value is an encoded file, as the package `datasets` stores sound."""
+    """Whether a value is an encoded file: its bytes, or a struct with them, as the package `datasets` stores sound."""
     from pyarrow import types
 
     names = {field.name for field in kind} if types.is_struct(kind) else set()
-    return names == {"bytes", "path"} and types.is_binary(kind.field("bytes").type)
+    return _is_bytes(kind) or ({"bytes"} <= names <= {"bytes", "path", "sampling_rate"} and _is_bytes(kind.field("bytes").type))
 
 
 def _innermost(kind: Any) -> Any:

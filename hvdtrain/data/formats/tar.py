@@ -50,6 +50,9 @@ BLOCK = 512
 HEADER = 256
 """The number of bytes that hold the header of nearly every .npy file."""
 
+NOWHERE = (-1, 0)
+"""The place of a link to what an archive does not have."""
+
 OPEN_FILES = 64
 """The number of archives that are open at a time."""
 
@@ -95,9 +98,9 @@ class TarShards(Shards):
                     f'{key!r} (give a function in decode, or name the entries to read: "entries": {{"data": "npy", ...}})'
                 )
         check_vocabulary(where, keys.vocabulary, [key for key, kind in kinds.items() if kind in TEXTS], list(self._entries))
-        texts = text_conversions(where, keys.vocabulary, keys.units)
-        self.labels = {key: labels for key, (_, labels) in texts.items()}
-        self._convert = {key: _conversion(kind, texts[key][0] if key in texts else None) for key, kind in kinds.items()}
+        self.texts = text_conversions(keys.vocabulary, keys.units)
+        self.labels = {key: text.labels for key, text in self.texts.items()}
+        self._convert = {key: _conversion(kind, self.texts.get(key)) for key, kind in kinds.items()}
         self._decode = dict(keys.decode)
         read = {key: (suffix, kinds.get(key, "")) for key, suffix in self._entries.items()}
         found: dict[str, TarIndex] = {}
@@ -113,7 +116,7 @@ class TarShards(Shards):
             largest = numpy.max([index.largest for index in self._indices], axis=0).tolist()
             self.dims = {key: number + 1 for key, number in zip(read, largest, strict=True) if number >= 0}
 
-    def item(self, shard: int, row: int) -> dict[str, Array]:
+    def row(self, shard: int, row: int) -> dict[str, Array]:
         arrays = {}
         for column, (key, suffix) in enumerate(self._entries.items()):
             content = self._bytes(shard, row, column)
@@ -268,6 +271,11 @@ def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
         found = NAME.fullmatch(name)
         if found is None or IGNORED.fullmatch(name):
             continue
+        if (start, size) == NOWHERE:
+            raise DataError(
+                f"{path}: expected a file of the archive before the link {name!r} to it, got none (tar --dereference "
+                "stores files in place of links)"
+            )
         sample, suffix = found.group(1), found.group(2).lower()
         if sample != current:
             if files:
@@ -281,8 +289,9 @@ def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of every regular file in an archive. Raises: DataError."""
+    """Name, first byte and size of every regular file in an archive, and of every link to one before it. Raises: DataError."""
     last = "its beginning"
+    places: dict[str, tuple[int, int]] = {}
     try:
         with open(path, "rb") as file:
             try:
@@ -293,7 +302,12 @@ def _files(path: str) -> Iterator[tuple[str, int, int]]:
                         if member.issparse():
                             raise DataError(f"{path}: expected plain files, got the sparse file {last}")
                         if member.isreg():
+                            places[os.path.normpath(member.name)] = member.offset_data, member.size
                             yield member.name, member.offset_data, member.size
+                        elif member.islnk() or member.issym():
+                            folder = "" if member.islnk() else os.path.dirname(member.name)
+                            target = os.path.normpath(os.path.join(folder, member.linkname))
+                            yield member.name, *places.get(target, NOWHERE)
                     end = archive.offset
             except (tarfile.TarError, UnicodeDecodeError, EOFError, ValueError) as error:
                 raise _damage_error(path, file, last, error) from None
@@ -336,7 +350,7 @@ def _conversion(kind: str, text: Convert | None) -> Callable[[bytes, str], Array
     """How the bytes of a file become an array, by the last part of its suffix."""
     if kind in SOUNDS:
         decode = sound(None)
-        return lambda content, where: decode({"bytes": content, "path": None}, where)
+        return decode
     if text is not None:
         return lambda content, where: text(_text(content, where), where)
     return {"npy": _npy, "json": _json}.get(kind, _number)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.formats.items import stream_of
+from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.speech.found import UNREADABLE, count_lengths
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.sound import SoundReader, load_archived
@@ -20,10 +21,6 @@ from hvdtrain.errors import BrokenSequence, DataError
 
 OVERSHOOT = 0.5
 """Seconds by which a segment may end after its recording, as in Kaldi: it then ends with the recording."""
-
-
-LOOKED_AT = 100
-"""So many transcripts show whether a vocabulary fits them."""
 
 
 class Column(ABC):

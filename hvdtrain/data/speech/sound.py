@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,11 @@ class SoundReader:
         self._root = root
         self._allow_commands = allow_commands
         self._soundfile = import_soundfile()
-        self._whole = lru_cache(maxsize=1)(self._load)  # the segments of a recording often follow each other
+        self._latest: tuple[str, Array, int] | None = None  # the segments of a recording often follow each other
 
     def info(self, name: str, where: str) -> SoundInfo:
         """What the header says. Raises: BrokenSequence."""
-        if self._is_file(name, where):
+        if self._has_header(name, where):
             path = self._path(name)
             try:
                 found, problem = self._soundfile.info(path), damage_of_file(path)
@@ -62,7 +61,7 @@ class SoundReader:
         Raises:
             BrokenSequence: the sound cannot be read.
         """
-        if not self._is_file(name, where):
+        if not self._has_header(name, where):
             samples, rate = self._whole(name, where)
             return samples[start:stop], rate
         path = self._path(name)
@@ -72,8 +71,8 @@ class SoundReader:
             raise BrokenSequence(f"{where}: expected sound, got {_reason(path, error)}") from None
         return samples, rate
 
-    def _is_file(self, name: str, where: str) -> bool:
-        """Whether a line names a file, not a command or a place in an archive.
+    def _has_header(self, name: str, where: str) -> bool:
+        """Whether a line names a file with its length in the header; not a command, an archive, or an mp3 file without.
 
         Raises:
             DataError: it names a command, and those are not allowed.
@@ -81,13 +80,20 @@ class SoundReader:
         if name.endswith("|"):
             check_command(name, where, self._allow_commands)
             return False
-        return not is_archive(name)
+        return not is_archive(name) and not (name.lower().endswith(".mp3") and _is_length_guessed(self._path(name)))
+
+    def _whole(self, name: str, where: str) -> tuple[Array, int]:
+        """All sound of what has no header. Raises: BrokenSequence."""
+        latest = self._latest
+        if latest is None or latest[0] != name:
+            latest = self._latest = name, *self._load(name, where)
+        return latest[1:]
 
     def _path(self, name: str) -> Path:
         return self._root / name
 
     def _load(self, name: str, where: str) -> tuple[Array, int]:
-        """All sound of a command or of a place in an archive. Raises: BrokenSequence."""
+        """All sound of a command, of a place in an archive, or of a file. Raises: BrokenSequence."""
         if name.endswith("|"):
             done = subprocess.run(name[:-1], shell=True, cwd=self._root, stdin=subprocess.DEVNULL, capture_output=True)
             if done.returncode:
@@ -99,6 +105,12 @@ class SoundReader:
                 samples, rate = self._soundfile.read(io.BytesIO(done.stdout), dtype="float32", always_2d=True)
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected sound from the command, got: {error}") from None
+            return samples, rate
+        if not is_archive(name):
+            try:
+                samples, rate = self._soundfile.read(self._path(name), dtype="float32", always_2d=True)
+            except (OSError, RuntimeError) as error:
+                raise BrokenSequence(f"{where}: expected sound, got {_reason(self._path(name), error)}") from None
             return samples, rate
         if (encoded := self._archived_wav(name, where)) is not None:
             samples, rate = self._soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
@@ -131,6 +143,21 @@ class SoundReader:
         if problem:
             raise BrokenSequence(f"{where}: expected a whole sound file, got {problem}")
         return encoded
+
+
+def _is_length_guessed(path: Path) -> bool:
+    """Whether an mp3 file lacks the header with its length: libsndfile then guesses it by the first bit rate, and seeks by it."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(10)
+            size = 0  # of a tag before the sound
+            if head[:3] == b"ID3":
+                size = 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:10], (21, 14, 7, 0), strict=True))
+            stream.seek(size)
+            first = stream.read(200)
+    except (OSError, ValueError):  # opening it as sound gives the message
+        return False
+    return not any(mark in first for mark in (b"Xing", b"Info", b"VBRI"))
 
 
 def is_archive(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from hvdtrain.data.formats.folder import Units, Vocabulary, read_lines, split
+from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_lines, split
 from hvdtrain.data.speech.tables import Table
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError

@@ -10,14 +10,14 @@ import numpy
 import pytest
 import soundfile
 
-from hvdtrain.data.formats.hugging_face import BLOCK, HuggingFaceDataset
+from hvdtrain.data.formats.hugging_face import HuggingFaceDataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 
 datasets.disable_progress_bars()
 
-SIZE = BLOCK + 3
+SIZE = 67
 
 
 def sound(samples: list[int], kind: str, rate: int = 8000) -> dict[str, Any]:
@@ -190,9 +190,8 @@ def test_a_missing_value_is_no_number_and_no_text(tmp_path: Path, column: str) -
     features |= {"words": datasets.List(datasets.Value("string")), "tag": datasets.Value("string")}
     datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "rows")
     (tmp_path / "words").write_text("a\n<unk>\n")
-    made = HuggingFaceDataset(str(tmp_path / "rows"), tag="tag", vocabulary={"words": str(tmp_path / "words")})
     with pytest.raises(DataError, match=f"column {column!r}, row 2: expected a value, got none"):
-        made[2]
+        HuggingFaceDataset(str(tmp_path / "rows"), tag="tag", vocabulary={"words": str(tmp_path / "words")})[2]
     whole = datasets.Dataset.from_list(rows[:2], features=datasets.Features(features))
     whole.save_to_disk(tmp_path / "whole")
     _, arrays = HuggingFaceDataset(str(tmp_path / "whole"), tag="tag")[1]

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import soundfile
+from hdf_files import free_descriptors
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats import tables
@@ -103,6 +104,76 @@ def test_rows_are_the_arrays_that_were_written(tmp_path: Path, suffix: str) -> N
     assert dataset.streams["single"].labels == tuple("vwxyz")
     assert dataset.streams["several"].dim == 7
     assert opened(files[1], columns={"data": "lists"}).tags([1]) == ["row-1"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", ["struct", "with rate", "large", "bytes", "large bytes"])
+def test_sound_and_texts_as_other_programs_write_them(tmp_path: Path, suffix: str, kind: str) -> None:
+    """Polars writes string_view and large_binary; recordings come with their rate, or as mere bytes."""
+    encoded = [sound(length + 1) for length in LENGTHS]
+    view = pyarrow.string_view() if suffix != "parquet" else pyarrow.large_string()
+    fields = {"bytes": pyarrow.large_binary() if kind == "large" else pyarrow.binary(), "path": view}
+    if kind == "with rate":
+        fields = {"bytes": pyarrow.binary(), "sampling_rate": pyarrow.int32()}
+    values: list[Any] = [{"bytes": content, "path": None, "sampling_rate": 8000} for content in encoded]
+    column = pyarrow.struct(fields)
+    if "bytes" in kind:
+        values, column = encoded, pyarrow.large_binary() if "large" in kind else pyarrow.binary()
+    texts = {name: (COLUMNS[name][0], view) for name in ("text", "name")}
+    file = write(tmp_path / f"a.{suffix}", table(sound=(values, column), **texts))
+    (tmp_path / "letters").write_text("b\na\n")
+    dataset = opened(file, columns={"data": "sound", "text": "text"}, tag="name", vocabulary={"text": str(tmp_path / "letters")})
+    assert dataset.tags([6]) == ["utt-ä6"]
+    for number in (4, 0):
+        assert numpy.allclose(dataset.sequence(number)["data"][:, 0], numpy.arange(LENGTHS[number] * 10 + 10) / 100)
+        assert dataset.sequence(number)["text"].tolist() == [1, 0] * LENGTHS[number]
+
+
+def test_sound_that_is_not_there_or_of_another_rate(tmp_path: Path) -> None:
+    fields = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string(), "sampling_rate": pyarrow.int32()})
+    for value, message in (
+        ({"bytes": None, "path": None}, "expected a sound file, got neither its bytes nor a path"),
+        ({"bytes": sound(1), "sampling_rate": 16000}, "expected 16000 samples per second, got 8000"),
+    ):
+        rows = [{"bytes": sound(1)}] * 3 + [value] + [{"bytes": sound(1)}] * 3
+        file = write(tmp_path / "a.parquet", table(sound=(rows, fields)))
+        with pytest.raises(DataError, match=f"a.parquet, column 'sound', row 3: {message}"):
+            opened(file, columns={"data": "sound"})
+
+
+def test_parts_of_a_row_group_stay_apart() -> None:
+    """Together, the texts of a row group may have more bytes than an array can."""
+    parts = [["a", "bb"], [], ["ccc"], ["d", "", "ff"]]
+    rows = pyarrow.table({"x": pyarrow.chunked_array(parts, pyarrow.string()), "y": pyarrow.chunked_array([[1, 2, 3, 4, 5, 6]])})
+    group = tables.Group("a.parquet", 100, rows)
+    assert [group.value("x", row) for row in range(100, 106)] == [text for part in parts for text in part]
+    assert [group.value("y", row).tolist() for row in (105, 100)] == [[6], [1]]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_more_files_than_a_process_may_open(tmp_path: Path, suffix: str) -> None:
+    files = [write(tmp_path / f"{number}.{suffix}", table()) for number in range(9)]
+    opened(files[:1], columns={"data": "lists"})
+    with free_descriptors(6):
+        dataset = opened(files, columns={"data": "lists"}, tag="name")
+        for number in (60, 3, 8):
+            assert numpy.array_equal(dataset.sequence(number)["data"], frames(number % 7))
+    with free_descriptors(0), pytest.raises(DataError, match="got: the limit of .* open files of a process"):
+        opened(files[:1], columns={"data": "lists"})
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "stream"])
+def test_record_batches_are_decompressed_when_they_are_read(tmp_path: Path, suffix: str) -> None:
+    rows = pyarrow.table({"x": numpy.zeros(1 << 20)})
+    make = pyarrow.ipc.new_file if suffix == "arrow" else pyarrow.ipc.new_stream
+    with make(tmp_path / "a", rows.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(rows, max_chunksize=1 << 16)
+    before = pyarrow.total_allocated_bytes()
+    file = tables.ArrowFile(str(tmp_path / "a"))
+    assert pyarrow.total_allocated_bytes() - before < 1 << 16
+    assert file.bounds.tolist() == list(range(0, (1 << 20) + 1, 1 << 16))
+    batch = file.read(3, ["x"])
+    assert (batch.num_rows, pyarrow.total_allocated_bytes() - before < 2 << 20) == (1 << 16, True)
 
 
 def test_row_groups_are_kept_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,10 @@ import webdataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import tar as tar_files
 from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.sources import parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main as dump
+from hvdtrain.hdf_tools.dump import open_source
 
 LENGTHS = (3, 5, 2, 7, 1, 4, 6)
 
@@ -141,7 +143,47 @@ def test_texts_sounds_and_formats_of_the_config(shards: list[str], tmp_path: Pat
     assert re.search(r"\(in decode\['half'\] of .*train-000.tar, speaker/utt-ä0.npy\)", "".join(caught.value.__notes__))
 
 
+def test_links_are_the_files_that_they_lead_to(tmp_path: Path) -> None:
+    def link(name: str, target: str, kind: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, target
+        tar.addfile(member)
+
+    for target, error in (("../x/a.npy", ""), ("none.npy", "expected a file of the archive before the link 'y/c.npy' to it")):
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            member = tarfile.TarInfo("./x/a.npy")
+            member.size = len(npy(frames(0)))
+            tar.addfile(member, io.BytesIO(npy(frames(0))))
+            link("x/b.npy", "x/a.npy", tarfile.LNKTYPE)
+            link("y/c.npy", target, tarfile.SYMTYPE)
+        if error:
+            with pytest.raises(DataError, match=error):
+                opened(str(tmp_path / "a.tar"))
+            continue
+        dataset = opened(str(tmp_path / "a.tar"))
+        assert dataset.tags(range(3)) == ["./x/a", "x/b", "y/c"]
+        assert all(numpy.array_equal(dataset.sequence(number)["npy"], frames(0)) for number in range(3))
+
+
+def test_a_vocabulary_that_does_not_fit_is_in_the_log(shards: list[str], tmp_path: Path) -> None:
+    (tmp_path / "letters").write_text("<unk>\nA\nB\n")
+    options = {"entries": {"data": "npy", "classes": "text.txt"}, "vocabulary": {"classes": str(tmp_path / "letters")}}
+    [line] = opened(shards, **options).warnings()
+    assert re.match(r"'classes': (\d+) of the \1 units of its first texts are not in ", line)
+
+
 def test_it_is_converted_in_the_order_of_its_keys(shards: list[str], tmp_path: Path) -> None:
+    read: list[int] = []
+
+    def decode(content: bytes) -> numpy.ndarray:
+        read.append(len(content))
+        return numpy.load(io.BytesIO(content))
+
+    once = {"class": "TarDataset", "files": shards, "entries": {"data": "npy"}, "decode": {"data": decode}}
+    spec, _ = parse("train", once, {})
+    assert spec is not None
+    source = open_source(spec, 1)
+    assert len(list(source.read(0, None))) == len(read) == 7
     corpus = {"class": "TarDataset", "files": shards, "entries": {"data": "npy"}, "seq_ordering": "sorted"}
     assert dump([repr(corpus), str(tmp_path / "out.hdf")]) == 0
     assert opened_data.opened(str(tmp_path / "out.hdf")).lengths["data"].tolist() == sorted(LENGTHS)

@@ -1,18 +1,15 @@
 """HDF files that lead to other files: refused unless a key allows it, and never read as zeros where something is missing."""
 
-import gc
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
 import numpy
 import pytest
-from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, laid_out, put, write
+from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, free_descriptors, laid_out, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import open_dataset, parse
@@ -117,22 +114,6 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
     with h5py.File(path) as file:
         assert file["inputs"][:].tolist() == [[0, 0]] * 5  # that is what HDF5 makes of it
     assert refused(path) == f"expected {source} in {other} as a part of /inputs, got none"
-
-
-@contextmanager
-def free_descriptors(number: int) -> Iterator[None]:
-    """This process may open so many more files."""
-    gc.collect()  # which closes those of other tests
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
-    spare = os.dup(held[-1])
-    for descriptor in [*held, spare]:
-        os.close(descriptor)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_parts_that_cannot_be_opened_at_the_moment_are_no_zeros(tmp_path: Path) -> None:

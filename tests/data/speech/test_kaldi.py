@@ -1,5 +1,6 @@
 """Folders of Kaldi and ESPnet, read as they are."""
 
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,36 @@ def test_fbank(folder: Path) -> None:
     for number, arrays in enumerate(everything(dataset).values()):
         numpy.testing.assert_array_equal(arrays["data"], mel.features(sound(number, 800 + 80 * (number * 7 % 5))))
     assert dataset.streams["data"].shape == (20,)
+
+
+def test_a_command_runs_once_for_all_segments_of_its_recording(folder: Path) -> None:
+    write_table(folder / "wav.scp", {"call": f"echo >>{folder}/runs; cat {folder}/audio/utt00.wav |"})
+    write_table(folder / "segments", {f"utt{number:02}": f"call 0.0{number} 0.0{number + 1}" for number in range(6)})
+    dataset = opened({"folder": str(folder), "units": "text", "allow_commands": True})
+    for number in range(6):
+        numpy.testing.assert_array_equal(dataset.sequence(number)["data"][:, 0], sound(0, 800)[80 * number : 80 * number + 80])
+    assert (folder / "runs").read_text() == "\n"
+
+
+def test_mp3_without_a_header_of_its_length(folder: Path) -> None:
+    """Libsndfile guesses the length by the bit rate of the first frame, and seeks by it."""
+    silence = numpy.zeros(40000, numpy.float32)
+    samples = numpy.concatenate([silence, sound(0, 40000)])
+    encoded = io.BytesIO()
+    options = {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "VARIABLE", "compression_level": 0.3}
+    soundfile.write(encoded, samples, RATE, **options)
+    content = encoded.getvalue()
+    second = content.index(content[:2], 4)  # behind the frame with the header
+    assert b"Xing" in content[:second]
+    (folder / "call.mp3").write_bytes(content[second:])
+    whole, _ = soundfile.read(folder / "call.mp3", dtype="float32", always_2d=True)
+    assert soundfile.info(folder / "call.mp3").frames != len(whole)
+    write_table(folder / "wav.scp", {"utt00": folder / "call.mp3"})
+    write_table(folder / "text", {"utt00": "one"})
+    numpy.testing.assert_array_equal(opened({"folder": str(folder), "units": "text"}).sequence(0)["data"], whole)
+    write_table(folder / "segments", {"utt00": "utt00 7 8"})
+    segment = opened({"folder": str(folder), "units": "text"}).sequence(0)["data"]
+    numpy.testing.assert_array_equal(segment, whole[7 * RATE : 8 * RATE])
 
 
 def test_commands_only_if_allowed(folder: Path) -> None:

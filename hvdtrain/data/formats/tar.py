@@ -349,8 +349,7 @@ def _check_end(path: str, file: BinaryIO, end: int, last: str) -> None:
 def _conversion(kind: str, text: Convert | None) -> Callable[[bytes, str], Array]:
     """How the bytes of a file become an array, by the last part of its suffix."""
     if kind in SOUNDS:
-        decode = sound(None)
-        return decode
+        return sound(None)
     if text is not None:
         return lambda content, where: text(_text(content, where), where)
     return {"npy": _npy, "json": _json}.get(kind, _number)

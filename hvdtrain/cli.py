@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from hvdtrain.config import completion
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
-from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome
+from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome, failure_text
 from hvdtrain.runtime.goodput import process_began
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.version import __version__
@@ -275,8 +274,8 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         return _fail(str(error), error.outcome)
     except KeyboardInterrupt:
         return _fail(interrupted, Outcome(BY_CTRL_C, "all ranks"))
-    except BaseException:
-        return _fail(traceback.format_exc(), Outcome(1))
+    except BaseException as error:
+        return _fail(failure_text(error), Outcome(1))
 
 
 def restarts(settings: Settings) -> Restarts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -227,3 +228,41 @@ class PeerFailure(HvdtrainError):
 
     def __str__(self) -> str:
         return ": ".join([super().__str__(), *(["; ".join(self.causes)] if self.causes else [])])
+
+
+PACKAGE = f'  File "{os.path.dirname(os.path.abspath(__file__))}{os.sep}'
+
+
+def failure_text(error: BaseException) -> str:
+    """An exception of the user's code, for the terminal: what it says and in which batch, then its traceback, which has one line
+    for the calls within hvdtrain that lead to other code.
+    """
+    if (rank := getattr(error, TOLD_BY, None)) is not None:
+        return f"{_first_line(error)} (as on {rank}, which prints more)\n"
+    lines: list[str] = []
+    own: list[str] = []
+    for line in traceback.format_exception(error):
+        is_frame = line.startswith("  File ")
+        if is_frame and line.startswith(PACKAGE):
+            own.append(line)
+            continue
+        lines += [f"  ({len(own)} calls within hvdtrain, the last one in {_place(own[-1])})\n"] if own and is_frame else own
+        own = []
+        lines.append(line)
+    said = traceback.format_exception_only(error)
+    rest = [*lines, *own]
+    return "".join([*said, *rest[: len(rest) - len(said)], f"{_first_line(error)}\n"])
+
+
+TOLD_BY = "told_by"
+"""The attribute of an exception that another rank has, too: that rank."""
+
+
+def _first_line(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[0].partition("\n")[0]
+
+
+def _place(frame: str) -> str:
+    """The file and the line of a frame of a traceback."""
+    file, _, rest = frame.removeprefix(PACKAGE).partition('", line ')
+    return f"{file}:{rest.partition(',')[0]}"

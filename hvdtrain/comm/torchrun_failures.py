@@ -87,4 +87,4 @@ def cause_in(message: str) -> str:
     """The error of a traceback, without the lines that were added to it; any other message as it is."""
     lines = message.strip().splitlines()
     frames = [number for number, line in enumerate(lines[:-1]) if line.startswith("  ")]
-    return lines[frames[-1] + 1] if frames and lines[0].startswith("Traceback") else message
+    return lines[frames[-1] + 1] if frames and "Traceback (most recent call last):" in lines else message

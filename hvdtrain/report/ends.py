@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hvdtrain.errors import HvdtrainError, Outcome
+from hvdtrain.errors import TOLD_BY, HvdtrainError, Outcome
 from hvdtrain.runtime.interrupt import Stopped
 
 Status = Literal["finished", "stopped", "failed"]
@@ -35,6 +35,9 @@ LAUNCHER = "the launcher"
 
 SECONDS_TO_WRITE = 1.0
 """How long a process that ends itself waits for its record: the file system may be what hangs."""
+
+SECONDS_TO_COMPARE = 0.3
+"""How long a rank waits for the others' records of an error, which may be of the same line of the config."""
 
 SILENT = 120.0
 """Seconds without a sign of life after which a training is lost. The lock's heartbeat comes every 10 s, and NFS may show it a
@@ -90,9 +93,21 @@ def record_end(folder: Path, rank: int) -> Iterator[None]:
         if rank == 0 or (outcome.scope == "this rank" and not is_stop):
             by, is_consequence = f"rank {rank}", outcome.scope == "a peer"
             append_end(folder, "stopped" if is_stop else "failed", _why(error), by, is_consequence=is_consequence)
+        if rank and not isinstance(error, HvdtrainError | KeyboardInterrupt):
+            time.sleep(SECONDS_TO_COMPARE)
+            setattr(error, TOLD_BY, _told_by(folder, rank, _why(error)))
         raise
     if rank == 0:
         append_end(folder, "finished", "", "rank 0")
+
+
+def _told_by(folder: Path, rank: int, why: str) -> str | None:
+    """The first rank, before this one, whose error in this start was the same."""
+    with suppress(OSError):
+        start = _num_starts(folder)
+        of_ranks = [end.by for end in read_ends(folder) if end.start == start and end.why == why.strip()[:MOST_LETTERS]]
+        return min((by for by in of_ranks if by.startswith("rank ") and int(by[5:]) < rank), default=None)
+    return None
 
 
 def _why(error: BaseException) -> str:

@@ -264,5 +264,5 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown(corpus: Path
     assert time.time() - float((tmp_path / "record.fault").read_text()) < PATIENCE
     assert finished.status != 0
     assert "RuntimeError: planted by the test" in finished.err
-    told = re.findall(r"rank \d of \d: Traceback", finished.err)
-    assert told == ["rank 1 of 2: Traceback"]  # the others have nothing to tell
+    told = re.findall(r"rank \d of \d: RuntimeError: planted", finished.err)
+    assert told == ["rank 1 of 2: RuntimeError: planted"]  # the others have nothing to tell

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_pages import run_folder
 
-from hvdtrain.errors import PeerFailure, TrainingError
+from hvdtrain.errors import PeerFailure, TrainingError, failure_text
 from hvdtrain.report import ends
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.ends import LAUNCHER, SILENT, append_end, append_hang, read_ends, read_state, record_end
@@ -142,3 +142,24 @@ def test_a_training_that_failed_in_its_first_epoch_has_a_page(tmp_path: Path) ->
     append_end(tmp_path, "failed", "ce = nan", "rank 0")
     assert main([str(tmp_path)]) == 0
     assert "<b>failed</b> ce = nan" in (tmp_path / "report.html").read_text()
+
+
+def test_a_rank_with_the_error_of_one_before_it_says_so(tmp_path: Path) -> None:
+    """Other errors, and that of an earlier start, are its own."""
+    begin(tmp_path, 1)
+    append_end(tmp_path, "failed", "ValueError: early", "rank 0")
+    begin(tmp_path, 2)
+    append_end(tmp_path, "failed", "ValueError: planted", "rank 0")
+    texts = []
+    for what in ("planted", "early", "other"):
+        try:
+            with record_end(tmp_path, 1):
+                raise ValueError(what)
+        except ValueError as error:
+            error.add_note("in this batch")
+            texts.append(failure_text(error))
+    assert texts[0] == "ValueError: planted (as on rank 0, which prints more)\n"
+    for text, what in zip(texts[1:], ("early", "other"), strict=True):
+        lines = text.splitlines()
+        assert lines[:3] == [f"ValueError: {what}", "in this batch", "Traceback (most recent call last):"]
+        assert lines[-1] == f"ValueError: {what}"

@@ -242,7 +242,8 @@ class Settings:
         )
         found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         found["random_seed"] = str(self.run.random_seed)
-        if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
+        of_twice_as_many, _ = make_schedule(self.schedule.learning_rate_schedule, 2 * self.run.num_epochs)
+        if self.step_schedule != of_twice_as_many:
             found["num_epochs"] = str(self.run.num_epochs)
         return found
 
@@ -486,13 +487,13 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
     task = values.get("task")
     if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run", "find_batch_size"):
         values = {**values, "model": os.path.join(os.curdir, task)}
+    if values.get("learning_rates") is None and task in ("forward", "search", "eval", "summary", "cleanup_old_models"):
+        values = {"learning_rate": 1.0, **values}
     if task not in ("forward", "search"):
         return values
     unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
     if values.get("forward_step") is not None:
         unused["train_step"] = lambda **_: None
-    if values.get("learning_rates") is None:
-        unused["learning_rate"] = 1.0
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import types
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -401,6 +402,7 @@ NOTEBOOK = """
 import sys
 sys.path.insert(0, {tests!r})
 import threading
+import types
 from pathlib import Path
 import hvdtrain
 from test_api import keys_of
@@ -480,3 +482,35 @@ def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
     assert (tmp_path / "model.001.pt").exists()
     assert json.loads((tmp_path / "ends.jsonl").read_text())["status"] == "finished"
     assert hvdtrain.train(keys_of(tmp_path)).num_epochs == 0, "the same call does not go on"
+
+
+def test_a_full_disk_is_noticed_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=100, total=1000))
+    with refused("model: not-writable"):
+        hvdtrain.train(keys_of(tmp_path))
+    assert not (tmp_path / "scores.jsonl").exists()
+
+
+def test_an_evaluation_needs_no_learning_rate_and_another_end_no_word_if_nothing_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = {"class": "constant", "num_warmup_steps": 2}
+    trained = hvdtrain.train(keys_of(tmp_path, learning_rate_schedule=endless))
+    with caplog.at_level("INFO", "hvdtrain"):
+        hvdtrain.train(keys_of(tmp_path, learning_rate_schedule=endless, num_epochs=3))
+        hvdtrain.train(keys_of(tmp_path, learning_rate_schedule="cosine", num_epochs=4))
+    assert "num_epochs: 3" not in caplog.text
+    keys = keys_of(tmp_path)
+    del keys["learning_rate"]
+    assert hvdtrain.evaluate(keys, load_epoch=2) == {"dev_loss_ce": trained.scores["dev_loss_ce"]}
+
+
+def test_transformers_of_pytorch_in_bfloat16_are_evaluated(tmp_path: Path) -> None:
+    """Their fast path in evaluations does not know autocast on a CPU."""
+
+    def get_model(**_: Any) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return nn.Sequential(nn.Embedding(5, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 5))
+
+    trained = hvdtrain.train(keys_of(tmp_path, get_model=get_model, mixed_precision="bfloat16", num_epochs=1))
+    assert 0 < trained.scores["dev_loss_ce"] < 5

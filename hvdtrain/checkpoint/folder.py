@@ -5,6 +5,7 @@ A checkpoint exists once its model file does: that file is renamed into place la
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdtrain.data.files import size_text
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
@@ -454,10 +456,17 @@ def _checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[N
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
+        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}{_free_text(file, error.errno)}") from error
     except RuntimeError as error:
         why = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
+
+
+def _free_text(file: Path, number: int | None) -> str:
+    """For an error that says that the disk is full, how much is free on it."""
+    with suppress(OSError):
+        return f" ({size_text(shutil.disk_usage(file.parent).free)} free there)" if number == errno.ENOSPC else ""
+    return ""
 
 
 PROBE = 4 << 20

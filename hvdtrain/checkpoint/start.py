@@ -241,8 +241,8 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
             if found and is_begun and not accept:
                 raise CheckpointError(
                     f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(found)} "
-                    "(continue with that data, or with this: ++accept_changed_data 1; or remove the checkpoint within the epoch "
-                    "to repeat the epoch from its beginning)"
+                    "(continue with that data, or with this: ++accept_changed_data 1; or remove "
+                    f"{progress.file} to repeat the epoch from its beginning)"
                 )
             has_changed = has_changed or bool(found and is_begun)
             if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
 from hvdtrain.data.feed import Feed, batch_lines, cache_texts, feed_lines
 from hvdtrain.data.files import size_text
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.compression import COMPRESSIONS
+from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.commit import commit_of
@@ -159,6 +162,23 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
         log.row(3, words, good=of_best)
 
 
+def check_space(folder: Path, session: Session) -> None:
+    """Raises: ConfigError, if the disk has less space than the newest checkpoint takes, or the model alone, if there is none."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    file = session.progress.file
+    files = (
+        [one for one in file.parent.glob(f"{file.name.removesuffix(file.suffix)}.*") if one.is_file()] if file is not None else []
+    )
+    of_model = sum(num_bytes(list(session.learner.state.tensors(role).values())) for role in ROLES)
+    needed, free = max(of_model, sum(one.stat().st_size for one in files)), shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError.of(
+            "not-writable",
+            f"model: expected {size_text(needed)} of free space in {folder} for a checkpoint, got {size_text(free)} (free some, "
+            "or choose another folder; cleanup_old_models removes old models)",
+        )
+
+
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
     """Collective. Append the settings and hosts of this start to starts.jsonl, and write the model's layers to summary.json.
 
@@ -173,6 +193,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)
 
     def note() -> None:
+        check_space(folder, session)
         append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)

@@ -165,11 +165,11 @@ def agree_on_batches(
     if feed.distribution == "shard":
         fingerprints = fingerprints[:1]  # `plan_together` has compared them
     if current.fingerprints and not _is_same_plan(current, feed, fingerprints):
-        error = _changed_plan_error(current, feed, plan_inputs)
+        error = _changed_plan_error(current, feed, plan_inputs, file)
     elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
         error = CheckpointError(
             f"{file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
-            f"{current.position} (remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+            f"{current.position} (remove this file to repeat the epoch from its beginning)"
         )
     if error is not None:
         raise error.on_all_ranks()
@@ -186,7 +186,7 @@ def _is_same_plan(current: EpochProgress, feed: Feed, fingerprints: Sequence[int
     return before == list(fingerprints)
 
 
-def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str]) -> CheckpointError:
+def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str], file: Path | None) -> CheckpointError:
     """The error if an epoch cannot resume with the batches it began with, and the reason if it is known."""
     changed = changed_since(current.order_version, feed.order_keys, current.epoch)
     differing = differences(current.made_from, plan_inputs)
@@ -194,6 +194,5 @@ def _changed_plan_error(current: EpochProgress, feed: Feed, plan_inputs: Mapping
     why = f"{changed}: continue with the version of hvdtrain that wrote the checkpoint" if changed else same
     return CheckpointError(
         f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them"
-        f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
-        "beginning)"
+        f"{differing and ': '}{differing} ({why}, or remove {file} to repeat the epoch from its beginning)"
     )

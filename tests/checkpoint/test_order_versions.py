@@ -64,7 +64,7 @@ def test_another_laplace_within_an_epoch_is_refused_with_the_reason(tmp_path: Pa
     assert str(refused.value) == (
         "epoch 1: expected the batches it began with, got others after 7 of them (laplace cuts its bins as RETURNN does now; "
         "before, the first bins were longer by one sequence: continue with the version of hvdtrain that wrote the checkpoint, or "
-        "remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+        f"remove {tmp_path / 'model.001.step-7.pt'} to repeat the epoch from its beginning)"
     )
     with pytest.raises(
         CheckpointError, match="got others after 7 of them: seq_ordering: random, expected laplace:4 .continue with"

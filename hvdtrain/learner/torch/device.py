@@ -148,7 +148,21 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
     is_available = torch.amp.autocast_mode.is_autocast_available(device.type)
     if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
         raise ConfigError.of("unavailable", f"mixed_precision: expected a type that {device} computes in, got {dtype!r}")
-    return lambda: torch.autocast(device.type, dtype=wanted)
+    return (
+        functools.partial(_autocast_on_cpu, wanted) if device.type == "cpu" else lambda: torch.autocast(device.type, dtype=wanted)
+    )
+
+
+@contextmanager
+def _autocast_on_cpu(dtype: torch.dtype) -> Iterator[None]:
+    """Without the fast path of nn.Transformer's layers in evaluations, which fails there; on a GPU, autocast itself avoids it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 Watch = Callable[[], AbstractContextManager[None]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser
@@ -12,7 +13,7 @@ from hvdtrain.errors import DataError, HvdtrainError
 TEMPLATES = {
     "torch": "PyTorch, with data that the config makes up (default)",
     "tensorflow": "the same with TensorFlow and Keras",
-    "hdf": "PyTorch, with data from HDF files",
+    "hdf": "PyTorch, with data from HDF files, whose sizes it has if they exist",
     "returnn": "PyTorch, in RETURNN's style; needs the package returnn",
 }
 TASKS = {
@@ -23,6 +24,7 @@ TASKS = {
     "seq2seq": "a target for a source, such as a translation: encoder, decoder and attention",
     "finetune": "adapters in a pretrained encoder; needs the packages transformers and peft",
 }
+USUAL = ("train.hdf", "dev.hdf")
 NEEDS = {
     "hdf": "   # once its files exist",
     "finetune": "   # needs the packages: pip install transformers peft",
@@ -37,12 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     template = options.task or options.template or "torch"
     try:
-        write(options.config, template)
+        files = options.files or [name for name in USUAL if template == "hdf" and Path(name).exists()]
+        if options.files and template != "hdf":
+            raise DataError(f"--files: expected --hdf, got a config for {template}, which makes up its data")
+        write(options.config, template, files)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{options.config}: a config for {template}; adapt it to your data and model")
-    print(f"python -m hvdtrain {options.config}{NEEDS.get(template, '')}")
+    print(f"python -m hvdtrain {options.config}{'' if files else NEEDS.get(template, '')}")
     return 0
 
 
@@ -53,14 +58,29 @@ def parser() -> argparse.ArgumentParser:
     kinds = result.add_mutually_exclusive_group()
     for name, help in TEMPLATES.items():
         kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
+    result.add_argument(
+        "--files",
+        nargs="+",
+        metavar="FILE",
+        help="with --hdf: train, and dev if there are two; else train.hdf and dev.hdf, if they exist",
+    )
     tasks = "; ".join(f"{name}: {help}" for name, help in TASKS.items())
     kinds.add_argument("--task", choices=TASKS, help=f"PyTorch, with made-up data and a model for a task: {tasks}")
     return result
 
 
-def write(config: Path, template: str) -> None:
-    """Write the config, whose `model` is named after it. Raises: DataError: it exists, or cannot be written."""
+def write(config: Path, template: str, files: Sequence[str] = ()) -> None:
+    """Write the config, whose `model` is named after it.
+
+    Args:
+        files: HDF files for train and dev, whose sizes become those of the model.
+
+    Raises:
+        DataError: the config exists, or cannot be written; or a file cannot be read, or has other data.
+    """
     text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
+    if files:
+        text = _with_sizes(text, *files)
     try:
         with config.open("x", encoding="utf-8") as file:
             file.write(text.replace("CONFIG", config.name).replace("NAME", config.stem))
@@ -68,6 +88,28 @@ def write(config: Path, template: str) -> None:
         raise DataError(f"{config}: expected the name of a new file, got one that exists") from None
     except OSError as error:
         raise DataError(f"{config}: expected a file that can be written, got: {error.strerror}") from None
+
+
+def _with_sizes(text: str, train: str, dev: str | None = None, *_: str) -> str:
+    """The template of HDF files with their names, and the sizes of what is in the first one."""
+    from hvdtrain.data.hdf.dataset import open_hdf  # here, as it imports h5py
+
+    dataset = open_hdf([train])
+    streams = dataset.streams
+    dataset.close()
+    found = {name: f"{'classes' if stream.sparse else 'vectors'} of {stream.dim}" for name, stream in streams.items()}
+    vectors, classes = streams.get("data"), streams.get("classes")
+    if vectors is None or classes is None or vectors.sparse or not classes.sparse:
+        has = ", ".join(f"{name} ({what})" for name, what in found.items())
+        raise DataError(
+            f"{train}: expected vectors in 'data' and classes in 'classes', got {has} (without --files, adapt the config)"
+        )
+    text = text.replace("FEATURES, CLASSES = 40, 100", f"FEATURES, CLASSES = {vectors.dim}, {classes.dim}")
+    line = next(line for line in text.splitlines() if line.startswith("dev = "))
+    text = text.replace(
+        line, line.replace('["dev.hdf"]', repr([dev]).replace("'", '"')) if dev else "dev = None  # evaluated after every epoch"
+    )
+    return text.replace('["train.hdf"]', repr([train]).replace("'", '"'))
 
 
 if __name__ == "__main__":

@@ -18,22 +18,21 @@ SLOW = ("returnn", "tensorflow")
 
 @pytest.mark.parametrize("template", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TEMPLATES])
 def test_a_config_trains_as_it_is(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "mine.py"
-    assert main([str(config), f"--{template}"]) == 0
+    config, files = tmp_path / "mine.py", tmp_path / "train.hdf"
+    with HDFWriter(files, dims={"classes": 5}) as writer:
+        for number in range(20):
+            classes = numpy.random.default_rng(number).integers(0, 5, 10)
+            frames = numpy.eye(7, dtype=numpy.float32)[classes]
+            writer.add(f"seq-{number}", {"data": frames, "classes": classes.astype(numpy.int32)})
+    given = ["--files", str(files), str(files)] if template == "hdf" else []
+    assert main([str(config), f"--{template}", *given]) == 0
     assert f"python -m hvdtrain {config}" in capsys.readouterr().out
+    assert ("FEATURES, CLASSES = 7, 5\n" in config.read_text()) == bool(given)
     assert "python -m hvdtrain mine.py " in config.read_text()
     assert "CONFIG" not in config.read_text()
     assert 'model = "exp/mine/model"' in config.read_text(), "no two configs train the same model"
     assert config.read_text().count("NAME") == 0
-    overrides: dict[str, object] = {"model": tmp_path / "model", "num_epochs": 2, "num_threads": 1}
-    if template == "hdf":
-        overrides |= {"train.files": tmp_path / "train.hdf", "dev.files": tmp_path / "train.hdf", "batch_size": 100}
-        generator = numpy.random.default_rng(0)
-        with HDFWriter(tmp_path / "train.hdf", dims={"classes": 100}) as writer:
-            for number in range(20):
-                classes = generator.integers(0, 5, 10)
-                frames = numpy.eye(40, dtype=numpy.float32)[classes]
-                writer.add(f"seq-{number}", {"data": frames, "classes": classes.astype(numpy.int32)})
+    overrides = {"model": tmp_path / "model", "num_epochs": 2, "num_threads": 1} | ({"batch_size": 100} if given else {})
     finished = hvdtrain(config, overrides)
     assert finished.status == 0, finished.err
     first, last = (json.loads(line)["scores"] for line in (tmp_path / "scores.jsonl").read_text().splitlines())

@@ -78,6 +78,7 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
     known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
     made: list[AverageScores] = []
     feeds = session.epochs.feeds(session.feeds, epoch)
+    session.learner.begin_epoch(epoch, session.progress.step)  # this start of the program may have trained nothing
     with stop_vote(session) as after_step:
         evaluator = Evaluator(session, feeds, step_log, after_step)
         for rule in rules:

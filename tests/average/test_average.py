@@ -253,9 +253,12 @@ def test_an_average_of_other_models_is_no_mistake_of_the_training(tmp_path: Path
 def test_averages_of_trained_parameters_only(corpus: Path, tmp_path: Path) -> None:
     """With save_parameters = 'trained', averages and models within epochs have no others, either, and say what base they need."""
     keys = {"save_parameters": "trained", "layers": "plain", "num_epochs": 2, "eval_interval_steps": 7, "learning_rate": 0.0003}
+    keys["fault"] = "no_score,-1,-1"
+    assert toy(corpus, tmp_path, **keys).status == 0
     ended = toy(corpus, tmp_path, average_checkpoints={"best": 2}, **keys)
     assert ended.status == 0, ended.err
     [made] = json.loads((tmp_path / "averages.json").read_text())
+    assert made["scores"]["dev_loss_quality_error"] == 1 / 2, "train_step finds the last epoch, also in a start that trains nothing"
     for name in ("model.best-2.pt", *(name for name in made["of"])):
         contents = read_model(tmp_path / name)
         assert "frozen" not in contents["model"]

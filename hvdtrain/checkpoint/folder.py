@@ -208,8 +208,9 @@ class CheckpointFolder:
 
     def is_from_elsewhere(self, checkpoint: Checkpoint) -> bool:
         """Whether another program wrote a model, in a format in which this can be recognized."""
-        marker = self._model_marker
-        return marker is not None and checkpoint.model_file.exists() and not checkpoint.model_file_as(marker).exists()
+        if self._model_marker is None or checkpoint.model_suffix == SAFETENSORS:  # the best within an epoch, of any framework
+            return False
+        return checkpoint.model_file.exists() and not checkpoint.model_file_as(self._model_marker).exists()
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
         """All checkpoints before another one, with or without optimizers, newest first."""

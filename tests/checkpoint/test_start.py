@@ -50,6 +50,9 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
     for name in ("001.opt.pt", f"001.{kind}", "002.step-7.opt.pt", f"002.step-7.{kind}"):
         (tmp_path / f"model.{name}").touch()
     folder = CheckpointFolder(tmp_path / "model", "npz")
+    best_within_epoch = CheckpointFolder(tmp_path / "other", "npz", "safetensors")
+    (tmp_path / "other.001.step-3.safetensors").touch()
+    assert start_of_training(StartKeys(), best_within_epoch).checkpoint is None, "it has no optimizer, and no framework"
     with pytest.raises(CheckpointError) as refused:
         start_of_training(StartKeys(), folder)
     assert str(refused.value) == (

@@ -258,7 +258,7 @@ def test_averages_of_trained_parameters_only(corpus: Path, tmp_path: Path) -> No
     ended = toy(corpus, tmp_path, average_checkpoints={"best": 2}, **keys)
     assert ended.status == 0, ended.err
     [made] = json.loads((tmp_path / "averages.json").read_text())
-    assert made["scores"]["dev_loss_quality_error"] == 1 / 2, "train_step finds the last epoch, also in a start that trains nothing"
+    assert made["scores"]["dev_loss_quality_error"] == 1 / 2, "train_step finds the last epoch, also if nothing is trained"
     for name in ("model.best-2.pt", *(name for name in made["of"])):
         contents = read_model(tmp_path / name)
         assert "frozen" not in contents["model"]

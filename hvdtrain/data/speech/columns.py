@@ -51,7 +51,7 @@ class Column(ABC):
 
     def value(self, index: int) -> str:
         """What the line of a sequence has."""
-        return self.table.values[int(self.positions[index])]
+        return self.table.value(int(self.positions[index]))
 
     def where(self, index: int) -> str:
         """The line of a sequence, for messages."""
@@ -90,7 +90,9 @@ class TextColumn(Column):
         return self._encoder.length(self.value(index), self.where(index))
 
     def lengths(self) -> Array | None:
-        return self._count() if isinstance(self._encoder, (RawText, UnitEncoder)) else None
+        if isinstance(self._encoder, RawText):
+            return numpy.where(self.positions >= 0, 1, UNREADABLE).astype(numpy.int32)
+        return self._count() if isinstance(self._encoder, UnitEncoder) else None
 
     def misfit(self) -> str:
         """What to say if a vocabulary does not fit the first transcripts; '': nothing."""
@@ -211,7 +213,7 @@ class SoundColumn(Column):
 
     def recording_length(self, line: int) -> int:
         """The number of samples of a recording, by its line. Raises: BrokenSequence."""
-        return self._checked_info(self._recordings.values[line], self._recordings.where(line))
+        return self._checked_info(self._recordings.value(line), self._recordings.where(line))
 
     def set_recording_lengths(self, of_recordings: Array) -> None:
         """Cut the segments to the recordings, whose lengths are now known."""
@@ -266,7 +268,7 @@ class SoundColumn(Column):
         where = self._recordings.where(line)
         if self.table is not self._recordings:
             where = f"{self.where(index)}, of {where}"
-        return self._recordings.values[line], where
+        return self._recordings.value(line), where
 
     def _checked_info(self, name: str, where: str) -> int:
         info = self._reader.info(name, where)
@@ -317,11 +319,11 @@ def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array,
     Raises:
         DataError: a line is not as described, or has a recording that there is not.
     """
-    lines = numpy.full(len(positions), -1, numpy.int64)
+    names = [b""] * len(positions)
     times, channels = numpy.zeros((len(positions), 2)), numpy.full(len(positions), -1)
     for index in numpy.flatnonzero(positions >= 0).tolist():
         position = int(positions[index])
-        fields = table.values[position].split()
+        fields = table.value(position).split()
         try:
             name, begin, end = fields[0], float(fields[1]), float(fields[2])
             channel = int(fields[3]) if len(fields) > 3 else -1
@@ -331,10 +333,13 @@ def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array,
         if not is_right:
             raise DataError(
                 f"{table.where(position)}: expected `recording begin end` in seconds, and perhaps a channel, got "
-                f"{table.values[position]!r}"
+                f"{table.value(position)!r}"
             )
-        line = recordings.find(name)
-        if line is None:
-            raise DataError(f"{table.where(position)}: expected a recording of {recordings.path}, got {name!r}")
-        lines[index], times[index], channels[index] = line, (begin, end), channel
+        names[index], times[index], channels[index] = name.encode(), (begin, end), channel
+    lines = recordings.positions(numpy.array(names, dtype=bytes))
+    if len(unknown := numpy.flatnonzero((lines < 0) & (positions >= 0))):
+        index = int(unknown[0])
+        raise DataError(
+            f"{table.where(int(positions[index]))}: expected a recording of {recordings.path}, got {names[index].decode()!r}"
+        )
     return lines, times, channels

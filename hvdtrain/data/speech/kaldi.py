@@ -40,7 +40,7 @@ class KaldiFolder(Dataset):
 
     def __init__(
         self,
-        ids: Sequence[str],
+        ids: Array,
         columns: Mapping[str, Column],
         lengths: Mapping[str, Array],
         used: Array,
@@ -75,7 +75,10 @@ class KaldiFolder(Dataset):
         return [f"{name!r}: {text}" for name, text in texts.items() if text]
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return [self._ids[number] for number in self._used[list(indices)].tolist()]
+        return [name.decode() for name in self._ids[self._used[list(indices)]].tolist()]
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._ids[self._used[start:stop]]
 
 
 def open_kaldi(where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
@@ -143,7 +146,7 @@ class _Opening:
                 continue
             for index in numpy.flatnonzero(table.positions(self._ids) < 0).tolist():
                 yield f"{self._base.where(index)}: expected a line in {table.path}, got none"
-            if table.ids != self._ids:
+            if not numpy.array_equal(table.ids, self._ids):
                 for position in numpy.flatnonzero(self._base.positions(table.ids) < 0).tolist():
                     yield f"{table.where(position)}: expected a line in {self._base.path}, got none"
 
@@ -204,24 +207,25 @@ class _Opening:
         )
         sound.set_recording_lengths(found[name])
 
-    def _has(self, file: str, ids: Sequence[str]) -> bool:
+    def _has(self, file: str, ids: Array) -> bool:
         """Whether the folder has a table with a line for each of these ids."""
         return (self._folder / file).is_file() and bool((self._table(file).positions(ids) >= 0).all())
 
-    def _first_numbers(self, path: Path, ids: Sequence[str]) -> Array:
+    def _first_numbers(self, path: Path, ids: Array) -> Array:
         """The first number of the line of each id. Raises: DataError."""
-        table = Table(path)
+        table = self._tables.get(path.name) if path.parent == self._folder else None
+        table = table or Table(path)
         positions = table.positions(ids)
         if (missing := numpy.flatnonzero(positions < 0)).size:
-            raise DataError(f"{path}: expected a line for every utterance, got none for {ids[int(missing[0])]!r}")
+            raise DataError(f"{path}: expected a line for every utterance, got none for {ids[int(missing[0])].decode()!r}")
         return numpy.fromiter((table.numbers(position, 1, int)[0] for position in positions.tolist()), numpy.int64, len(ids))
 
-    def _listed_seconds(self, file: str, ids: Sequence[str], rate: int) -> tuple[Array, int]:
+    def _listed_seconds(self, file: str, ids: Array, rate: int) -> tuple[Array, int]:
         """The samples of a table of seconds, and by how many they may be wrong, as the seconds are rounded."""
         table = self._table(file)
         positions = table.positions(ids).tolist()
         seconds = numpy.fromiter((table.numbers(position, 1, float)[0] for position in positions), numpy.float64, len(ids))
-        decimals = max(len(table.values[position].partition(".")[2]) for position in positions)
+        decimals = max(len(table.value(position).partition(".")[2]) for position in positions)
         # Kaldi prints six digits, so a long recording has fewer decimals than the others; Python scripts print a fixed number.
         decimals = min(decimals, DIGITS_OF_KALDI - len(str(int(seconds.max()))))
         return numpy.rint(seconds * rate).astype(numpy.int64), int(0.5 * 10.0**-decimals * rate) + 1

@@ -144,7 +144,8 @@ def text_encoder(units: str, vocabulary: Any, vocabulary_from: Any) -> TextEncod
     kind: Units = "words" if units == "words" else "characters"
     if vocabulary_from is not None:
         path = Path(vocabulary_from)
-        found = {unit for text in Table(path, may_be_empty=True).values for unit in split(text, kind)}
+        table = Table(path, may_be_empty=True)
+        found = {unit for position in range(len(table.ids)) for unit in split(table.value(position), kind)}
         if not found:
             raise DataError(f"{path}: expected transcripts, got none")
         return UnitEncoder(Vocabulary(str(path), sorted(found)), kind)

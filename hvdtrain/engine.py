@@ -263,6 +263,8 @@ class Engine:
         phase, decision = self._phase, self._control.poll(self._phase)
         if decision.report:
             raise self._scores.not_finite_error(current)
+        if decision.compare:
+            self._saving.compare_weights()
         if phase.dataset is None:
             current.is_evaluation_due = decision.evaluate
         if decision.stop is not None:

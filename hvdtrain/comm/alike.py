@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError, problem
 SHOWN = 5
 """The most differences that a message shows."""
 
-Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "plan", "all_reduce"]
+Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "plan", "data", "weights", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,18 @@ COMPARED: Mapping[Fact, Comparison] = {
         "before the epoch", "", "every rank gets them by itself: do they depend on hvdtrain.rank() or the host?"
     ),
     "plan": Comparison("when it is made, by a checksum", "", "does the config or the data depend on the rank or the host?"),
+    "data": Comparison(
+        "before the first epoch, some sequences",
+        "",
+        "every rank opens the data by itself: are the files the same on all hosts, and does the order or the number of a label "
+        "come from a set, a shuffle without a seed or a listing of files?",
+    ),
+    "weights": Comparison(
+        "before each save, and now and then after an update, by checksums, where all ranks make the same updates",
+        "",
+        "all ranks get the same gradients: does dynamic_learning_rate, a callback or train_step change the weights by what this "
+        "rank alone has, such as its own loss?",
+    ),
     "all_reduce": Comparison(
         "when a config calls it", "", "every rank has to call all_reduce equally often, in the same order, with the same shapes"
     ),

@@ -11,13 +11,14 @@ import os
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from hvdtrain.data.randomness import own_numbers
 from hvdtrain.errors import BrokenSequence
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ values instead."""
 
 SEQUENCES = 64
 """The number of sequences whose values are read, of all datasets together."""
+
+OWN_SEQUENCES = 8
+"""The same of a dataset that the user's code may make, and that is read twice."""
 
 ENDS = 32 << 10
 """The bytes at the beginning and at the end of a sequence that are compared."""
@@ -98,9 +102,13 @@ def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
 
 
 def _sample(part: DatasetPart, wanted: int) -> list[int]:
-    """Sequences whose values are compared; none of a dataset without files, as a user's dataset may change every time."""
-    if not part.files:
+    """Sequences whose values are compared: none of a dataset that is read from beginning to end, and of one without files only
+    those that are the same when they are read again, as a user's dataset may change every time."""
+    if part.dataset.has_fixed_order:
         return []
+    if not part.files:
+        spread = _spread(part.dataset.num_sequences, OWN_SEQUENCES)
+        return [index for index in spread if steady_values(part.dataset, index) is not None]
     found = set(_spread(part.dataset.num_sequences, wanted))
     if len(part.bounds) <= wanted:
         found |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
@@ -151,8 +159,51 @@ def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
         if _tags_checksum(dataset, start, end) != checksum:
             yield f"other tags in {_place(before, part, start)}"
     for index, checksum in before["values"]:
-        if part.files and _values_checksum(dataset, index, before["lengths"]) != checksum:
+        if not part.dataset.has_fixed_order and _values_checksum(dataset, index, before["lengths"]) != checksum:
             yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
+
+
+Sample = tuple[str, str, list[float]]
+"""Of a sequence the name, what has to be the same to the last bit, and sums that other processors may round otherwise."""
+
+
+def sample_of(dataset: Dataset) -> dict[str, Sample]:
+    """Some sequences as they are in batches, and the tags of blocks, by words for them. Raises: DataError.
+
+    None of a dataset that is read from beginning to end, and no values that are others when they are read again.
+    """
+    found: dict[str, Sample] = {}
+    number = dataset.num_sequences
+    for index in [] if dataset.has_fixed_order else _spread(number, OWN_SEQUENCES):
+        arrays = steady_values(dataset, index)
+        if arrays is None:
+            continue
+        exact = {name: values for name, values in arrays.items() if values.dtype.kind not in "fc"}
+        sums = [total for name in sorted(arrays.keys() - exact.keys()) for total in _sums(arrays[name])]
+        shapes = {name: arrays[name].shape for name in sorted(arrays)}
+        text = f"{shapes}, checksum {_checksum_of(exact, exact):08x}"
+        found[f"sequence {index}"] = dataset.tags([index])[0], text, sums
+    for block in [] if dataset.reads_for_tags else _spread(-(-number // TAGS), BLOCKS):
+        start, stop = TAGS * block, min(TAGS * (block + 1), number)
+        found[f"tags of sequences {start} to {stop - 1}"] = "", f"checksum {_tags_checksum(dataset, start, stop):08x}", []
+    return found
+
+
+def as_close(own: Mapping[str, Sample], first: Mapping[str, Sample]) -> dict[str, str]:
+    """This rank's sample as text, which is that of the first rank where only the rounding differs."""
+    texts = {}
+    for place, (tag, text, sums) in own.items():
+        others = first[place][2] if place in first else []
+        alike = len(sums) == len(others) and numpy.allclose(sums, others, rtol=1e-3, atol=1e-6, equal_nan=True)
+        shown = " ".join(f"{total:.4g}" for total in (others if alike else sums))
+        texts[place] = ", ".join([*([repr(tag)] if tag else []), text, *([f"sums {shown}"] if shown else [])])
+    return texts
+
+
+def _sums(values: Array) -> list[float]:
+    """Of numbers that are not whole: of their absolute values, and of these by their places."""
+    flat = numpy.abs(values.astype(numpy.complex128 if values.dtype.kind == "c" else numpy.float64)).ravel()
+    return [float(flat.sum()), float(flat @ numpy.linspace(0.0, 1.0, len(flat)))]
 
 
 def _place(before: Identity, part: DatasetPart, index: int) -> str:
@@ -199,13 +250,29 @@ def _tags_checksum(dataset: Dataset, start: int, end: int) -> int:
     return zlib.crc32(b"\0".join(dataset.tag_bytes(start, end).tolist()))
 
 
+def steady_values(dataset: Dataset, index: int) -> dict[str, Array] | None:
+    """A sequence's arrays; None: they are others when it is read again, or it cannot be read. Draws no random numbers."""
+    try:
+        with own_numbers(0):
+            first = dataset.sequence(index)
+        with own_numbers(1):
+            again = dataset.sequence(index)
+    except (Exception, SystemExit):  # reading it in a batch says where
+        return None
+    alike = first.keys() == again.keys() and all(numpy.array_equal(first[key], again[key]) for key in first)
+    return first if alike else None
+
+
 def _values_checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
     """The checksum of both ends of a sequence, the same on machines of either byte order."""
-    checksum = 0
     try:
-        arrays = dataset.sequence(index)
+        return _checksum_of(dataset.sequence(index), keys)
     except BrokenSequence:  # reading it in a batch is an error, unless skip_broken allows it
         return 0
+
+
+def _checksum_of(arrays: Mapping[str, Array], keys: Iterable[str]) -> int:
+    checksum = 0
     for key in sorted(keys):
         values = arrays[key]
         if values.dtype == object:

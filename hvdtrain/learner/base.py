@@ -156,6 +156,10 @@ class Learner(ABC):
     def modules(self) -> Iterator[tuple[str, Any]]:
         """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
 
+    def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
+        """What the modules compute as far as their text says it, by name in the model's order."""
+        return ((name, type(module).__qualname__) for name, module in self.modules())
+
     @abstractmethod
     def layers(self) -> Iterator[Layer]:
         """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs

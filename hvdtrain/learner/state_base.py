@@ -48,6 +48,12 @@ UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Val
 DIGEST = 8
 """The bytes of a digest: among a billion pairs of other values, the chance that two have the same one is 1e-10."""
 
+PRECISION: Mapping[str, float] = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
+"""Of types that are less precise than float32: the distance from 1 to the next number."""
+
+ROUNDINGS = 16
+"""How many such distances, relative to a tensor's largest value, the ranks' roundings may differ."""
+
 WITH_PARAMETERS: tuple[Role, ...] = ("parameters", "frozen")
 
 WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, *ROLES)
@@ -90,6 +96,16 @@ class StateBase(ABC):
     def digests(self, role: Role) -> list[bytes]:
         """See `ModelState`."""
         return [sha256(bits).digest()[:DIGEST] for bits in self._bits(list(self.tensors(role).values()))]
+
+    def sums(self, role: Role) -> list[int]:
+        """Checksums of their values that take less time; not negative."""
+        return [int.from_bytes(digest, "little") for digest in self.digests(role)]
+
+    def is_rounding(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors of the same shape differ by no more than what processors round differently."""
+        dtype, wide, others = str(one.dtype), self._wide(one), self._wide(other)
+        precision = next((bits for name, bits in PRECISION.items() if name in dtype), 2.0**-23)
+        return bool(numpy.abs(wide - others).max(initial=0.0) <= ROUNDINGS * precision * numpy.abs(others).max(initial=0.0))
 
     def frozen_now(self) -> Collection[int]:
         """See `ModelState`."""

@@ -13,6 +13,7 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
 from hvdtrain.data.feed import Feed, batch_lines, cache_texts, feed_lines
 from hvdtrain.data.files import size_text
+from hvdtrain.data.identity import as_close, sample_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.compression import COMPRESSIONS
@@ -68,13 +69,17 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> N
 
 
 def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
-    """Collective. Raises: ConfigError, if the inputs of the ranks' plans differ; an evaluation would notice after the epoch."""
+    """Collective. Raises: ConfigError, if the inputs of the ranks' plans or some sequences differ; DataError."""
+    shared = [feed for feed in feeds if feed.distribution == "shard" and comm.size > 1]
 
     def inputs() -> dict[str, str]:
-        shared = [feed for feed in feeds if feed.distribution == "shard" and comm.size > 1]
         return {f"{feed.name}: {name}": text for feed in shared for name, text in feed.plan_inputs(epoch).items()}
 
     check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
+    for feed in shared:
+        own = together(comm, lambda feed=feed: sample_of(feed.dataset.at_epoch(epoch)), name="sample")
+        first = comm.gather(own if comm.rank == 0 else {}, name="first_sample")[0]
+        check_alike(comm, "data", as_close(own, first), of=f"{feed.name}: ")
 
 
 def log_data(settings: Settings, session: Session) -> None:

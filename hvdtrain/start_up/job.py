@@ -328,8 +328,11 @@ def check_keys(settings: Settings, purpose: Purpose, comm: Communicator) -> None
 
 
 def check_models(settings: Settings, comm: Communicator, learner: Learner) -> None:
-    """Collective. Raises: ConfigError, unless all ranks have models with the same tensors in one order."""
+    """Collective. Raises: ConfigError, unless all ranks have models with the same tensors and kinds of modules in one order."""
     shapes = named_kinds(learner.state, ROLES)
+    shapes |= {
+        f"module {name or 'itself'}": f"[{number}] {kind}" for number, (name, kind) in enumerate(learner.kinds_of_modules())
+    }
     if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
         shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, "model", shapes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED
+from hvdtrain.learner.drift import checksum
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.limits import TrainingLimits
@@ -84,12 +86,14 @@ class Decision:
         save: write a checkpoint.
         evaluate: evaluate within the epoch.
         report: end with an error about a loss that is not finite.
+        compare: compare the ranks' weights, whose checksums differ.
     """
 
     stop: int | None
     save: bool
     evaluate: bool
     report: bool
+    compare: bool
 
 
 class StopNow(Exception):
@@ -132,6 +136,8 @@ class Control:
         self._training = training
         self._scores = scores
         self._save_epochs = limits.save_epochs
+        self._keeps_ranks_alike = comm.size > 1 and session.reducer.gradients.keeps_ranks_alike
+        self._checksum = partial(checksum, session.learner.state)
         self._vote = Vote(comm, session.learner.numbers, interval)
         save_minutes = session.goodput.save_minutes if limits.save_minutes == "auto" else limits.save_minutes
         self.save = Interval(limits.save_steps, save_minutes, step, has_clock=comm.rank == 0)
@@ -140,14 +146,17 @@ class Control:
 
     def poll(self, phase: Phase) -> Decision:
         """Collective. Called after every update and every step of an evaluation."""
-        counted = self._vote.step(self._requests, (phase.dataset, phase.is_trained))
+        own = self._checksum if self._keeps_ranks_alike and phase.dataset is None else None
+        counted = self._vote.step(self._requests, (phase.dataset, phase.is_trained), own)
         if counted is not None:
             self.save.count(counted.save)
             self.evaluation.count(counted.evaluate)
         else:
             counted = Requests()
         status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
-        return Decision(status, self.save.is_due(phase.step), self.evaluation.is_due(phase.step), bool(counted.report))
+        return Decision(
+            status, self.save.is_due(phase.step), self.evaluation.is_due(phase.step), bool(counted.report), bool(counted.compare)
+        )
 
     def is_save_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
         """Whether to save the model of a finished epoch."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdtrain.data.feed import Feed, check_files
+from hvdtrain.learner.drift import check_weights
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.notifier import Notifier
@@ -43,6 +44,7 @@ class Saving:
 
         Raises:
             DataError: a file of `feeds` was changed, perhaps before the model was trained on it; nothing is written.
+            ConfigError: the ranks have other weights than rank 0, although they make the same updates; nothing is written.
         """
         session, progress = self._session, self._session.progress
         with session.timer.span("saving"):
@@ -50,6 +52,7 @@ class Saving:
             if current is not None and not current.trained:
                 self._clock.count(current)  # first, as it waits for the steps that a GPU still computes
                 self._scores.gather(current)
+            self.compare_weights()
             progress.spent = session.goodput.spent(is_end).state()
             expect_wait(session)
             ranks = session.saver.prepare(partial(check_files, feeds))
@@ -62,6 +65,13 @@ class Saving:
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
             self._notifier.notify("on_save")
+
+    def compare_weights(self) -> None:
+        """Collective, where all ranks make the same updates. Raises: ConfigError, if their weights differ."""
+        session = self._session
+        if session.comm.size > 1 and session.reducer.gradients.keeps_ranks_alike:
+            facts = {"the learning rate": repr(self._training.learning_rate)}
+            check_weights(session.comm, session.learner.state, facts)
 
     def finish(self) -> None:
         """Collective. Wait for checkpoints that are written in the background."""

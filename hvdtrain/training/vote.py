@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy
 
@@ -27,6 +27,10 @@ TASK_INTERVAL = 10.0
 long that the watchdog would take the others for hung. More frequent exchanges would be slower with uneven batches."""
 
 
+COMPARED = 512
+"""Checksums are compared in the first exchanges, less and less often, and then in every 512th: once in a minute or more."""
+
+
 def vote_interval(reducer: Reducer, grace: float | None) -> float:
     """The seconds between two exchanges of a training.
 
@@ -40,7 +44,7 @@ def vote_interval(reducer: Reducer, grace: float | None) -> float:
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a rank (0 or 1 each), or the number of ranks that request it.
+    """The requests of a rank (0 or 1 each), or the number of ranks that request it; whether their checksums differ.
 
     Attributes:
         stop: end the training with a checkpoint, except after Ctrl-C.
@@ -48,6 +52,7 @@ class Requests:
         save: write a checkpoint.
         report: report a loss that is not finite.
         evaluate: evaluate within the epoch.
+        compare: the ranks' checksums differ.
     """
 
     stop: int = 0
@@ -55,6 +60,7 @@ class Requests:
     save: int = 0
     report: int = 0
     evaluate: int = 0
+    compare: int = 0
 
 
 NONE = Requests()
@@ -79,6 +85,7 @@ class Vote:
         self._tensor = tensor
         self._interval = interval
         self._clock = clock
+        self._exchanges = 0
         self._handle: object = None
         self._since = clock()
         self._every = 1
@@ -86,12 +93,15 @@ class Vote:
         self._place: Hashable = None
         self._is_new_place = False  # since the exchange under way began
 
-    def step(self, requests: Callable[[], Requests], place: Hashable = None) -> Requests | None:
+    def step(
+        self, requests: Callable[[], Requests], place: Hashable = None, checksum: Callable[[], int] | None = None
+    ) -> Requests | None:
         """The counted requests, if an exchange ends after this update or step; otherwise None.
 
         Args:
             requests: returns this rank's requests; called when an exchange starts.
             place: steps of another kind take another time, so that their first one exchanges at once.
+            checksum: returns a number below 2 ** 20 that is to be the same on all ranks; called now and then.
         """
         if place != self._place:
             self._place, self._is_new_place, self._every, self._steps = place, True, 1, 0
@@ -102,7 +112,10 @@ class Vote:
         seconds, self._since = self._clock() - self._since, self._clock()
         wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
         # Rank 0 decides on the interval, as the ranks' clocks may differ.
-        numbers = [*astuple(requests()), wanted if self._comm.rank == 0 else 0]
+        self._exchanges += 1
+        is_compared = checksum is not None and (self._exchanges & (self._exchanges - 1) == 0 or self._exchanges % COMPARED == 0)
+        own = checksum() if checksum is not None and is_compared else 0
+        numbers = [*astuple(requests()), wanted if self._comm.rank == 0 else 0, own, own**2]
         self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
         self._steps, self._is_new_place = 0, False
         return counted
@@ -113,6 +126,7 @@ class Vote:
             return None
         [numbers] = self._comm.finish(self._handle)
         self._handle = None
-        *counts, every = map(round, numpy.asarray(numbers).tolist())
+        *counts, every, total, squares = map(round, numpy.asarray(numbers).tolist())
         self._every = 1 if self._is_new_place else every
-        return Requests(*counts)
+        # Numbers are all the same if, and only if, this is so (Cauchy and Schwarz).
+        return replace(Requests(*counts), compare=int(self._comm.size * squares != total**2))

@@ -135,27 +135,32 @@ def test_other_datasets_and_other_keys(one: list[DatasetPart], tmp_path: Path) -
 
 
 class Own:
-    """A dataset of a user's, with other values every time."""
+    """A dataset of a user's, with other values every time, or the same ones."""
 
     streams = {}  # noqa: RUF012
 
-    def __init__(self, length: int = 5, tag: str = "a") -> None:
+    def __init__(self, length: int = 5, tag: str = "a", value: float | None = None) -> None:
         self.lengths = {"data": numpy.full(2, length, numpy.int32)}
         self.num_sequences = 2
-        self.tag = tag
+        self.tag, self.value = tag, value
 
     def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        if self.value is not None:
+            return {"data": numpy.full(self.lengths["data"][index], self.value)}
         return {"data": numpy.random.default_rng().normal(size=self.lengths["data"][index])}
 
     def tags(self, indices: list[int]) -> list[str]:
         return [f"{self.tag}{index}" for index in indices]
 
 
-def test_python_of_ones_own_is_known_by_lengths_and_tags() -> None:
+def test_python_of_ones_own_is_known_by_what_is_the_same_when_read_again() -> None:
     before = parts_of({"class": Own})
     assert found(before, parts_of({"class": Own})) == []
     assert found(before, parts_of({"class": Own, "length": 6})) == ["other lengths of 'data' in train"]
     assert found(before, parts_of({"class": Own, "tag": "b"})) == ["other tags in train"]
+    steady = parts_of({"class": Own, "value": 1.0})
+    assert found(steady, parts_of({"class": Own, "value": 1.0})) == []
+    assert found(steady, parts_of({"class": Own, "value": 2.0}))[0] == "other values in sequence 'a0' of train"
 
 
 def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:

@@ -257,6 +257,12 @@ class TorchLearner(Learner):
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         yield from self.model.named_modules()
 
+    def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
+        for name, module in self.model.named_modules():
+            kind = type(module)
+            settings = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""  # of others it may name the rank
+            yield name, f"{kind.__qualname__}({settings})"
+
     def layers(self) -> Iterator[Layer]:
         return layers_of(self.model)
 

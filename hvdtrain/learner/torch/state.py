@@ -209,6 +209,12 @@ class TorchState(StateBase):
             names = [name for name, buffer in buffers if buffer.is_floating_point() == (role == "statistics")]
         return dict(zip(names, stored, strict=True))
 
+    def sums(self, role: Role) -> list[int]:
+        tensors = self.tensors(role).values()
+        of_each = [_as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
+        sums = torch.stack([one.to(of_each[0].device) for one in of_each]).tolist() if of_each else []  # waits for a GPU once
+        return [one % (1 << 64) for one in sums]
+
     def _bits(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
         together = torch.cat(flat).cpu() if flat else torch.empty(0)  # one copy from a GPU, where each one waits
@@ -333,3 +339,12 @@ def separate_elements(model: torch.nn.Module) -> None:
 def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor has integers or truth values, which have no mean."""
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(INTEGERS[real.element_size()])

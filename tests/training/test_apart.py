@@ -1,0 +1,100 @@
+"""Ranks that would train on other data, another model or with other updates are named instead."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from thread_ranks import on_ranks
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.errors import ConfigError
+from hvdtrain.run import train
+from hvdtrain.settings import read_settings
+
+APART = """
+import numpy, torch
+import hvdtrain
+from torch import nn
+
+own = config.int("own", 0)  # of a rank: in threads, all have the same number
+what = config.value("what", "")
+names = [str(number) for number in range(40)][:: -1 if what == "order" and own else 1]
+if what == "order":
+    names = names[3:] + names[:3]
+shift = own if what == "labels" else 0
+
+
+class Corpus:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        frames = numpy.full((3, 2), float(names[index]), numpy.float32)
+        frames *= 1 + 1e-7 * own if what == "rounding" else 1
+        return {"data": frames, "classes": numpy.full(3, (int(names[index]) + shift) % 5, numpy.int32)}
+
+
+def get_model(**_):
+    layers = [nn.Tanh(), nn.ReLU()] if what == "modules" and own else [nn.ReLU(), nn.Tanh()]
+    model = nn.Sequential(nn.Linear(2, 5), *layers, nn.Dropout(0.1 + 0.1 * own * (what == "dropout")))
+    return model
+
+
+def train_step(*, model, extern_data, **_):
+    scores = model(extern_data["data"].raw_tensor).flatten(0, 1)
+    loss = nn.functional.cross_entropy(scores, extern_data["classes"].raw_tensor.flatten().long(), reduction="none")
+    hvdtrain.get_run_ctx().mark_as_loss(loss, "ce")
+
+
+class Clips:
+    def on_step_end(self, training):
+        with torch.no_grad():
+            training.model[0].weight += 1e-7 * own if what == "tiny" else own
+
+
+def dynamic_learning_rate(*, learning_rate, **_):
+    return learning_rate / (1 + own) if what == "rate" else learning_rate
+
+
+callbacks = [Clips] if what in ("callback", "tiny") else []
+train = Corpus()
+num_epochs, num_threads, batch_size, learning_rate, log_verbosity = 2, 1, 30, 0.01, 3
+optimizer = {"class": "sgd", "momentum": 0.9}
+"""
+
+
+def trained(folder: Path, what: str) -> None:
+    (folder / "apart.py").write_text(APART)
+    settings = [
+        read_settings([folder / "apart.py"], {"own": str(own), "what": what, "model": str(folder / "model")}) for own in (0, 1)
+    ]
+
+    def work(comm: Communicator) -> None:
+        train(settings[comm.rank], comm)
+
+    # The other thread seeds the generators, so that code which reads would seem to draw.
+    with patch("hvdtrain.data.sources.with_own_numbers", lambda _, dataset, scanning: dataset):
+        on_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("order", "train: sequence 0: expected the same on all ranks, got "),
+        ("labels", "train: sequence 0: expected the same on all ranks, got "),
+        ("modules", r"get_model: module 1: .* got \[2\] ReLU\(\) on rank 0 and \[2\] Tanh\(\) on rank 1"),
+        ("dropout", r"module 3: .* Dropout\(p=0.1, .* on rank 1"),
+        ("rate", "the learning rate: expected the same on all ranks, got 0.01 on rank 0 and 0.005 on rank 1"),
+        ("callback", r"0.weight: expected the same on all ranks, got the checksum \w+ on rank 0"),
+    ],
+)
+def test_what_differs_is_named_and_nothing_is_saved(what: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained(tmp_path, what)
+    assert not list(tmp_path.glob("model.0*"))
+
+
+@pytest.mark.parametrize("what", ["", "rounding", "tiny"])
+def test_what_only_rounds_differently_is_trained(what: str, tmp_path: Path) -> None:
+    trained(tmp_path, what)
+    assert list(tmp_path.glob("model.002.pt"))

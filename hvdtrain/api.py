@@ -34,6 +34,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
+from hvdtrain.runtime.records import prefix_of, records_of
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import TASKS, Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
@@ -191,7 +192,7 @@ def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = N
     path = Path(checkpoint)
     given: dict[str, Any] = dict(keys)
     if config is None and not keys:
-        config, given = _read_start(path.parent)
+        config, given = _read_start(records_of(prefix_of(path)))
     with _one_job(), _restored_process(_configs(config)):
         return _load(read_settings(_configs(config), given | {"task": "train"}, CALL), path)
 

@@ -281,17 +281,18 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 def restarts(settings: Settings) -> Restarts:
     """The rule by which the processes that hvdtrain starts are restarted."""
     from hvdtrain.report.ends import LAUNCHER, append_end
+    from hvdtrain.runtime.records import records_of
     from hvdtrain.start_up.job import checkpoint_folder
 
     checkpoints = checkpoint_folder(settings)
-    folder = Path(settings.run.model).parent
+    prefix = Path(settings.run.model)
 
     def newest() -> Path | None:
         found = checkpoints.newest()
         return None if found is None else found.model_file
 
     def record(why: str) -> None:
-        if settings.run.task == "train" and folder.is_dir():
+        if settings.run.task == "train" and (folder := records_of(prefix)).is_dir():
             append_end(folder, "failed", why, LAUNCHER)
 
     return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest, record)

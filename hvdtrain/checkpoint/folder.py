@@ -195,11 +195,6 @@ class CheckpointFolder:
         """Whether a file has the name of a checkpoint's file, whether it exists or not."""
         return file.absolute().parent == self.folder.absolute() and self._pattern.fullmatch(file.name) is not None
 
-    def other_model(self) -> Path | None:
-        """A file of a training with another model prefix in the same folder; None: there is none."""
-        names = sorted(path for path in self._files() if re.search(r"\.\d+(\.step-\d+)?\.opt\.\w+$", path.name))
-        return next((path for path in names if not path.name.startswith(f"{self.prefix.name}.")), None)
-
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that training can continue from: one with an optimizer file, or one of another program where
         these have none."""

@@ -16,6 +16,7 @@ from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
+from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, UsedRates, in_order
 from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, implies_higher_is_better
@@ -196,7 +197,7 @@ class BestModel:
     def update(self, history: Sequence[EpochRecord]) -> None:
         """Write the file atomically, if it has changed. A failure is logged, and training continues."""
         with self._lock:
-            path = self._checkpoints.folder / BEST
+            path = records_of(self._checkpoints.prefix) / BEST
             found = self.summary(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:
@@ -246,13 +247,13 @@ def _number(score: float) -> float | str:
     return score if math.isfinite(score) else str(score)
 
 
-def best_position(folder: Path) -> tuple[int, int | None]:
+def best_position(prefix: Path) -> tuple[int, int | None]:
     """The best epoch whose model exists, from best.json, and the step if its model is from within the epoch.
 
     Raises:
         CheckpointError: the file has none.
     """
-    path = folder / BEST
+    path = records_of(prefix) / BEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])

@@ -18,6 +18,7 @@ from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rew
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
+from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.file import read_learning_rate_file
 
 
@@ -47,17 +48,15 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(_require_complete(folder.at(keys.start_epoch - 1), folder))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.folder)), folder))
+            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
-    if newest is None and (other := folder.other_model()) is not None:
-        remark = (
-            f"model: {folder.folder} has another model, too ({other.name}); scores.jsonl and best.json are about the latest "
-            "training only (give each `model` its own folder)"
-        )
+    records = records_of(folder.prefix)
+    if newest is None and records != folder.folder:
+        remark = f"model: {folder.folder} has another model, too: scores.jsonl and the other records of this one are in {records}"
     if keys.import_model_train_epoch1 is not None:
         file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
         return Start(model_file=file, epoch=0, remark=remark)
@@ -88,10 +87,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     if keys.load is not None:
         if keys.load_epoch is None:
             return _file(keys.load, folder)
-        epoch, step = _position(keys.load_epoch, Path(keys.load).parent)
+        epoch, step = _position(keys.load_epoch, Path(keys.load))
         return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder)
     if keys.load_epoch is not None:
-        position = _position(keys.load_epoch, folder.folder)
+        position = _position(keys.load_epoch, folder.prefix)
         if not folder.at(*position).model_file.exists():
             raise CheckpointError(
                 f"load_epoch: expected an epoch that has a model, got {keys.load_epoch}: there is no "
@@ -108,9 +107,9 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     return folder.at(last).model_file
 
 
-def _position(wanted: int | Literal["best"], folder: Path) -> tuple[int, int | None]:
+def _position(wanted: int | Literal["best"], prefix: Path) -> tuple[int, int | None]:
     """An epoch, and the step if its model is from within it."""
-    return best_position(folder) if wanted == "best" else (wanted, None)
+    return best_position(prefix) if wanted == "best" else (wanted, None)
 
 
 def _require_complete(checkpoint: Checkpoint, folder: CheckpointFolder) -> Checkpoint:

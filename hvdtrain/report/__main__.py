@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hvdtrain.config.source import command_parser
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.runtime.records import records_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
 def _folder(text: str) -> Path:
     """A training's folder, given directly or as the value of the key `model`, which begins with the folder."""
     path = Path(text)
-    return path.parent if not path.is_dir() and (path.parent / "scores.jsonl").exists() else path
+    records = records_of(path)
+    return records if not path.is_dir() and (records / "scores.jsonl").exists() else path
 
 
 def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:

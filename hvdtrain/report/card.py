@@ -17,6 +17,7 @@ from typing import Any
 from hvdtrain.config.source import command_parser
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.report.runs import Run, hosts_text, read_runs
+from hvdtrain.runtime.records import models_of
 from hvdtrain.version import __version__
 
 DESCRIPTION = """\
@@ -105,7 +106,10 @@ def _best(folder: Path, run: Run) -> tuple[int, str | None]:
     measure = run.measure
     best = None if measure is None else run.best(measure)
     epoch = int(run.epochs[-1]["epoch"]) if best is None else int(best[0])
-    files = sorted(path.name for path in folder.glob(f"*.{epoch:03d}.*") if path.suffix in (".pt", ".npz", ".safetensors"))
+    prefix = Path(str(run.setting("model") or "*")).name
+    files = sorted(
+        path.name for path in models_of(folder).glob(f"{prefix}.{epoch:03d}.*") if path.suffix in (".pt", ".npz", ".safetensors")
+    )
     models = [name for name in files if re.fullmatch(rf".+\.{epoch:03d}\.\w+", name)]  # not the optimizer's model.003.opt.pt
     return epoch, models[0] if models else None
 

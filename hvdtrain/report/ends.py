@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from hvdtrain.errors import TOLD_BY, HvdtrainError, Outcome
 from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.records import models_of
 
 Status = Literal["finished", "stopped", "failed"]
 """How a training ended: after its last epoch or by early stopping; with a checkpoint to resume from; with an error."""
@@ -170,8 +171,9 @@ def read_state(folder: Path, model: Any, *, is_complete: bool, now: float | None
         now: the time of day; None: that of the clock.
     """
     now = time.time() if now is None else now
-    lock = folder / f"{Path(model).name}.lock" if isinstance(model, str) else None
-    beat = max((_changed(path) for path in ([lock] if lock is not None else folder.glob("*.lock"))), default=0.0)
+    place = models_of(folder)
+    lock = place / f"{Path(model).name}.lock" if isinstance(model, str) else None
+    beat = max((_changed(path) for path in ([lock] if lock is not None else place.glob("*.lock"))), default=0.0)
     progress = max(_changed(folder / name) for name in WRITTEN)
     end = _cause([end for end in read_ends(folder) if end.start == _num_starts(folder)])
     has_begun_again = end is None or beat > _changed(folder / ENDS) + MARGIN

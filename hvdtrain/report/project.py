@@ -15,6 +15,7 @@ from hvdtrain.report.ends import ENDS
 from hvdtrain.report.overview import badge, num_ranks, short, state_text
 from hvdtrain.report.plots import Figure, Scatter, finite, split
 from hvdtrain.report.runs import Run, names_of, read_runs
+from hvdtrain.runtime.records import records_below
 from hvdtrain.runtime.timer import duration_text
 
 SKIPPED = ("overfit", "tensorboard", "wandb", "mlruns", "__pycache__")
@@ -35,7 +36,7 @@ def is_training(folder: Path) -> bool:
 def find_trainings(folder: Path) -> list[Path]:
     """The folders of trainings: this one, or else those below it, in natural order. Links are not followed."""
     if is_training(folder):
-        return [folder]
+        return [folder, *filter(is_training, records_below(folder))]
     found = []
     for place, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]

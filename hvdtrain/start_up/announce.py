@@ -26,6 +26,7 @@ from hvdtrain.report.rows import end_row
 from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
+from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
@@ -159,7 +160,7 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
     Args:
         num_epochs: the number of epochs that this start finished.
     """
-    folder = Path(settings.run.model).parent
+    folder = records_of(Path(settings.run.model))
     best = session.best.summary(session.best.records(session.progress)) if session.comm.rank == 0 else None
     total = session.goodput.spent().seconds if num_epochs else None
     words, of_best = end_row(total, best, str(folder), report_command(folder) if settings.process.is_own else None)
@@ -192,7 +193,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     """
     in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
     first, size = session.progress.epoch + 1, session.learner.num_parameters
-    folder = Path(settings.run.model).parent
+    folder = records_of(Path(settings.run.model))
     place = (settings.files[0] if settings.files else folder).absolute().parent
     commit = commit_of(place) if session.comm.rank == 0 else ""
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)

@@ -47,6 +47,7 @@ from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log
 from hvdtrain.runtime.peers import print_through_mpirun
+from hvdtrain.runtime.records import claim_records, records_of
 from hvdtrain.runtime.relays import Layout
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
@@ -160,8 +161,7 @@ def _open(
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
-        lock = lock_model(Path(settings.run.model))
-        together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
+        together(comm, lambda: _lock(Path(settings.run.model), stack) if comm.rank == 0 else None, name="lock")
     watchdog = _watch(settings, purpose, comm, watched)
     if comm.rank == 0:
         # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
@@ -232,6 +232,12 @@ def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: C
     return progress
 
 
+def _lock(prefix: Path, stack: ExitStack) -> None:
+    """Make sure that no other job trains this model, and that none writes into its records. Raises: ConfigError."""
+    stack.enter_context(lock_model(prefix))
+    claim_records(prefix)
+
+
 def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:
     """Collective. Start the watchdog of this rank, connected to those of the other ranks, and record how a training ends."""
     # Measurements have deadlines. A single rank in a program's process blocks no other one, and may be paused in a debugger.
@@ -252,7 +258,7 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
     watchdog = Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
     stack.enter_context(watchdog)
     if purpose == "train":
-        folder = Path(settings.run.model).parent
+        folder = records_of(Path(settings.run.model))
         watchdog.record = partial(append_hang, folder, comm.rank)
         stack.enter_context(record_end(folder, comm.rank))
     return watchdog

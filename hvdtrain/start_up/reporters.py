@@ -29,6 +29,7 @@ from hvdtrain.report.trackers import (
 )
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.records import models_of, records_of
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.settings import Settings
@@ -37,7 +38,7 @@ from hvdtrain.training.session import Session
 
 def open_reporters(settings: Settings, session: Session) -> Reporters:
     """Collective. The receivers of reports on epochs and steps; none on ranks other than 0. Raises: ConfigError."""
-    comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
+    comm, progress, folder = session.comm, session.progress, records_of(Path(settings.run.model))
 
     def open_on_rank_zero() -> Reporters:
         epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
@@ -121,7 +122,7 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     boards: list[TensorBoard] = []
     if settings.trackers.writes_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
-        boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
+        boards.append(TensorBoard(records_of(Path(settings.run.model)) / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
         trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
@@ -141,7 +142,8 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
     if not services and metrics_file is None:
         yield []
         return
-    folder, progress = Path(settings.run.model).absolute().parent, session.progress
+    folder, progress = records_of(Path(settings.run.model).absolute()), session.progress
+    name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
     ids = RunIds(folder)
     known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
     git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
@@ -157,10 +159,10 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
             is_first = number == [other.label for other in services].index(service.label)
             label = service.label if is_first else f"{service.label} ({number})"
             config = config_values(start.settings)
-            run = RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start)
+            run = RunDescription(name, folder, known.get(label), progress.step, config, git, start)
             begin(BackgroundTracker(label, service.make, partial(ids.store, label)), run)
         if metrics_file is not None:
-            run = RunDescription(folder.name, folder, None, progress.step, {}, {}, start)
+            run = RunDescription(name, folder, None, progress.step, {}, {}, start)
             begin(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))), run)
         yield trackers
         status = "finished"

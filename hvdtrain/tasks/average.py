@@ -24,6 +24,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
+from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, base_of, implies_higher_is_better
 from hvdtrain.settings import read_settings, with_datasets
@@ -189,7 +190,7 @@ def _history(checkpoints: CheckpointFolder, framework: Framework) -> list[EpochR
 def _measure(options: argparse.Namespace, checkpoints: CheckpointFolder) -> Measure:
     """The measure of --best: given, or that of best.json. Raises: CheckpointError."""
     best: dict[str, Any] = {}
-    path = checkpoints.folder / BEST
+    path = records_of(checkpoints.prefix) / BEST
     if path.exists():
         try:
             best = json.loads(path.read_text(encoding="utf-8"))

@@ -32,6 +32,7 @@ from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log, silence
+from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
@@ -122,7 +123,7 @@ def clean_up_all(settings: Settings) -> None:
         checkpoints = checkpoint_folder(settings)
 
         def remove() -> None:
-            history = _history(prefix.parent / "scores.jsonl")
+            history = _history(records_of(prefix) / "scores.jsonl")
             if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
                 raise ConfigError(problems)
             before = checkpoints.finished_epochs()

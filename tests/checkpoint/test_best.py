@@ -173,7 +173,7 @@ def test_best_json_follows_the_training(corpus: Path, tmp_path: Path) -> None:
         "scores": scores[order[0] - 1],
     }
     assert found == {"measure": "dev_loss_ce", "higher_is_better": False, **saved, "saved": saved}
-    assert best_position(tmp_path) == (order[0], None)
+    assert best_position(tmp_path / "model") == (order[0], None)
 
     run(corpus, tmp_path, **given, num_epochs=3, higher_is_better=["ce"])  # nothing to do but this
     assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["higher_is_better"]) == (order[-1], True)
@@ -204,7 +204,7 @@ def test_the_best_epoch_whose_model_is_there(corpus: Path, tmp_path: Path) -> No
     model.update(history_of(1.0))
     assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["saved"]) == (1, None)
     with pytest.raises(CheckpointError, match=r"best.json: expected the best epoch that has a model, got none"):
-        best_position(tmp_path)
+        best_position(tmp_path / "model")
     model.update([])
     assert not (tmp_path / "best.json").exists(), "nothing is known of an older training's"
 
@@ -281,7 +281,7 @@ def test_the_worst_epoch_is_not_the_best(corpus: Path, tmp_path: Path, capsys: p
     written = best_in(tmp_path / "plain")
     (tmp_path / "plain" / "best.json").write_text(json.dumps({**written, "higher_is_better": False}))
     with pytest.raises(CheckpointError, match="best.json: .*'dev_loss_accuracy'.*higher_is_better = "):
-        best_position(tmp_path / "plain")
+        best_position(tmp_path / "plain" / "model")
 
 
 def test_several_losses_are_compared_by_their_sum(corpus: Path, tmp_path: Path) -> None:

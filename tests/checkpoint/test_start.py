@@ -69,9 +69,9 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
 def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "two")
     assert start_of_training(StartKeys(), folder).remark is None
-    for name in ("one.003.opt.pt", "one.003.pt"):
+    for name in ("one.003.opt.pt", "one.003.pt", "scores.jsonl"):
         (tmp_path / name).touch()
-    assert "has another model, too (one.003.opt.pt); scores.jsonl" in str(start_of_training(StartKeys(), folder).remark)
+    assert "has another model, too: scores.jsonl" in str(start_of_training(StartKeys(), folder).remark)
     for name in ("two.001.opt.pt", "two.001.pt"):
         (tmp_path / name).touch()
     assert start_of_training(StartKeys(), folder) == Start(folder.at(1))

@@ -167,12 +167,13 @@ Sample = tuple[str, str, list[float]]
 """Of a sequence the name, what has to be the same to the last bit, and sums that other processors may round otherwise."""
 
 
-def sample_of(dataset: Dataset) -> dict[str, Sample]:
-    """Some sequences as they are in batches, and the tags of blocks, by words for them. Raises: DataError.
+def sample_of(whole: Dataset, epoch: int) -> dict[str, Sample]:
+    """Some sequences as they are in batches of an epoch, and the tags of blocks, by words for them. Raises: DataError.
 
     None of a dataset that is read from beginning to end, and no values that are others when they are read again.
     """
     found: dict[str, Sample] = {}
+    dataset = whole.at_epoch(epoch)
     number = dataset.num_sequences
     for index in [] if dataset.has_fixed_order else _spread(number, OWN_SEQUENCES):
         arrays = steady_values(dataset, index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, Tensor
+from hvdtrain.comm.base import Communicator
 from hvdtrain.data.randomness import mix_seed
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
@@ -29,24 +29,16 @@ def check_weights(comm: Communicator, state: StateBase, facts: Mapping[str, str]
     Raises:
         ConfigError: they differ; on all ranks, with the names.
     """
-    own = dict(zip(state.kinds("parameters"), state.sums("parameters"), strict=True))
+    tensors = state.tensors("parameters")
+    own = dict(zip(tensors, state.sums("parameters"), strict=True))
     if len(set(comm.gather(mix_seed(*own.values()), name="weights"))) == 1:
         return
     first = comm.gather(own if comm.rank == 0 else {}, name="weights_of_first")[0]
     differing = set().union(*comm.gather({name for name in own if own[name] != first[name]}, name="weights_that_differ"))
-    numbers = [number for number, name in enumerate(own) if name in differing]
-    shown = dict(own)
-
-    def take(tensors: list[Tensor]) -> list[Tensor]:
-        changed = list(tensors)
-        of_first = comm.broadcast([tensors[number] for number in numbers], name="weights_that_differ")
-        for number, tensor in zip(numbers, of_first, strict=True):
-            if state.is_rounding(tensors[number], tensor):
-                name = list(own)[number]
-                changed[number], shown[name] = tensor, first[name]
-        return changed
-
-    state.map_tensors("parameters", take)
-    texts = {name: f"the checksum {shown[name]:016x}" for name in own if name in differing}
+    names = [name for name in own if name in differing]
+    of_first = dict(zip(names, comm.broadcast([tensors[name] for name in names], name="weights_that_differ"), strict=True))
+    close = {name: tensor for name, tensor in of_first.items() if state.is_rounding(tensors[name], tensor)}
+    texts = {name: f"the checksum {(first if name in close else own)[name]:016x}" for name in names}
     check_alike(comm, "weights", {**facts, **texts})
-    log.detail(f"{len(differing)} of {len(own)} parameters were rounded differently by the ranks: all take those of rank 0")
+    state.set_tensors("parameters", close)
+    log.detail(f"{len(names)} of {len(own)} parameters were rounded differently by the ranks: all take those of rank 0")

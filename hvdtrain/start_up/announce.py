@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
@@ -78,7 +79,7 @@ def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
 
     check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
     for feed in shared:
-        own = together(comm, lambda feed=feed: sample_of(feed.dataset.at_epoch(epoch)), name="sample")
+        own = together(comm, partial(sample_of, feed.dataset, epoch), name="sample")
         first = comm.gather(own if comm.rank == 0 else {}, name="first_sample")[0]
         check_alike(comm, "data", as_close(own, first), of=f"{feed.name}: ")
 

@@ -17,8 +17,10 @@ from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.keys import key, not_negative, positive
 from hvdtrain.data.files import size_text
-from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.model_format import SAFETENSORS
@@ -499,21 +501,21 @@ def _flush_to_disk(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class CleanupRule:
-    """Which models to keep: the last, the best by each score, and those of certain epochs.
+class CleanupKeys:
+    """Which models to keep: the last, the best by each score, and those of certain epochs."""
 
-    Attributes:
-        keep_last_n: the number of last epochs to keep.
-        keep_best_n: for each score, the number of best epochs to keep.
-        keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
-        ignore_score_keys: scores whose best epochs are not kept.
-        higher_is_better: the scores for which higher is better.
-    """
+    keep_last_n: int = key(2, "the number of last epochs to keep", positive)
+    keep_best_n: int = key(4, "for each score, the number of best epochs to keep", not_negative)
+    keep: list[int] | None = key(
+        None, "further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer"
+    )
+    ignore_score_keys: list[str] = key([], "scores whose best epochs are not kept")
 
-    keep_last_n: int = 2
-    keep_best_n: int = 4
-    keep: Sequence[int] | None = None
-    ignore_score_keys: Collection[str] = ()
+
+@dataclass(frozen=True)
+class CleanupRule(CleanupKeys):
+    """The same, knowing for which scores higher is better."""
+
     higher_is_better: Collection[str] = ()
 
     def epochs_to_keep(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
@@ -579,27 +581,9 @@ def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] =
     """
     if isinstance(value, bool):
         return CleanupRule(higher_is_better=higher_is_better) if value else None
-    names = ["keep_last_n", "keep_best_n", "keep", "ignore_score_keys"]
-    problems = [
-        Problem.of("unknown-key", f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}")
-        for name in value
-        if name not in names
-    ]
-    minimums = {"keep_last_n": 1, "keep_best_n": 0}
-    for name, minimum in minimums.items():
-        number = value.get(name, minimum)
-        if not isinstance(number, int) or number < minimum:
-            problems += problem(
-                "out-of-range", f"cleanup_old_models.{name}: expected an integer, {minimum} or more, got {number!r}"
-            )
-    keep = value.get("keep", [])
-    if not isinstance(keep, (list, tuple, set)) or not all(isinstance(epoch, int) for epoch in keep):
-        problems += problem("wrong-type", f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
-    ignored = value.get("ignore_score_keys", [])
-    if not isinstance(ignored, (list, tuple, set)) or not all(isinstance(name, str) for name in ignored):
-        problems += problem(
-            "wrong-type", f"cleanup_old_models.ignore_score_keys: expected a list of names of scores, got {ignored!r}"
-        )
-    if problems:
+    options = {name: sorted(option) if isinstance(option, set) else option for name, option in value.items()}
+    made, problems = build(CleanupKeys, options, "cleanup_old_models.", {})
+    problems += unknown_options("cleanup_old_models.", options, CleanupKeys, "cleanup_old_models")
+    if made is None or problems:
         raise ConfigError(problems)
-    return CleanupRule(**value, higher_is_better=higher_is_better)
+    return CleanupRule(**vars(made), higher_is_better=higher_is_better)

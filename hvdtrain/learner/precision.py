@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.config.check import build, did_you_mean, unknown_options
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
 from hvdtrain.errors import ConfigError, Problem, TrainingError, problem
 from hvdtrain.runtime import log
 
@@ -134,47 +135,28 @@ def cpu_emulates_bfloat16(about: Path = Path("/proc/cpuinfo")) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
-    """How the loss scale changes. The names are those of torch.amp.GradScaler.
+    """How the loss scale changes. The names are those of torch.amp.GradScaler."""
 
-    Attributes:
-        init_scale: the first scale.
-        growth_factor, growth_interval: the scale is multiplied by the factor after N consecutive updates with finite gradients.
-        backoff_factor: the scale is multiplied by this when a gradient is not finite.
-    """
+    init_scale: float = key(2.0**16, "the first scale", Rule("a positive number", lambda value: 0 < value < inf))
+    growth_factor: float = key(
+        2.0,
+        "the factor on the scale after growth_interval consecutive updates with finite gradients",
+        Rule("a number above 1", lambda value: 1 < value < inf),
+    )
+    backoff_factor: float = key(
+        0.5, "the factor when a gradient is not finite", Rule("a number between 0 and 1", lambda value: 0 < value < 1)
+    )
+    growth_interval: int = key(2000, "a number of updates", Rule("a positive whole number", lambda value: value > 0))
+    enabled: bool = key(True, "whether the loss is scaled at all")
 
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
 
-
-def parse_scale_options(options: Mapping[str, Any], where: str) -> ScaleOptions | None:
+def parse_scale_options(options: dict[str, Any], where: str) -> ScaleOptions | None:
     """Parse GradScaler's options; None if they disable it. Raises: ConfigError, with all problems."""
-    named = dict(options)
-    enabled = named.pop("enabled", True)
-    rules: dict[str, tuple[str, float, float]] = {
-        "init_scale": ("a positive number", 0.0, float("inf")),
-        "growth_factor": ("a number above 1", 1.0, float("inf")),
-        "backoff_factor": ("a number between 0 and 1", 0.0, 1.0),
-        "growth_interval": ("a positive whole number", 0.0, float("inf")),
-    }
-    problems = [
-        Problem.of("unknown-key", f"{where}.{name}: expected one of {', '.join(rules)}, enabled")
-        for name in named
-        if name not in rules
-    ]
-    for name, value in named.items():
-        words, low, high = rules.get(name, ("", float("-inf"), float("inf")))
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name in rules and (
-            not is_number or not low < value < high or (name == "growth_interval" and not float(value).is_integer())
-        ):
-            problems += problem("out-of-range", f"{where}.{name}: expected {words}, got {value!r}")
-    if not isinstance(enabled, bool):
-        problems += problem("wrong-type", f"{where}.enabled: expected True or False, got {enabled!r}")
-    if problems:
+    made, problems = build(ScaleOptions, options, f"{where}.", {})
+    problems += unknown_options(f"{where}.", options, ScaleOptions, "a loss scale")
+    if made is None or problems:
         raise ConfigError(problems)
-    return ScaleOptions(**named) if enabled else None
+    return made if made.enabled else None
 
 
 class LossScale:
@@ -241,6 +223,11 @@ class GradientCheck:
         self._same_on_all_ranks = same_on_all_ranks
         self._num_skipped = 0  # consecutive, without those that the scale explains
         self._updates = Updates()
+
+    @property
+    def factor(self) -> float:
+        """The factor on all losses before backward."""
+        return 1.0 if self.scale is None else self.scale.scale
 
     @property
     def has_limit(self) -> bool:

@@ -182,7 +182,7 @@ def test_a_loss_scale_on_the_device_is_the_hosts() -> None:
     options = ScaleOptions(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
     expected, late = LossScale(options), LossScale(options)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], fused=True)
-    skips = DeviceSkips(GradientCheck(None, late, same_on_all_ranks=True), late, torch.device("cpu"))
+    skips = DeviceSkips(GradientCheck(None, late, same_on_all_ranks=True), torch.device("cpu"))
     assert skips_by_itself(optimizer)
     for step, finite in enumerate([True, True, False, True, True, True, True, False, False, True]):
         before = expected.state()

@@ -111,4 +111,4 @@ def test_returnns_names_are_understood_and_mistakes_are_reported_before_training
     finished = hvdtrain(TOY, {**keys, "mixed_precision": "float8", "grad_scaler": {"grow": 2}})
     assert finished.status == 2
     assert "mixed_precision: expected 'bfloat16' or 'float16', got 'float8'" in finished.err
-    assert "grad_scaler.grow: expected one of init_scale" in finished.err
+    assert "grad_scaler.grow: unknown key of a loss scale" in finished.err

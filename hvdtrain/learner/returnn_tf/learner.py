@@ -7,7 +7,6 @@ backward, the exchange of gradients and the update together, unless something ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import TINY, Meter, Outputs, Transfer, split_by_sequence
-from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf import gradients as host
 from hvdtrain.learner.returnn_tf.graph import GraphOptions, NetworkGraph, Score, numbers_of
@@ -47,21 +46,6 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
     tensorflow_learner.prepare(device, local_rank, threads)
 
 
-@dataclass(frozen=True)
-class UpdateGuard:
-    """What an update depends on besides its gradients.
-
-    Attributes:
-        check: decides whether an update with gradients that are not finite is skipped.
-        scale: of the loss; None: none.
-        norm: gets the global norm of the newest gradients, for the meter.
-    """
-
-    check: GradientCheck
-    scale: LossScale | None
-    norm: list[float | None]
-
-
 class NetworkLearner(Learner):
     """A network of RETURNN, its optimizers and its losses."""
 
@@ -72,7 +56,7 @@ class NetworkLearner(Learner):
         networks: Networks,
         exchange: GradientExchange,
         state: NetworkState,
-        guard: UpdateGuard,
+        check: GradientCheck,
         meter: Meter,
         seed: tuple[int, int],
     ) -> None:
@@ -80,12 +64,12 @@ class NetworkLearner(Learner):
         self.device_name = tensorflow_learner.device_name()
         self._networks = networks
         self._exchange = exchange
-        self._check = guard.check
-        self._scale = guard.scale
+        self._check = check
         self._first_step = 0
         self._batch: Batch | None = None  # the last one of the next update
         self._sum: _Sum | None = None  # of the batches before it
-        self._norm = guard.norm
+        self._norm: float | None = None  # of the newest gradients
+        meter.gradient_norm = lambda: self._norm
         self._has_warned = False
         self._layers = layers_of(networks.config)  # by the names of outputs, what `forward` returns; None: the output layer
 
@@ -245,7 +229,7 @@ class NetworkLearner(Learner):
             if exchanges_counts and points.totals is not None:
                 fetches |= {"totals": points.totals, "waited": points.waited}
             if points.scale is not None:
-                feed = {**feed, points.scale: self._current_scale}
+                feed = {**feed, points.scale: self._check.factor}
         if is_stopped or self._check.is_needed or self.observer is not None:
             graph.set_step(self._step - 1)
             reduced = graph.whole() if is_stopped else host.fetchable(points.reduced)
@@ -277,14 +261,10 @@ class NetworkLearner(Learner):
 
     def _count(self, fetched: Mapping[str, Any]) -> None:
         if "norm" in fetched:
-            self._norm[0] = float(fetched["norm"])
+            self._norm = float(fetched["norm"])
         if "traffic" in fetched:
             seconds, float32, others = fetched["traffic"].tolist()
             self._exchange.count_graph(seconds + float(fetched.get("waited", 0.0)), int(float32), int(others))
-
-    @property
-    def _current_scale(self) -> float:
-        return 1.0 if self._scale is None else self._scale.scale
 
     def _dense(self, names: Sequence[str], reduced: Sequence[Any]) -> Iterator[tuple[str, Array]]:
         """Gradients by parameter name; rows become dense."""
@@ -322,7 +302,7 @@ class NetworkLearner(Learner):
         return host.feed_of(self._graph.points.local, [self._scale_gradient(one) for one in gradients])
 
     def _scale_gradient(self, gradient: Any) -> Any:
-        return gradient if self._scale is None else host.multiply(gradient, self._current_scale)
+        return gradient if self._check.scale is None else host.multiply(gradient, self._check.factor)
 
 
 class _Sum:
@@ -380,11 +360,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     state = NetworkState(networks, check)
     transfer = Transfer(lambda arrays: numpy.concatenate(arrays).tolist())
-    norm: list[float | None] = [None]
-    memory = tensorflow_learner.peak_memory
-    meter = Meter(transfer, state.named_parameters, CpuClock(), check, peak_memory=memory, gradient_norm=lambda: norm[0])
-    guard = UpdateGuard(check, scale, norm)
-    return NetworkLearner(networks, gradient_exchange, state, guard, meter, (options.seed, options.rank))
+    meter = Meter(transfer, state.named_parameters, CpuClock(), check, peak_memory=tensorflow_learner.peak_memory)
+    return NetworkLearner(networks, gradient_exchange, state, check, meter, (options.seed, options.rank))
 
 
 def searches(values: Mapping[str, Any]) -> bool:

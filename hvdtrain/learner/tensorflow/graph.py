@@ -22,7 +22,7 @@ from hvdtrain.learner.meter import (
     nothing_to_minimize,
     scales_of,
 )
-from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.gradients import (
     Accumulated,
@@ -91,7 +91,7 @@ class StepGraphs:
 
     Args:
         optimizer: the config's, which may scale the loss itself.
-        scale: the loss scale; None: the loss is not scaled.
+        check: has the loss scale.
 
     Attributes:
         traces: how often train_step was traced.
@@ -104,7 +104,7 @@ class StepGraphs:
         optimizer: Any,
         gradients: GraphGradients,
         gradient_exchange: GradientExchange,
-        scale: LossScale | None,
+        check: GradientCheck,
     ) -> None:
         self.traces = 0
         self.optimizer = optimizer
@@ -114,7 +114,7 @@ class StepGraphs:
         self._gradients = gradients
         self._accumulated = AccumulatedGradients(gradients)
         self._gradient_exchange = gradient_exchange
-        self._scale = scale
+        self._check = check
         self._exchange: Exchange | None = None
         self._steps: dict[Any, TracedGraph] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
@@ -145,7 +145,8 @@ class StepGraphs:
             The losses' names, each with the scale it is minimized with, or 0; their sums and counts of shape (2 * losses,); and
             the reduced gradients.
         """
-        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
+        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        traced, arguments = self._graph(batch, self._train, epoch, step, *inputs)
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
@@ -157,7 +158,8 @@ class StepGraphs:
         Args:
             before: the gradients accumulated since the last update.
         """
-        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
+        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        traced, arguments = self._graph(batch, self._collect, epoch, step, *inputs)
         numbers, collected = traced.function(*arguments)
         accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
         return traced.names, numbers, accumulated
@@ -231,9 +233,6 @@ class StepGraphs:
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
             traced = self._steps[kind] = TracedGraph(graph, names)
         return traced, arguments
-
-    def _current_scale(self) -> tf.Tensor:
-        return tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
 
     def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """The scalar to differentiate: multiplied by the loss scale, and by the optimizer's scale if it has one."""

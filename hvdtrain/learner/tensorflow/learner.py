@@ -275,7 +275,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
-    update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
+    update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check)
     state = TensorFlowState(variables, optimizer, average, check, options.model_format)
     meter = TensorFlowMeter(
         Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
@@ -288,7 +288,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     learner = TensorFlowLearner(
         variables,
-        StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
+        StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, check),
         update,
         state,
         meter,

@@ -20,7 +20,7 @@ from hvdtrain.learner.optimizer import (
     construct,
     take_decay_rule,
 )
-from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     GraphGradients,
@@ -46,8 +46,7 @@ class UpdateGraph:
 
     Args:
         change: changes the gradients before they are applied.
-        check: decides whether an update is skipped.
-        scale: the loss scale; None: the loss is not scaled.
+        check: decides whether an update is skipped, and has the loss scale.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class UpdateGraph:
         gradients: GraphGradients,
         change: Callable[[UpdateGradients], None],
         check: GradientCheck,
-        scale: LossScale | None,
     ) -> None:
         self._optimizer = optimizer
         self._names = [name for name, _ in variables.named_of_kind("parameters")]
@@ -66,7 +64,6 @@ class UpdateGraph:
         self._gradients = gradients
         self._change = change
         self._check = check
-        self._scale = scale
         self._graph: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
         self._norm: tf.Tensor | None = None
         self._clips_norm = False  # known when the graph is made
@@ -96,7 +93,7 @@ class UpdateGraph:
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
             self._graph = graph.get_concrete_function(*specs)
-        scale = tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
+        scale = tf.constant(self._check.factor, tf.float32)
         rate, seeds = tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
@@ -124,7 +121,7 @@ class UpdateGraph:
         gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
-        if self._scale is not None:
+        if self._check.scale is not None:
             gradients.divide(scale)
         finite = finite_flags(gradients.values)
         self._change(gradients)

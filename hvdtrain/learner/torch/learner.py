@@ -405,7 +405,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     limit = keys.num_allowed_consec_invalid_gradient_steps
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
-    on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
+    on_device = DeviceSkips(check, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
     exchange = None if options.batch_norm is None else synchronize(model, options.batch_norm)
     trained = named_trained(model)
@@ -433,7 +433,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
-    update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, scale, seed)
+    update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, seed)
     extra_models = make_extra_models(keys.extra_models, model, device)
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)

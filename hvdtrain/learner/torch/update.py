@@ -53,12 +53,10 @@ class DeviceSkips:
 
     Args:
         check: counts skipped updates, and keeps the host's loss scale.
-        scale: the loss scale; None: the loss is not scaled.
     """
 
-    def __init__(self, check: GradientCheck, scale: LossScale | None, device: torch.device) -> None:
+    def __init__(self, check: GradientCheck, device: torch.device) -> None:
         self._check = check
-        self._scale = scale
         self._device = device
         self._decided: _DeviceDecision | None = None
         self._state: tuple[torch.Tensor, torch.Tensor] | None = None  # the scale, and the number of good updates: float64 scalars
@@ -79,8 +77,8 @@ class DeviceSkips:
         self.flush()
         all_finite = finite.all()
         optimizer.found_inf = (~all_finite).float()  # type: ignore[attr-defined]  # as GradScaler does for fused optimizers
-        if self._scale is not None:
-            self._adapt(self._scale, all_finite)
+        if self._check.scale is not None:
+            self._adapt(self._check.scale, all_finite)
         self._decided = _DeviceDecision(AsyncCopy(finite), names, step)
 
     def flush(self) -> None:
@@ -131,7 +129,6 @@ class Update:
         change: changes the gradients before they are applied.
         skips: decides whether an update is skipped.
         noise: the noise that `change` may add.
-        scale: the loss scale; None: the loss is not scaled.
         seed: seeds the random numbers that the optimizer may draw in a step; None: it draws none.
     """
 
@@ -142,7 +139,6 @@ class Update:
         change: Callable[[UpdateGradients], None],
         skips: Skips,
         noise: GradientNoise,
-        scale: LossScale | None = None,
         seed: Callable[[int], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -150,7 +146,6 @@ class Update:
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._change = change
         self._check = skips.check
-        self._scale = scale
         self._noise = noise
         self._on_device = skips.on_device
         self._seed = seed
@@ -166,7 +161,7 @@ class Update:
         """The factor on all losses before backward."""
         if self._on_device is not None and self._on_device.loss_factor is not None:
             return self._on_device.loss_factor
-        return 1.0 if self._scale is None else self._scale.scale
+        return self._check.factor
 
     def flush(self) -> None:
         """Read the device's decision about the last update. Raises: TrainingError, as in `apply`."""
@@ -201,7 +196,7 @@ class Update:
         """
         if not self._gradients():  # on any rank: all batches were left out (skip_broken)
             return
-        if self._scale is not None:
+        if self._check.scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
         if not self._check.is_needed or self._should_apply(step):
             self._change_gradients(step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.data.types import Broken
+from hvdtrain.data.types import Batch, Broken
 from hvdtrain.errors import BrokenSequence
 
 LISTED = 5
@@ -95,6 +95,23 @@ class BrokenSequences:
             hint = "" if self.limit else " (skip_broken = N lets a training continue without N of them)"
             most = f"at most {self.limit} broken sequences (skip_broken)" if self.limit else "sequences that can be read"
             raise BrokenSequence(f"{self._name}: expected {most}, got {self.number} broken: {_listing(latest)}{hint}")
+
+
+def check_finite(batch: Batch) -> None:
+    """Raises: BrokenSequence, if a number in a batch is NaN or infinite."""
+    import numpy  # here, as `--help` imports this file
+
+    for key, padded in batch.data.items():
+        values = padded.values
+        if values.dtype.kind not in "fc" or numpy.isfinite(values.sum(dtype=numpy.result_type(values.dtype, numpy.float64))):
+            continue
+        for row, sequence in enumerate(padded.sequences()):
+            if not (finite := numpy.isfinite(sequence)).all():
+                tag = "" if batch.row_tags is None else f"sequence {batch.row_tags()[row]!r}, "
+                frame = int(numpy.argwhere(~finite)[0][0])
+                raise BrokenSequence(
+                    f"{tag}data key {key!r}: expected finite numbers, got {sequence[~finite][0]} in frame {frame}"
+                )
 
 
 def _listing(messages: Sequence[str]) -> str:

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from os.path import abspath
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.broken import BrokenSequences, check_finite
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import CopyReport
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
@@ -226,8 +225,8 @@ class Feed:
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
-        lengths = self.dataset.at_epoch(epoch).lengths
-        mix = self.dataset.mix
+        now = self.dataset.at_epoch(epoch)
+        lengths, mix = now.lengths, self.dataset.mix
         if mix is not None and mix.by == "frames" and lengths is not self.dataset.lengths:
             raise DataError(
                 f"{mix.where}.by: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
@@ -243,10 +242,11 @@ class Feed:
             self.batch_keys,
             epoch,
             subset=epoch_subset(self.dataset, self.subset, full_epoch(keys, epoch)),
-            file_bounds=self.dataset.file_bounds(),
+            file_bounds=now.file_bounds(),
             chunks=self.chunks,
-            window=self.dataset.window,
+            window=now.window,
             mix=mix,
+            lengths_of_mix=None if mix is None or lengths is self.dataset.lengths else self.dataset.lengths,
         )
 
     def num_sequences(self, plan: Plan) -> int:
@@ -319,7 +319,13 @@ class Feed:
     def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
         """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
         packed = self.packed_keys
-        read = partial(dataset.batch, packed=packed) if packed else dataset.batch
+
+        def read(indices: Array) -> Batch:
+            batch = dataset.batch(indices, packed)
+            if self.broken.limit:
+                check_finite(batch)
+            return batch
+
         try:
             return check(read(indices), indices)
         except BrokenSequence as error:

@@ -25,15 +25,16 @@ from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, l
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.formats.items import ItemForm, ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.plan.chunks import epoch_subset, find_listed
-from hvdtrain.data.plan.order import order
-from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunks import find_listed
+from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, numbers_of_opening, parse
 from hvdtrain.data.types import Array
@@ -245,13 +246,10 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
         # Unchanged, even if RETURNN's SimpleHDFWriter did not know it: parts of a corpus must not get different ones.
         dims = {name: max(UNKNOWN_DIM, stream.dim) for name, stream in dataset.streams.items() if stream.sparse}
-        dataset = dataset.at_epoch(epoch)
-        lengths = dataset.lengths
-        listed_sequences = find_listed(dataset, spec.order.seq_list_filter_file)
-        subset = epoch_subset(dataset, listed_sequences, full_epoch(spec.order, epoch))
-        by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
-        return Source(len(indices), partial(_read_by_index, dataset, indices), labels, dims, close=dataset.close)
+        subset = find_listed(dataset, spec.order.seq_list_filter_file)
+        indices = Feed(spec.name, dataset, spec.order, BatchKeys(max_seqs=1), 0, 1, subset=subset).plan(epoch).order
+        now = dataset.at_epoch(epoch)
+        return Source(len(indices), partial(_read_by_index, now, indices), labels, dims, close=dataset.close)
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)

@@ -238,6 +238,7 @@ def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
         "context_window": parse_context(chunk_keys.context_window) is not None,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
+        "largest_batches_first": feed.batch_keys.largest_batches_first,
         "online_shuffle_batches": bool(feed.batch_keys.shuffle_window),
         "random_seed_offset": feed.distribution == "random_seed_offset",
         "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,

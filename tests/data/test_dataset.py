@@ -67,4 +67,4 @@ def test_what_is_no_dataset_is_none() -> None:
 
 def test_nothing_else_asks_an_object_what_it_has() -> None:
     places = [path for path in (ROOT / "hvdtrain" / "data").rglob("*.py") if "hasattr(" in path.read_text(encoding="utf-8")]
-    assert sorted(path.name for path in places) == ["dataset.py", "iterable.py"]  # which wrap a user's own objects
+    assert sorted(path.name for path in places) == ["dataset.py", "fingerprint.py", "iterable.py"]  # of a user's own objects

@@ -49,8 +49,8 @@ def items(corpus: int = 0) -> list[Item]:
     return [item(number, corpus) for number in range(len(LENGTHS))]
 
 
-def write_hdf(path: Path, some: list[Item], compression: str | None = None) -> str:
-    with HDFWriter(path, dims={"classes": 11}, compression=compression, overwrite=True) as writer:
+def write_hdf(path: Path, some: list[Item], dims: dict[str, int] = {"classes": 11}) -> str:  # noqa: B006  it is read
+    with HDFWriter(path, dims=dims, overwrite=True) as writer:
         for tag, arrays in some:
             writer.add(tag, arrays)
     return str(path)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy
 
+from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.data.views import ChangedSequences
 
 PER_ARRAY, PER_SEQUENCE = 144, 180
 """Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""
+
+CHECKED = 64
+"""How many cached sequences of the user's code are read again, to see whether they are the same."""
 
 
 class Budget:
@@ -70,11 +76,17 @@ class CachedDataset(ChangedSequences):
     Memory-mapped data keys are not cached: the page cache of the system already holds them, once for all ranks.
     Nothing is evicted: as each sequence is needed once per epoch, every cached sequence saves the same amount of reading.
     So the cache serves any order and any part of the data, from epoch to epoch.
+
+    Only `at_epoch` caches: what is read before, such as for lengths, is read by other processes than those of an epoch.
     """
 
     def __init__(self, dataset: Dataset, budget: Budget) -> None:
         super().__init__(dataset)
         self._budget = budget
+        self._of_epoch = False
+        # The user's code may draw from generators of its own, which nothing shows but sequences that differ.
+        self._doubted: dict[int, None] = dict.fromkeys(range(CHECKED)) if isinstance(dataset, UserDataset) else {}
+        self._varies = threading.Event()
         self._cached: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
         budget.caches.append(self)
 
@@ -91,6 +103,11 @@ class CachedDataset(ChangedSequences):
             total += PER_ARRAY * self.num_sequences
         return total
 
+    def at_epoch(self, epoch: int) -> Self:
+        changed = super().at_epoch(epoch)
+        changed._of_epoch = True
+        return changed
+
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         streams = self.streams
         return [dict(zip(streams, self._arrays(index), strict=True)) for index in indices]
@@ -98,11 +115,16 @@ class CachedDataset(ChangedSequences):
     def _arrays(self, index: int) -> tuple[Array, ...]:
         """The arrays of a sequence in the order of the streams; cached from now on if the budget allows."""
         cached = self._cached.get(index)
-        if cached is not None and not self._dataset.is_stochastic:
+        if cached is not None and not self._is_random and not self._doubted:
             return cached
         read = self._dataset.sequence(index)
         arrays = tuple(read[name] for name in self.streams)
-        if self._dataset.is_stochastic:  # as this or an earlier sequence has shown
+        if cached is not None and self._doubted:
+            self._doubted.popitem()
+            if not all(_is_equal(*pair) for pair in zip(cached, arrays, strict=True)):
+                self._varies.set()
+                self._cached.clear()
+        if self._is_random or not self._of_epoch or cached is not None:
             return arrays
         size = sum(_size(read[name]) for name in self.streams if name not in self.memory_mapped)
         if self._budget.take(PER_SEQUENCE + size):
@@ -111,6 +133,11 @@ class CachedDataset(ChangedSequences):
             )
             self._cached[index] = arrays
         return arrays
+
+    @property
+    def _is_random(self) -> bool:
+        """Whether sequences have shown that they differ when they are read again."""
+        return self._varies.is_set() or self._dataset.is_stochastic
 
     def close(self) -> None:
         self._cached = {}
@@ -139,10 +166,14 @@ def _size(array: Array) -> int:
 
 
 def _detach(array: Array) -> Array:
-    """The array, read-only; copied if it is a view, which would keep all of its base in memory."""
-    detached = array.copy() if array.base is not None else array
+    """A read-only copy: a view would keep all of its base in memory, and the array may be one that the user's code keeps."""
+    detached = array.copy()
     detached.flags.writeable = False
     return detached
+
+
+def _is_equal(one: Array, other: Array) -> bool:
+    return numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
 def host_memory() -> int | None:

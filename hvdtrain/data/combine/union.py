@@ -79,6 +79,10 @@ class UnionDataset(ChangedSequences):
         where it ends.
         """
         selected = [dataset.selected(full_epoch) for dataset in self._inside]
+        if self.mix is not None and any(of_one is not None for of_one in selected):
+            raise DataError(
+                f"{self._where}: expected datasets that select the same sequences in every epoch, to mix them, got others"
+            )
         if self._sampling_sizes is not None:
             if any(of_one is not None for of_one in selected):
                 raise DataError(f"{self._where}: expected sampling_sizes here or in a dataset inside, got both")

@@ -227,6 +227,7 @@ class ItemsDataset(Dataset):
                 self.draws = self.draws or generator_states() != before
         (_, first), (_, again) = found
         self._repeats = all(numpy.array_equal(first[key], again[key], equal_nan=True) for key in first)
+        self.is_stochastic = not self._repeats
         return found[0]
 
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:

@@ -16,7 +16,7 @@ from hvdtrain.data.formats.conversions import TextClasses
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.vocabulary import Units, read_vocabulary
 from hvdtrain.data.types import Array
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 
 
 class Shards(SequenceSource, Sequence[Item]):
@@ -59,7 +59,10 @@ class Shards(SequenceSource, Sequence[Item]):
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
         shard = bisect_right(self.bounds, numbers) - 1
-        return self.tags([numbers])[0], self.row(shard, numbers - int(self.bounds[shard]))
+        try:
+            return self.tags([numbers])[0], self.row(shard, numbers - int(self.bounds[shard]))
+        except DataError as error:  # the others can be read: their places are known
+            raise BrokenSequence(str(error)) from None
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         """The names of some items."""

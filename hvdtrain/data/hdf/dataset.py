@@ -47,7 +47,7 @@ from hvdtrain.data.hdf.layouts import (
 from hvdtrain.data.kinds import HDFDatasetKeys
 from hvdtrain.data.padding import pack, pad
 from hvdtrain.data.types import Array, External, Packed, Padded, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 
 SHORT = 512
 """Sequences of up to this many bytes are gathered frame by frame in one operation; longer ones are copied one by one."""
@@ -329,7 +329,7 @@ class HDFFile:
                     check_same(self.path, self._identity, identity(self.path.stat()))
                 except OSError as gone:
                     raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
-                raise DataError(f"{self.path}: cannot read {what}: {error}") from None
+                raise BrokenSequence(f"{self.path}: cannot read {what}: {error}") from None
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""

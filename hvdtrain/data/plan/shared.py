@@ -51,6 +51,7 @@ class PlanInputs:
     chunks: Chunks | None
     window: int | None = None
     mix: Mix | None = None
+    lengths_of_mix: Mapping[str, Array] | None = None
 
     @property
     def size(self) -> int:
@@ -69,6 +70,7 @@ class PlanInputs:
             chunks=self.chunks,
             window=self.window,
             mix=self.mix,
+            lengths_of_mix=self.lengths_of_mix,
         )
 
     def as_text(self) -> dict[str, str]:
@@ -118,7 +120,14 @@ class PlanInputs:
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
         chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]
-        for array in (*self.lengths.values(), self.subset, self.file_bounds, *chunks, self._costs()):
+        for array in (
+            *self.lengths.values(),
+            *(self.lengths_of_mix or {}).values(),
+            self.subset,
+            self.file_bounds,
+            *chunks,
+            self._costs(),
+        ):
             found = crc32(numpy.zeros(0) if array is None else array, found)
         return found
 

@@ -300,7 +300,7 @@ class Pipeline:
                 self._found[number] = self._find(number, step, steps[number], scanning)
 
     def __call__(self, arrays: Arrays, *, epoch: int, index: int, rng: numpy.random.RandomState) -> dict[str, Array]:
-        return self._apply(arrays, Draw(self._seed, epoch, index, rng), len(self._steps))
+        return self._apply(arrays, Draw(self._seed, epoch, index, rng), self._steps)
 
     def lengths(self, inside: Dataset, epoch: int) -> dict[str, Array]:
         """The lengths of all sequences after the steps, given the dataset in an epoch."""
@@ -311,9 +311,9 @@ class Pipeline:
                 lengths[step.key] = step.lengths(lengths[step.key], self._seed, epoch) if found is None else found
         return lengths
 
-    def _apply(self, arrays: Arrays, draw: Draw, stop: int) -> dict[str, Array]:
+    def _apply(self, arrays: Arrays, draw: Draw, steps: Sequence[Step | Callable[..., Any]]) -> dict[str, Array]:
         result = dict(arrays)
-        for step in self._steps[:stop]:
+        for step in steps:
             if isinstance(step, Step):
                 result[step.key] = step.apply(result[step.key], draw)
             else:
@@ -324,9 +324,13 @@ class Pipeline:
         """The lengths after a step that are only known from reading. Raises: DataError."""
         dataset = self._dataset
 
+        earlier = self._steps[:number]
+        if all(isinstance(one, Step) for one in earlier):  # functions may use all data keys, steps only change their own
+            earlier = [one for one in earlier if isinstance(one, Step) and one.key == step.key]
+
         def length(index: int) -> int:
             draw = Draw(self._seed, 1, index, numpy.random.RandomState([self._seed, 1, index]))
-            return len(step.apply(self._apply(dataset.sequence(index), draw, number)[step.key], draw))
+            return len(step.apply(self._apply(dataset.sequence(index), draw, earlier)[step.key], draw))
 
         def count(block: range) -> Counted:
             return {step.key: numpy.fromiter(map(length, block), numpy.int32, len(block))}, {}

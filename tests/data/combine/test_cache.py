@@ -66,7 +66,7 @@ def test_sizes_that_are_none(value: str) -> None:
 
 def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
     reference = [compressed.sequence(index) for index in range(20)]
-    cached = CachedDataset(compressed, Budget(None))
+    cached = CachedDataset(compressed, Budget(None)).at_epoch(1)
     for _ in range(2):
         for index in numpy.random.default_rng(1).permutation(20).tolist():
             assert all(numpy.array_equal(values, reference[index][key]) for key, values in cached.sequence(index).items())
@@ -82,13 +82,17 @@ def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDF
     cached = CachedDataset(compressed, budget)
     for index in range(20):
         cached.sequence(index)
+    assert not budget.used  # what is read before the first epoch, perhaps by other processes
+    cached = cached.at_epoch(1)
+    for index in range(20):
+        cached.sequence(index)
     assert cached.num_cached == 3
     assert budget.used == 3 * one
     assert cached.sequence(19)["data"][0, 0] == 19
 
 
 def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: HDFDataset) -> None:
-    cached = CachedDataset(compressed, Budget(None))
+    cached = CachedDataset(compressed, Budget(None)).at_epoch(1)
     del cached.sequence(1)["data"]
     assert "data" in cached.sequence(1)
     with pytest.raises(ValueError, match="read-only"):

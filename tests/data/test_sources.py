@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import h5py
 import numpy
 import pyarrow
@@ -30,6 +31,8 @@ from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
 from hvdtrain.hdf_tools.dump import Selection, dump
+
+datasets.disable_progress_bars()
 
 LENGTHS = (3, 5, 1, 7, 2, 4, 6)
 
@@ -70,6 +73,40 @@ def unaligned(folder: Path, corpus: int) -> str:
     return path
 
 
+def virtual(folder: Path, corpus: int) -> dict[str, Any]:
+    """A file whose frames are parts of others."""
+    others = files(folder, corpus)
+    path = write_hdf(folder / "virtual.hdf", items(corpus))
+    layout, place = h5py.VirtualLayout((sum(LENGTHS), 4), "f4"), 0
+    for other in others:
+        with h5py.File(other) as file:
+            shape = file["inputs"].shape
+        layout[place : place + shape[0]] = h5py.VirtualSource(Path(other).name, "inputs", shape)
+        place += shape[0]
+    with h5py.File(path, "r+") as file:
+        del file["inputs"]
+        file.create_virtual_dataset("inputs", layout)
+    return {"class": "HDFDataset", "files": [path], "allow_external": True}
+
+
+def saved(folder: Path, corpus: int) -> dict[str, Any]:
+    """Rows as the package `datasets` saves them."""
+    tags, found = zip(*items(corpus), strict=True)
+    types = {"tag": datasets.Value("string"), "data": datasets.List(datasets.List(datasets.Value("float32")))}
+    types["classes"] = datasets.List(datasets.Value("int32"))
+    rows = {"tag": list(tags), **{key: [one[key].tolist() for one in found] for key in ("data", "classes")}}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(types)).save_to_disk(folder / "saved")
+    return {"class": "HuggingFaceDataset", "folder": str(folder / "saved"), "tag": "tag"}
+
+
+def folder_of_arrays(folder: Path, corpus: int) -> dict[str, Any]:
+    (folder / "arrays").mkdir()
+    for tag, one in items(corpus):
+        numpy.save(folder / "arrays" / f"{tag}.npy", one["data"])
+    (folder / "text").write_text("".join(f"seq-{number} {'ab' * number}\n" for number in range(len(LENGTHS))))
+    return {"class": "FolderDataset", "folder": str(folder / "arrays"), "transcript": str(folder / "text")}
+
+
 def tar(folder: Path, corpus: int) -> str:
     with tarfile.open(folder / "shard.tar", "w") as archive:
         for tag, arrays in items(corpus):
@@ -82,7 +119,7 @@ def tar(folder: Path, corpus: int) -> str:
     return str(folder / "shard.tar")
 
 
-def table(folder: Path, corpus: int, kind: Literal["parquet", "arrow"]) -> str:
+def table(folder: Path, corpus: int, kind: Literal["parquet", "arrow", "stream"]) -> str:
     tags, arrays = zip(*items(corpus), strict=True)
     rows = pyarrow.table(
         {
@@ -95,7 +132,8 @@ def table(folder: Path, corpus: int, kind: Literal["parquet", "arrow"]) -> str:
     if kind == "parquet":
         pyarrow.parquet.write_table(rows, path, row_group_size=3)
     else:
-        with pyarrow.ipc.new_file(path, rows.schema) as writer:
+        make = pyarrow.ipc.new_file if kind == "arrow" else pyarrow.ipc.new_stream
+        with make(path, rows.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(rows, max_chunksize=3)
     return str(path)
 
@@ -160,6 +198,7 @@ SOURCES: dict[str, Callable[[Path, int], Any]] = {
     "HDF": lambda folder, corpus: write_hdf(folder / "one.hdf", items(corpus)),
     "HDF, compressed": unaligned,
     "HDF, several": lambda folder, corpus: files(folder, corpus),
+    "HDF, virtual": virtual,
     "FilesDataset": lambda folder, corpus: {"class": "FilesDataset", "files": files(folder, corpus), "max_open_files": 2},
     "TarDataset": lambda folder, corpus: {"class": "TarDataset", "files": [tar(folder, corpus)]},
     "ParquetDataset": lambda folder, corpus: {
@@ -172,6 +211,13 @@ SOURCES: dict[str, Callable[[Path, int], Any]] = {
         "files": [table(folder, corpus, "arrow")],
         "tag": "seq_tag",
     },
+    "ArrowDataset, stream": lambda folder, corpus: {
+        "class": "ArrowDataset",
+        "files": [table(folder, corpus, "stream")],
+        "tag": "seq_tag",
+    },
+    "HuggingFaceDataset": saved,
+    "FolderDataset": folder_of_arrays,
     "items": lambda folder, corpus: {"class": Items, "corpus": corpus, "named": False},
     "items with tags": lambda folder, corpus: {"class": Items, "corpus": corpus, "named": True},
     "foreign": lambda folder, corpus: {"class": Foreign, "corpus": corpus},
@@ -180,7 +226,7 @@ SOURCES: dict[str, Callable[[Path, int], Any]] = {
 }
 """By name, a function that writes one of two corpora into a folder, with the same names, and returns the dataset of a config."""
 
-OTHER_VALUES = ("KaldiFolder",)
+OTHER_VALUES = ("KaldiFolder", "FolderDataset")
 """Those that do not have the sequences of `items`, or not with the same types."""
 
 UNNAMED = ("items", "iterable")

@@ -240,7 +240,8 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         opened = spec.open(context)
     dataset = as_dataset(opened)
     if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
-        dataset = ItemsDataset(spec.name, opened)
+        of_files = isinstance(opened, SequenceSource)
+        dataset = opened.to_train_on(spec.name, context.scanning) if of_files else ItemsDataset(spec.name, opened)
     if dataset is not None:
         dataset = with_own_numbers(spec.name, dataset, context.scanning)
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}

@@ -15,6 +15,7 @@ from hvdtrain.data.fingerprint import fingerprint_of_file
 from hvdtrain.data.formats.conversions import TextClasses
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.vocabulary import Units, read_vocabulary
+from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 
@@ -91,7 +92,10 @@ class Shards(SequenceSource, Sequence[Item]):
         return len(self)
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
-        yield from (self[index] for index in range(start, len(self) if stop is None else min(stop, len(self))))
+        for index in range(start, len(self) if stop is None else min(stop, len(self))):
+            with own_numbers(Scanning().seed, ITEM, 0, 0, 1, index):  # those of a training on it, in the first epoch
+                item = self[index]
+            yield item
 
     def to_train_on(self, where: str, scanning: Scanning) -> ShardedItems:
         return ShardedItems(where, self, scanning)

@@ -177,13 +177,17 @@ def test_it_is_converted_in_the_order_of_its_keys(shards: list[str], tmp_path: P
 
     def decode(content: bytes) -> numpy.ndarray:
         read.append(len(content))
-        return numpy.load(io.BytesIO(content))
+        return numpy.load(io.BytesIO(content)) + numpy.random.rand()
 
     once = {"class": "TarDataset", "files": shards, "entries": {"data": "npy"}, "decode": {"data": decode}}
     spec, _ = parse("train", once, {})
     assert spec is not None
     source = open_source(spec, 1)
-    assert len(list(source.read(0, None))) == len(read) == 7
+    found = [float(arrays["data"][0, 0]) for _, arrays in source.read(0, None)]
+    assert len(read) == 7
+    dataset = opened_data.opened(once)
+    assert found == [float(dataset.at_epoch(1).sequence(number)["data"][0, 0]) for number in range(7)]
+    dataset.close()
     corpus = {"class": "TarDataset", "files": shards, "entries": {"data": "npy"}, "seq_ordering": "sorted"}
     assert dump([repr(corpus), str(tmp_path / "out.hdf")]) == 0
     assert opened_data.opened(str(tmp_path / "out.hdf")).lengths["data"].tolist() == sorted(LENGTHS)

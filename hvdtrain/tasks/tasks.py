@@ -357,9 +357,11 @@ def _memory_lines(session: Session) -> list[str]:
     learner.state.gather_state()
     if comm.rank == 0:
         contents = learner.state.contents({})
-        model, optimizer = num_bytes(contents.model), num_bytes(contents.optimizer)
-        whole = size_text(model + optimizer)
-        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(optimizer)}")
+        sizes = {"model": num_bytes(contents.model), "optimizer": num_bytes(contents.optimizer)}
+        if contents.running is not None:
+            sizes["running average"] = sum(values.nbytes for _, values in learner.state.trained_values())
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
+        lines.append(f"estimate: checkpoint: {size_text(sum(sizes.values()))}: {parts}")
     return lines
 
 

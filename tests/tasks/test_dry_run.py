@@ -94,6 +94,7 @@ def test_nothing_is_written(corpus: Path, tmp_path: Path) -> None:
     assert "predict: the network was not measured, as there is one rank" in ended.out
     assert re.search("^predict: 64 ranks: not predicted, .* at least one sequence for each of 64 ranks, got 12$", ended.out, re.M)
     assert "model: 155 parameters" in ended.out
+    assert ", running average 1.2 KB" in ended.out, "sums of 152 parameters in float64"
     assert list(tmp_path.iterdir()) == []
     assert contents(corpus) == before
 

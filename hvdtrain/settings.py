@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, did_you_mean, unknown_keys, unsupported_keys
+from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
@@ -360,7 +360,7 @@ def check(source: Source, names: list[str]) -> Settings:
         texts=source.texts,
         source=source,
         warnings=source.warnings,
-        notes=source.notes,
+        notes=(*source.notes, *unread_line(source, [*names, *ALIASES])),
     )
 
 

@@ -103,6 +103,25 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
     return problems
 
 
+def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:
+    """The line that lists the constants of the config that nothing reads; none, if there are none.
+
+    Args:
+        known: as of `unknown_keys`.
+    """
+    keys = {*known, *source.foreign_names}
+    names = [
+        name
+        for name, value in source.values.items()
+        if name not in keys and not name.startswith("_") and isinstance(value, CONSTANTS) and source.is_only_set(name)
+    ]
+    in_code = not source.is_foreign and source.texts and not any(file.endswith(".json") for file in source.texts)
+    return (f"nothing reads these names of the config: {', '.join(names)}",) if names and in_code else ()
+
+
+CONSTANTS = (bool, int, float, str, list, tuple, dict)
+
+
 def is_no_key(name: str, value: Any) -> bool:
     """Whether a name is clearly not meant as a key: it is private, or names a module or a class."""
     return name.startswith("_") or isinstance(value, (ModuleType, type))

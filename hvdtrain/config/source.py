@@ -24,11 +24,12 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.config.keys import text_value
 from hvdtrain.config.missing import import_failure
+from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem
 
 COMMAND_LINE = "the command line"
@@ -69,8 +70,8 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
             value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
             meant = name.lstrip("-+").replace("-", "_")
             option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
-            hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
-            hint = f"did you mean {option[0]}?" if option else hint
+            hint = f"did you mean {_as_key(meant, value)}?" if meant else "python -m hvdtrain --help"
+            hint = f"did you mean {option[0]}?" if option and option[0][:3] == word[:3] else hint
             hint = "configs are written first" if Path(word).is_file() else hint
             problems += problem("wrong-format", f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
@@ -87,6 +88,16 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
     if problems:
         raise ConfigError(problems)
     return files, overrides
+
+
+def _as_key(name: str, value: str) -> str:
+    """How to set a key on the command line, given its name, or another trainer's.
+
+    >>> _as_key("lr", "3"), _as_key("hidden", ""), _as_key("weight_decay", "0.1")
+    ('++learning_rate 3', '++hidden VALUE', "in the config: optimizer = {'class': ..., 'weight_decay': ...}")
+    """
+    key = SYNONYMS.get(name, name)
+    return f"++{key} {value or 'VALUE'}" if key.isidentifier() or key == name else f"in the config: {key}"
 
 
 def _is_assignment(word: str) -> bool:
@@ -117,7 +128,15 @@ def _is_key(word: str) -> bool:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors explain how to write keys of a config."""
+    """A parser whose errors explain how to write keys of a config.
+
+    Attributes:
+        instead: of other programs' options of the same purpose, ours.
+        otherwise: how such a program's other options are written; None: this command has nothing to do with one.
+    """
+
+    instead: Mapping[str, str] = MappingProxyType({})
+    otherwise: str | None = None
 
     def error(self, message: str) -> NoReturn:
         """Print the error, with the right spelling of an argument that looks like a key, and end the program."""
@@ -127,11 +146,14 @@ class CommandParser(argparse.ArgumentParser):
         name = name.replace("-", "_")
         options = [option for action in self._actions for option in action.option_strings]
         close = get_close_matches(word, options, n=1, cutoff=0.8)
-        if close:
+        value = value if assigned or not more else more[0]
+        if word in self.instead:
+            message += f" (did you mean {self.instead[word]}?)"
+        elif close:
             message += f" (did you mean {close[0]}?)"
         elif name.isidentifier() and "++" in (self.usage or ""):
-            value = value if assigned or not more else more[0]
-            message += f" (a key of a config is written ++{name} {value or 'VALUE'})"
+            message += f" (a key of a config is written {_as_key(name, value)}"
+            message += ")" if self.otherwise is None else f", {self.otherwise.format(word.partition('=')[0], value or 'VALUE')})"
         super().error(message)
 
 
@@ -144,7 +166,7 @@ exit status
 """For commands that have no others."""
 
 
-def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> CommandParser:
     """A parser for the options of the command `python -m hvdtrain NAME`. Line breaks in the texts are kept.
 
     Args:

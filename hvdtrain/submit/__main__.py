@@ -42,6 +42,18 @@ The script runs in the current folder (--folder), with this Python (--python). -
 needs, such as 'module load openmpi'; --option adds a line for the scheduler, such as '--constraint=h100'. Both may be repeated.
 """
 
+OF_SCHEDULERS = {
+    **dict.fromkeys(("--partition", "-p", "-q"), "--queue"),
+    **dict.fromkeys(("--ntasks-per-node", "--ntasks", "-n"), "--tasks-per-node"),
+    **dict.fromkeys(("--mem", "--mem-per-node"), "--memory"),
+    **dict.fromkeys(("--gres", "--gpus", "--gpus-per-task"), "--gpus-per-node"),
+    **dict.fromkeys(("--job-name", "-J", "-N"), "--name"),
+    **dict.fromkeys(("--walltime", "-t"), "--time"),
+    "-A": "--account",
+    "-c": "--cpus-per-task",
+}
+"""By a scheduler's option, ours."""
+
 STARTUP_SECONDS = 180
 """The minimum of seconds before the stop signal: during start-up it kills the training, and Slurm may send it a minute early."""
 
@@ -267,6 +279,7 @@ def submit(script: str, command: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
     result = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
+    result.instead, result.otherwise = OF_SCHEDULERS, "one of the scheduler --option={}={}"
     add = result.add_argument_group("required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add(

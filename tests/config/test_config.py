@@ -817,6 +817,12 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     assert (status, f"hvdtrain {name}: error: " in err) == (2, True), err
 
 
+def test_constants_that_nothing_reads_are_listed(tmp_path: Path) -> None:
+    text = "hidden = 4\nlayers, patiense = 2, [3]\nwidth = 2 * hidden\ndef size():\n    return width\n"
+    assert settings(tmp_path, text).notes == ("nothing reads these names of the config: layers, patiense",)
+    assert settings(tmp_path).notes == ()
+
+
 def test_building_horovod_needs_none_of_the_packages() -> None:
     program = (
         "import runpy, sys\n"
@@ -834,8 +840,9 @@ def test_building_horovod_needs_none_of_the_packages() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        (["--max-seqs", "4"], "(a key of a config is written ++max_seqs 4)"),
-        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4)"),
+        (["--max-seqs", "4"], "(a key of a config is written ++max_seqs 4, one of the scheduler --option=--max-seqs=4)"),
+        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4, "),
+        (["--partition", "gpu"], "(did you mean --queue?)"),
         (["--shedule", "slurm"], "(did you mean --scheduler?)"),
     ],
 )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from html import escape
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
@@ -27,10 +28,11 @@ from hvdtrain.comm import launch, local
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Launch
-from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack
+from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.config.source import CALL, OVERRIDING, Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.rows import rate_text, score_text
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
@@ -106,6 +108,20 @@ class Result:
     def scores(self) -> Mapping[str, float]:
         """The scores of the last epoch by name, such as 'train_loss_ce' and 'dev_loss_ce'."""
         return self.history[-1].scores if self.history else {}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row for each epoch, the best one in bold."""
+        names = list(dict.fromkeys(name for record in self.history for name in record.scores))
+        rows = [["epoch", "learning rate", *(name.replace("_loss_", " ", 1) for name in names)]]
+        for record in self.history:
+            scores = [score_text(record.scores[name]) if name in record.scores else "" for name in names]
+            rows.append([str(record.epoch), rate_text(record.learning_rate), *scores])
+        best = None if self.best is None else str(self.best.epoch)
+        lines = [
+            f"<tr{' style=font-weight:bold' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+            for row in rows
+        ]
+        return f"<table>{''.join(lines)}</table><code>{escape(str(self.checkpoint))}</code>"
 
     @cached_property
     def model(self) -> Any:
@@ -233,7 +249,7 @@ class _Job:
         for values in (*(config for config in configs if not isinstance(config, Path)), self.keys):
             for name, value in values.items():
                 try:
-                    pack(value)
+                    pack_with_code(value)
                 except NotImportable as error:
                     problems += problem(
                         "cannot-import",

@@ -244,7 +244,8 @@ def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
         hvdtrain.load_model(closures.checkpoint)
 
 
-def test_mistakes_are_reported_all_at_once(tmp_path: Path) -> None:
+def test_mistakes_are_reported_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.comm.spawn.find_spec", lambda name: None)  # without cloudpickle
     with pytest.raises(hvdtrain.ConfigError) as raised:
         hvdtrain.train(keys_of(tmp_path), num_epoch=3, learning_rate=-1.0, color="red", **{"train.seq_ordering": "random"})
     names = [problem.key for problem in raised.value.problems]
@@ -341,6 +342,17 @@ def train_step(**_):
         raise FloatingPointError("of rank 1")
     plain_step(**_)
 """
+
+
+@pytest.mark.slow
+def test_ranks_get_functions_that_they_cannot_import_with_their_code(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle")
+    keys = keys_of(tmp_path / "two", num_epochs=1)
+    del keys["max_seqs"]
+    two = hvdtrain.train(keys, ranks=2, max_seqs_total=5, deterministic=True)
+    one = hvdtrain.train(keys, ranks=1, max_seqs_total=5, model=str(tmp_path / "one" / "model"))
+    assert two.scores["dev_loss_ce"] == pytest.approx(one.scores["dev_loss_ce"], rel=0.05)
+    assert isinstance(two.model, nn.Sequential)
 
 
 @pytest.mark.slow
@@ -467,6 +479,13 @@ def test_the_processes_of_mpirun_are_ranks_and_train_again(tmp_path: Path, trans
     assert first == second
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{first[-1]['dev_loss_ce']} model.001.pt\n" * 2
+
+
+def test_a_notebook_shows_the_epochs(tmp_path: Path) -> None:
+    html = hvdtrain.train(keys_of(tmp_path))._repr_html_()
+    assert html.startswith("<table><tr><td>epoch</td><td>learning rate</td><td>train ce</td><td>dev ce</td></tr><tr><td>1</td>")
+    assert "<tr style=font-weight:bold><td>2</td><td>0.01</td>" in html
+    assert html.endswith("model.002.pt</code>")
 
 
 def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:

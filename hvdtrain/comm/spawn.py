@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -60,6 +61,23 @@ def pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def pack_with_code(value: Any) -> bytes:
+    """As `pack`; functions and classes that no other process can import, such as those of a notebook, are sent with their code,
+    if the package cloudpickle is installed. Raises: NotImportable."""
+    try:
+        return pack(value)
+    except NotImportable as error:
+        if find_spec("cloudpickle") is None:
+            raise NotImportable(f"{error}, without the package cloudpickle") from None
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # of any value in it
+        raise NotImportable(f"{type(value).__name__} ({error})") from None
+    return packed
+
+
 @dataclass(frozen=True)
 class _Job:
     path: list[str]
@@ -84,7 +102,7 @@ def call_on_ranks(
 
     Args:
         function: 'module:name'.
-        arguments: its keyword arguments, which `pack` accepts.
+        arguments: its keyword arguments, which `pack_with_code` accepts.
         restarts: decides which ranks to restart after a failure.
         signals: forward SIGINT, SIGTERM and the like to the ranks; otherwise a KeyboardInterrupt here ends them at once.
 
@@ -94,7 +112,7 @@ def call_on_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-call-") as name:
         folder = Path(name)
-        job = _Job(sys.path, LOGGER.getEffectiveLevel(), function, pack(dict(arguments)))
+        job = _Job(sys.path, LOGGER.getEffectiveLevel(), function, pack_with_code(dict(arguments)))
         (folder / "job").write_bytes(pickle.dumps(job))
         reported: list[str] = []
         is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers only there

@@ -137,6 +137,10 @@ class Dataset(ABC):
         """
         return self
 
+    def redrawn(self, draw: int) -> Dataset:
+        """This dataset of an epoch with other random numbers, for sequences that the epoch had `draw` times before."""
+        return self
+
     def selected(self, full_epoch: int) -> Array | None:
         """The indices of the sequences of a full epoch (counted from 1); None: all."""
         return None

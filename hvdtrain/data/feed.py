@@ -29,13 +29,14 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, count_too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
-from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.epoch import Plan, Share
 from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.mix import mixed_parts
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.randomness import ALONE
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
+from hvdtrain.data.views import Redrawn
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -293,14 +294,16 @@ class Feed:
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
         mix = self.dataset.mix
+        is_whole = self.chunks is None and not self.batch_keys.frame_batches
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
-            for indices in share:
+            for number, indices in enumerate(share):
                 few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
                 some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    batch = self._read_batch(dataset, check, indices)
+                    repeats = isinstance(share, Share) and is_whole and dataset.is_stochastic
+                    batch = self._read_batch(dataset, check, indices, share.draws(number) if repeats else None)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
                 except StopIteration as error:
@@ -316,18 +319,23 @@ class Feed:
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
 
-    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array) -> Batch:
-        """The batch with these indices, without broken sequences if that is allowed. Raises: DataError."""
+    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array, draws: Array | None) -> Batch:
+        """The batch with these indices, without broken sequences if that is allowed. Raises: DataError.
+
+        Args:
+            draws: how often the epoch has each of these sequences before; None: it does not matter.
+        """
         packed = self.packed_keys
 
-        def read(indices: Array) -> Batch:
-            batch = dataset.batch(indices, packed)
+        def read(rows: slice | Array) -> Batch:
+            around = dataset if draws is None or not draws[rows].any() else Redrawn(dataset, draws[rows])
+            batch = around.batch(indices[rows], packed)
             if self.broken.limit:
                 check_finite(batch)
             return batch
 
         try:
-            return check(read(indices), indices)
+            return check(read(slice(None)), indices)
         except BrokenSequence as error:
             if not self.broken.limit:
                 raise BrokenSequence(
@@ -336,12 +344,12 @@ class Feed:
         good, broken = numpy.ones(len(indices), bool), []
         for place, sequence in enumerate(self.sequences_of(indices).tolist()):
             try:
-                read(indices[place : place + 1])
+                read(slice(place, place + 1))
             except BrokenSequence as error:
                 good[place] = False
                 broken.append((sequence, str(error)))
         some, left_out = indices[good], self.sequences_among(indices[~good])
-        batch = check(read(some), some) if len(some) else Batch({}, self.sequences_of(some))
+        batch = check(read(good), some) if len(some) else Batch({}, self.sequences_of(some))
         return replace(batch, broken=broken, left_out=left_out)
 
 

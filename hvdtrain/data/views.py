@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import wraps
@@ -74,8 +74,15 @@ class View(Dataset):
         return self._dataset.num_sequences
 
     def at_epoch(self, epoch: int) -> Self:
+        return self._around(dataset.at_epoch(epoch) for dataset in self._inside)
+
+    def redrawn(self, draw: int) -> Self:
+        return self._around(dataset.redrawn(draw) for dataset in self._inside)
+
+    def _around(self, inside: Iterable[Dataset]) -> Self:
+        """The same view of other datasets."""
         changed = copy(self)
-        changed._dataset, *others = (dataset.at_epoch(epoch) for dataset in self._inside)
+        changed._dataset, *others = inside
         changed._others = tuple(others)
         return changed
 
@@ -134,6 +141,25 @@ class ChangedSequences(View):
         return self._read_batch(indices, keys)
 
 
+class Redrawn(ChangedSequences):
+    """A batch of sequences of which an epoch has some several times, each time with random numbers of its own.
+
+    Args:
+        draws: for every row of the batch, how often the epoch had its sequence before.
+    """
+
+    def __init__(self, dataset: Dataset, draws: Array) -> None:
+        super().__init__(dataset)
+        self._draws = draws
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        found: dict[int, dict[str, Array]] = {}
+        for draw in set(self._draws.tolist()):
+            rows = (self._draws == draw).nonzero()[0].tolist()
+            found.update(zip(rows, self._dataset.redrawn(draw).sequences([indices[row] for row in rows]), strict=True))
+        return [found[row] for row in range(len(indices))]
+
+
 def _alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """The method, called by one thread at a time."""
 
@@ -169,6 +195,7 @@ class OneAtATime(View):
             self._lock.release()
 
     at_epoch = _alone(View.at_epoch)
+    redrawn = _alone(View.redrawn)
     sequence = _alone(View.sequence)
     sequences = _alone(View.sequences)
     padded = _alone(View.padded)

@@ -54,7 +54,7 @@ class MapDataset(Mapped):
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
-        self._epoch = 1
+        self._epoch, self._draw = 1, 0
         self._lengths_of = lengths_of
         self._lengths_vary = lengths_vary
         self.streams = streams
@@ -67,6 +67,11 @@ class MapDataset(Mapped):
             changed.lengths = self._lengths_of(changed._dataset, epoch)
         return changed
 
+    def redrawn(self, draw: int) -> Self:
+        changed = super().redrawn(draw)
+        changed._draw = draw
+        return changed
+
     def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         arguments: dict[str, Any] = {}
         if "epoch" in self._arguments:
@@ -75,7 +80,7 @@ class MapDataset(Mapped):
             arguments["index"] = index
         if "rng" in self._arguments:
             # The same on every rank, in any order of the sequences; a RandomState, as existing configs call its methods.
-            arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index])
+            arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index, *([self._draw] if self._draw else [])])
         # A copy, as the user's items and a cache keep their arrays: an array changed in place would be changed again next time.
         given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:

@@ -27,8 +27,9 @@ TRIES = 13
 """How often sequences are read because a generator changed meanwhile, most likely by a step. After each time, twice as long is
 waited for the thread that trains to need data: half a millisecond, then up to two seconds."""
 
-Question = tuple[str, int, int, Any]
-"""The method to call, the epoch, the index of a sequence, and its arrays before a function is applied; None: not read yet."""
+Question = tuple[str, int, int, int, Any]
+"""The method to call, the epoch, how often it had the sequence before, the index of the sequence, and its arrays before a
+function is applied; None: not read yet."""
 
 
 class Mapped(ChangedSequences):
@@ -64,9 +65,9 @@ class UserDataset(ChangedSequences):
         super().__init__(dataset)
         self._where = where
         self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
-        self._epoch = 1
+        self._epoch, self._draw = 1, 0
         latest = lru_cache(maxsize=1)(self.at_epoch)  # in each process, once per epoch instead of for every sequence
-        self._shared = _Processes(lambda asked: latest(asked[1])._answer(asked[0], *asked[2:]), num_workers)
+        self._shared = _Processes(lambda asked: latest(asked[1]).redrawn(asked[2])._answer(asked[0], *asked[3:]), num_workers)
         self._note = scanning.note
         self._is_whole = _reads_batches(dataset)
         if num_workers:
@@ -82,6 +83,11 @@ class UserDataset(ChangedSequences):
         with own_numbers(*self._parts, EPOCH, epoch):
             changed = super().at_epoch(epoch)
         changed._epoch = epoch
+        return changed
+
+    def redrawn(self, draw: int) -> Self:
+        changed = super().redrawn(draw)
+        changed._draw = draw
         return changed
 
     def selected(self, full_epoch: int) -> Array | None:
@@ -164,11 +170,13 @@ class UserDataset(ChangedSequences):
         given: Sequence[Any] = [None] * len(indices)
         if what == "sequence" and self.has_fixed_order and isinstance(self._dataset, Mapped):
             given = self._dataset.inside(indices)  # by the process that reads it from beginning to end
-        return self._shared.ask([(what, self._epoch, index, arrays) for index, arrays in zip(indices, given, strict=True)])
+        return self._shared.ask(
+            [(what, self._epoch, self._draw, index, arrays) for index, arrays in zip(indices, given, strict=True)]
+        )
 
     def _answer(self, what: str, index: int, given: Any) -> Any:
         """In such a process: the sequence, or its tag, read with its own random numbers."""
-        seed_generators(mix_seed(*self._parts, self._epoch, index))
+        seed_generators(mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else [])))
         if what == "tag":
             return self._dataset.tags([index])[0]
         return self._read(index, given)

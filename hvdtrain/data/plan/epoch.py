@@ -61,6 +61,18 @@ class Plan:
             found = crc32(some.astype(numpy.int64, copy=False), found)
         return crc32(self.bounds, found)
 
+    @cached_property
+    def draws(self) -> Array | None:
+        """For every element of `order`, how often the epoch has it before, int64 of the same shape; None: each is there once."""
+        if not len(self.order) or numpy.bincount(self.order).max() <= 1:
+            return None
+        by_index = numpy.argsort(self.order, kind="stable")
+        places, ordered = numpy.arange(len(by_index)), self.order[by_index]
+        begins = numpy.append(True, ordered[1:] != ordered[:-1])
+        draws = numpy.empty(len(by_index), dtype=numpy.int64)
+        draws[by_index] = places - numpy.maximum.accumulate(numpy.where(begins, places, 0))
+        return draws
+
     @property
     def cuts_frames(self) -> bool:
         """Whether its batches are joined pieces of sequences."""
@@ -128,6 +140,11 @@ class Share(Sequence[Array]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def draws(self, index: int) -> Array | None:
+        """Those of a batch of `Plan.draws`."""
+        draws, bounds, number = self._plan.draws, self._plan.bounds, self._numbers[index]
+        return None if draws is None else draws[bounds[number] : bounds[number + 1]]
 
     @overload
     def __getitem__(self, index: int) -> Array: ...

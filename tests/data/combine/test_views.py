@@ -190,3 +190,24 @@ def test_a_mix_of_lengths_that_change_uses_nothing_twice() -> None:
     feed = feed_of(dataset, order={"seq_ordering": "sorted"})
     used = [feed.plan(epoch).order.tolist() for epoch in (1, 2, 3, 4)]
     assert sorted(used[0] + used[1]) == sorted(used[2] + used[3]) == list(range(16))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(workers: int, tmp_path: Path) -> None:
+    def noisy(arrays: dict[str, Array], *, rng: numpy.random.RandomState) -> dict[str, Array]:
+        return {"data": arrays["data"] + rng.rand() / 2 + numpy.random.rand() / 4}
+
+    inside = {"class": "MapDataset", "dataset": numbers(tmp_path / "one.hdf", 3), "map_seq": noisy, "num_workers": workers}
+    dataset = opened(inside)
+
+    def values(position: int = 0, **keys: Any) -> list[float]:
+        feed = feed_of(dataset, order={"seq_ordering": "default", "repeat_epoch": 3}, **keys)
+        with feed.read(feed.share(feed.plan(1), position), 1) as batches:
+            return [float(sequence[0, 0]) for batch in batches for sequence in batch.data["data"].sequences()]
+
+    found = values()
+    assert [int(value) for value in found] == [0, 1, 2] * 3
+    assert len({value % 1 for value in found}) == 9
+    assert values(packed=True) == values(max_seqs=9) == found
+    assert values(position=2) == found[4:]
+    dataset.close()

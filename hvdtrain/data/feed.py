@@ -302,8 +302,9 @@ class Feed:
                 few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
                 some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    repeats = isinstance(share, Share) and is_whole and dataset.is_stochastic
-                    batch = self._read_batch(dataset, check, indices, share.draws(number) if repeats else None)
+                    is_redrawn = is_whole and dataset.is_stochastic
+                    draws = share.draws(number) if isinstance(share, Share) and is_redrawn else None
+                    batch = self._read_batch(dataset, check, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
                 except StopIteration as error:

@@ -7,46 +7,53 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.config.source import as_function
-from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
+from hvdtrain.errors import CheckpointError, ConfigError, problem
 from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, PreloadRequest, Shapes
 from hvdtrain.runtime import log
 
 
-@dataclass(frozen=True)
-class Preload:
-    """One entry of the key `preload_from_files`.
+@dataclass(frozen=True, kw_only=True)
+class PreloadKeys:
+    """An entry of the key `preload_from_files`."""
 
-    Attributes:
-        filename: the file; only tensors are read from it, and no code is run. None: no file; our parameters that start with the
-            prefix or match the pattern may be missing from the files of the other entries.
-        prefix: load our parameters whose names start with this; in the file, the names do not have the prefix.
-        pattern: for an entry without a file: names with the wildcards * and ?.
-        init_for_train: True: load at the beginning of a training; 'always': load at every start of every task, and keep these
-            parameters constant: they are neither trained nor saved; False: load in all tasks except training.
-        ignore_missing: whether our parameters that are not in the file keep their values, instead of being an error.
-        ignore_params, ignore_params_prefixes: names, or prefixes of names, of our parameters that keep their values.
-        var_name_mapping: maps our names to the file's where they differ; with or without the prefix.
-        checkpoint_key: the entry of the file that contains the parameters, if the file has it.
-        custom_missing_load_func: a function (*, name, shape, preload_model_state, **_) that returns the value of a parameter
-            that is not in the file, or None; `preload_model_state` has the file's tensors by our names.
-    """
+    filename: str | None = key(
+        REQUIRED,
+        "the file; only tensors are read from it, no code is run; None: our parameters that start with the prefix or match the "
+        "pattern may be missing from the files of the other entries",
+    )
+    prefix: str = key("", "load our parameters whose names start with this; in the file, the names do not have the prefix")
+    pattern: str | None = key(None, "for an entry without a file: names with the wildcards * and ?")
+    init_for_train: bool | Literal["always"] = key(
+        False,
+        "True: load at the beginning of a training; 'always': load at every start of every task, and keep these parameters "
+        "constant: they are neither trained nor saved; False: load in all tasks except training",
+    )
+    ignore_missing: bool = key(
+        False, "whether our parameters that are not in the file keep their values, instead of being an error"
+    )
+    ignore_params: list[str] = key([], "names of our parameters that keep their values")
+    ignore_params_prefixes: list[str] = key([], "prefixes of such names")
+    var_name_mapping: dict[str, str] = key({}, "maps our names to the file's where they differ; with or without the prefix")
+    checkpoint_key: str | None = key("model", "the entry of the file that contains the parameters, if the file has it")
+    custom_missing_load_func: Callable[..., Any] | str | None = key(
+        None,
+        "a function (*, name, shape, preload_model_state, **_) that returns the value of a parameter that is not in the file, or "
+        "None; preload_model_state has the file's tensors by our names",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preload(PreloadKeys):
+    """An entry with its name."""
 
     name: str
-    filename: str | None
-    prefix: str = ""
-    pattern: str | None = None
-    init_for_train: bool | str = False
-    ignore_missing: bool = False
-    ignore_params: Sequence[str] = ()
-    ignore_params_prefixes: Sequence[str] = ()
-    var_name_mapping: Mapping[str, str] = field(default_factory=dict)
-    checkpoint_key: str | None = "model"
-    custom_missing_load_func: Callable[..., Any] | str | None = None
 
     @property
     def is_constant(self) -> bool:
@@ -151,31 +158,29 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     Raises:
         ConfigError: with all problems.
     """
-    known = [member.name for member in fields(Preload) if member.name != "name"]
     problems, preloads = [], []
     for name in sorted(value, reverse=True):
         entry, where = value[name], f"preload_from_files.{name}"
-        if isinstance(entry, dict) and "filename" in entry:  # recipes write None for what they leave out
-            entry = {key: one for key, one in entry.items() if one is not None or key in ("filename", "checkpoint_key")}
-        if not isinstance(entry, dict) or "filename" not in entry or not isinstance(entry["filename"], (str, type(None))):
+        if not isinstance(entry, dict):
             problems += problem("wrong-type", f"{where}: expected a dict with the entry 'filename', got {entry!r}")
             continue
-        unknown = [key for key in entry if key not in known]
-        problems += [
-            Problem.of("unknown-key", f"{where}.{key}: expected one of {', '.join(known)}, got {key!r}") for key in unknown
-        ]
-        if entry.get("init_for_train", False) not in (True, False, "always"):
-            problems += problem(
-                "unknown-value", f"{where}.init_for_train: expected True, False or 'always', got {entry['init_for_train']!r}"
-            )
-        if entry["filename"] is None and entry.get("pattern") is None and not entry.get("prefix"):
+        may_be_none = ("filename", "checkpoint_key")  # recipes write None for what they leave out
+        options = {
+            option: sorted(one) if isinstance(one, set) else one
+            for option, one in entry.items()
+            if one is not None or option in may_be_none
+        }
+        made, wrong = build(PreloadKeys, options, f"{where}.", {})
+        problems += [*wrong, *unknown_options(f"{where}.", options, PreloadKeys, "preload_from_files")]
+        if made is None:
+            continue
+        if made.filename is None and made.pattern is None and not made.prefix:
             problems += problem("missing", f"{where}: expected a pattern or a prefix if filename is None, got neither")
-        if entry["filename"] is not None and entry.get("pattern") is not None:
+        if made.filename is not None and made.pattern is not None:
             problems += problem(
-                "conflict", f"{where}.pattern: expected None if there is a filename, got {entry['pattern']!r} (use prefix)"
+                "conflict", f"{where}.pattern: expected None if there is a filename, got {made.pattern!r} (use prefix)"
             )
-        if not unknown:
-            preloads.append(Preload(name=name, **entry))
+        preloads.append(Preload(name=name, **vars(made)))
     if problems:
         raise ConfigError(problems)
     return preloads

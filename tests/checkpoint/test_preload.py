@@ -156,10 +156,11 @@ def test_mistakes(corpus: Path, tmp_path: Path) -> None:
     for preload, message in (
         ({"filename": "a", "pattern": "b"}, "preload_from_files.x.pattern: conflict"),
         ({"filename": None}, "preload_from_files.x: missing"),
-        ({"filename": 3}, "preload_from_files.x: wrong-type"),
-        ({"prefix": "a"}, "preload_from_files.x: wrong-type"),
+        ({"filename": 3}, "preload_from_files.x.filename: wrong-type"),
+        ({"filename": "a", "ignore_params": "b"}, "preload_from_files.x.ignore_params: wrong-type"),
+        ({"prefix": "a"}, "preload_from_files.x.filename: missing"),
         ({"filename": "a", "patern": "b"}, "preload_from_files.x.patern: unknown-key"),
-        ({"filename": "a", "init_for_train": "allways"}, "preload_from_files.x.init_for_train: unknown-value"),
+        ({"filename": "a", "init_for_train": "allways"}, "preload_from_files.x.init_for_train: wrong-type"),
     ):
         with refused(message):
             settings_of(corpus, tmp_path / "one", f"preload_from_files = {{'x': {preload}}}")
@@ -171,6 +172,6 @@ def test_mistakes(corpus: Path, tmp_path: Path) -> None:
 def test_entries_that_are_none_mean_their_defaults_and_a_missing_file_name_is_named() -> None:
     entry = {"filename": "a.pt", "var_name_mapping": None, "ignore_params": None, "checkpoint_key": None}
     [made] = parse_preloads({"pre": entry})
-    assert (made.var_name_mapping, made.ignore_params, made.checkpoint_key) == ({}, (), None)
-    with refused("preload_from_files.pre: wrong-type"):
+    assert (made.var_name_mapping, made.ignore_params, made.checkpoint_key) == ({}, [], None)
+    with refused("preload_from_files.pre.filename: missing"):
         parse_preloads({"pre": {"prefix": "a."}})

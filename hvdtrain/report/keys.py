@@ -33,6 +33,11 @@ class TrackerKeys(Section):
         "with methods begin, log_epoch, log_steps, artifact, end, 'module:Class', a dict of `class` and its arguments, or a list "
         "of these (docs/reports.md)",
     )
+    track_best_model: bool = key(
+        False,
+        "at the end, also keep the file of the best epoch's model with the run: W&B and MLflow store it, your class gets "
+        "artifact(path, 'model')",
+    )
     metrics_file: str | None = key(
         None,
         "a file NAME.prom with the training's numbers in Prometheus's text format, which rank 0 replaces after every epoch and "

@@ -173,8 +173,20 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
         session.watchdog.beat("waiting for the trackers", "unhurried")
         is_page_due = bool(services) and status in ("finished", "stopped")
         files = write_report_page(folder, status) if is_page_due else {}
+        if settings.trackers.track_best_model and is_page_due and (model := _best_model(settings, session)) is not None:
+            files = {**files, "model": model}
         for tracker in trackers:
             tracker.request_end(status, files)
-        deadline = time.monotonic() + PATIENCE[status]
+        deadline = time.monotonic() + (FOR_MODELS if "model" in files else PATIENCE[status])
         for tracker in trackers:
             tracker.wait(deadline - time.monotonic())
+
+
+FOR_MODELS = 600.0
+"""Seconds that trackers may take at the end to store a model."""
+
+
+def _best_model(settings: Settings, session: Session) -> Path | None:
+    """The file with the model of the best epoch, if it is kept."""
+    best = session.best.summary(session.best.records(session.progress))
+    return None if best is None or best["file"] is None else Path(settings.run.model).absolute().parent / best["file"]

@@ -61,7 +61,8 @@ OWN = example("reports.md", "class ToFile:")
 
 
 def test_a_class_of_the_config_receives_everything(corpus: Path, tmp_path: Path) -> None:
-    exp = trained_twice(corpus, tmp_path, OWN + example("reports.md", "def track_epoch(*, epoch, step, metrics, **_):"))
+    code = OWN + example("reports.md", "def track_epoch(*, epoch, step, metrics, **_):")
+    exp = trained_twice(corpus, tmp_path, f"{code}\ntrack_best_model = True\n")
     reports, steps = lines_of(exp / "scores.jsonl"), lines_of(exp / "steps.jsonl")
     expected = []
     for epoch, report in enumerate(reports, start=1):
@@ -72,7 +73,8 @@ def test_a_class_of_the_config_receives_everything(corpus: Path, tmp_path: Path)
         expected += [f"steps {epoch} {before + one['step']} {one['scores']['ce']}" for one in own]
         expected.append(f"epoch {epoch} {report['global_step']} {report['scores']['train_loss_ce']}")
         if epoch in (2, 3):
-            expected += [f"artifact report {exp}/report.html", "end finished"]
+            best = min(reports[:epoch], key=lambda one: one["scores"]["dev_loss_ce"])["epoch"]
+            expected += [f"artifact report {exp}/report.html", f"artifact model {exp}/model.00{best}.pt", "end finished"]
     assert (exp / "tracked.txt").read_text().splitlines() == expected
     assert len(steps) == 3 * 4
     dev = [line.split() for line in (exp / "dev.txt").read_text().splitlines()]  # what track_epoch wrote

@@ -269,7 +269,8 @@ def load(
             loaded = _parse_json(path, text)
         else:
             loaded, names, constants = _run_python(path, text, values, top, builtins)
-            names.update({name: value for name, value in top.items() if name in constants or (name in names and name in types)})
+            seen = [name for name in top if name in constants or (name in types and not callable(names.get(name)))]
+            names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             modules.append(names)
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -241,7 +241,8 @@ def load(
 
     Later files take precedence over earlier ones, and overrides over all files, whatever the spelling of a key. A Python file
     sees overrides without a dot while it runs, as globals and through `config.value(...)`. Its functions see what a declared key,
-    a constant of the file, or a dict with an entry that is overridden comes to be.
+    a constant of the file, or a dict with an entry that is overridden comes to be; so do those of the modules from which the file
+    imports a constant that is overridden.
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
@@ -259,6 +260,7 @@ def load(
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
     modules: list[dict[str, Any]] = []
+    constants: list[set[str]] = []  # of each of them
     for path in configs:
         if not isinstance(path, Path):
             values = {**_without_spellings(values, _given(path, spellings)), **path}
@@ -271,7 +273,14 @@ def load(
             loaded, names, constants = _run_python(path, text, values, top, builtins)
             seen = [name for name in top if name in constants or (name in types and not callable(names.get(name)))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
+            known = set(sys.modules)
+            loaded, names, tree = _run_python(path, text, values, top, builtins)
+            _override(names, tree, top, known, types)
+            names.update({name: value for name, value in top.items() if name in names and name in types})
+            for earlier, of_earlier in zip(modules, constants, strict=True):
+                earlier.update({name: value for name, value in loaded.items() if name in of_earlier and name not in top})
             modules.append(names)
+            constants.append(_constants(tree))
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
     mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
@@ -414,14 +423,14 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
 
 def _run_python(
     path: Path, text: str, before: Mapping[str, Any], overrides: Mapping[str, Any], builtins: Builtins | None
-) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+) -> tuple[dict[str, Any], dict[str, Any], ast.Module]:
     """Run the file as a module, so that its classes and functions behave as in any other module.
 
     Args:
         before: the values of earlier files.
 
     Returns:
-        The values of the file, the names that its functions see, and those of its constants.
+        The values of the file, the names that its functions see, and its parsed text.
     """
     visible = {**before, **overrides}
     module = ModuleType(MODULE_NAME)
@@ -456,7 +465,54 @@ def _run_python(
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
-    return loaded, names, _constants(tree)
+    return loaded, names, tree
+
+
+def _override(
+    names: dict[str, Any], tree: ast.Module, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
+) -> None:
+    """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports.
+
+    Args:
+        names: those of the module.
+        known: modules that are not this config's: other code of the program may use them.
+        keys: names that have an effect by themselves.
+
+    Raises:
+        ConfigError: an override that only such functions can read does not reach them.
+    """
+    constants = _constants(tree)
+    for name, value in overrides.items():
+        if name in constants:
+            names[name] = value
+        for module in _imported_from(tree, name, names.get("__package__")):
+            inner = vars(sys.modules.get(module, object))
+            found = inner.get(name)
+            if found is None or callable(found):
+                continue
+            file = Path(inner.get("__file__") or "")
+            if module not in known and file.suffix == ".py":
+                inside = ast.parse(file.read_text(encoding="utf-8"), str(file))
+                _override(inner, inside, {name: value}, known, keys)  # type: ignore[arg-type]  # a module's names can be set
+            if inner[name] is value or found == value:
+                names[name] = value
+            elif name not in keys:
+                raise ConfigError.of(
+                    "wrong-type",
+                    f"++{name}: expected a constant of the config, or of a module that it imports, got one that {module} "
+                    f"computes, or that other code uses (config.value({name!r}, default) in the config reads the override)",
+                )
+
+
+def _imported_from(tree: ast.Module, name: str, package: str | None) -> Iterator[str]:
+    """The modules from which a Python file imports a name.
+
+    >>> list(_imported_from(ast.parse("from a import *; from b import c; from .d import c; from e import c as f"), "c", "g"))
+    ['a', 'b', 'g.d']
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("*", name) and not alias.asname for alias in node.names):
+            yield importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
 
 
 def _constants(tree: ast.Module) -> set[str]:

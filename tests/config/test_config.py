@@ -26,6 +26,7 @@ from hvdtrain.config.source import (
     load,
     parse_command_line,
     resolve,
+    separate_imports,
     split_overrides,
 )
 from hvdtrain.config.synonyms import SYNONYMS
@@ -1013,3 +1014,20 @@ def test_problems_name_the_spelling_that_the_config_has(tmp_path: Path) -> None:
     wrong = "horovod_param_sync_step, torch_distributed = 0, {'param_sync_step': 'x'}\n"
     assert problems(tmp_path, wrong) == ["horovod_param_sync_step: out-of-range", "torch_distributed.param_sync_step: wrong-type"]
     assert problems(tmp_path, "torch_distributed = {'param_sync_stp': 2}\n") == ["torch_distributed.param_sync_stp: unknown-key"]
+
+
+def test_overrides_and_later_files_reach_the_functions_of_other_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sizes_of_all.py").write_text("hidden, half = 64, 32\nwide = half * 2\n")
+    (tmp_path / "shared_model.py").write_text("from sizes_of_all import *\n\n\ndef get_model():\n    return hidden, half\n")
+    (tmp_path / "one.py").write_text("from shared_model import *\ndepth = 1\ndef step(): return hidden, depth\n")
+    (tmp_path / "two.py").write_text("depth = 2\n")
+    configs = [tmp_path / "one.py", tmp_path / "two.py"]
+    with separate_imports(configs):
+        values = load(configs, {"hidden": "16"}, {}).values
+        assert (values["get_model"](), values["step"]()) == ((16, 32), (16, 2))
+    with separate_imports(configs):
+        values = load(configs, {"depth": "3"}, {}).values
+        assert (values["get_model"](), values["step"]()) == ((64, 32), (64, 3))
+    with separate_imports(configs), pytest.raises(ConfigError, match=r"\+\+wide: .* got one that sizes_of_all"):
+        load(configs, {"wide": "3"}, {})

@@ -32,7 +32,7 @@ class StartKeys(Section):
     )
     load_epoch: int | Literal["best"] | None = key(
         None,
-        "the epoch of `load`, or of `model` if load is not set; 'best': the best one that has a model, by best.json",
+        "the epoch of `load` (or that its file counts as), or of `model`; 'best': the best one that has a model, by best.json",
         positive,
     )
     import_model_train_epoch1: str | None = key(

@@ -62,7 +62,8 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(model_file=file, epoch=0, remark=remark)
     if keys.load is not None:
         file = model_file(keys, folder)
-        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else None, remark=remark)
+        named = keys.load_epoch if is_file_of_epoch(keys, folder) else None
+        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else named, remark=remark)
     return Start(remark=remark)
 
 
@@ -85,7 +86,7 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         CheckpointError: there is no such file.
     """
     if keys.load is not None:
-        if keys.load_epoch is None:
+        if keys.load_epoch is None or is_file_of_epoch(keys, folder):
             return _file(keys.load, folder)
         epoch, step = _position(keys.load_epoch, Path(keys.load))
         return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder)
@@ -107,6 +108,15 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     return folder.at(last).model_file
 
 
+def is_file_of_epoch(keys: StartKeys, folder: CheckpointFolder) -> bool:
+    """Whether `load` names a file, and `load_epoch` the epoch that it counts as, as in RETURNN."""
+    return (
+        keys.load is not None
+        and isinstance(keys.load_epoch, int)
+        and any(one.is_file() for one in _candidates(keys.load, folder))
+    )
+
+
 def _position(wanted: int | Literal["best"], prefix: Path) -> tuple[int, int | None]:
     """An epoch, and the step if its model is from within it."""
     return best_position(prefix) if wanted == "best" else (wanted, None)
@@ -124,8 +134,12 @@ def _require_complete(checkpoint: Checkpoint, folder: CheckpointFolder) -> Check
     return checkpoint
 
 
+def _candidates(name: str, folder: CheckpointFolder) -> list[Path]:
+    return [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
+
+
 def _file(name: str, folder: CheckpointFolder, key: str = "load") -> Path:
-    candidates = [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
+    candidates = _candidates(name, folder)
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -266,7 +280,7 @@ def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder
     progress = Progress()
     if not preloads or keys.load or checkpoints.finished_epochs():
         file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
-        progress = saver.load_model(file, None)
+        progress = saver.load_model(file, keys.load_epoch if is_file_of_epoch(keys, checkpoints) else None)
         log.info(f"Loaded {file}.")
     saver.preload(preloads)
     return progress

@@ -146,7 +146,9 @@ def run(
             signals.append(number)
             _signal(children, number)
 
-        previous = {number: signal.signal(number, forward) for number in signals_to_forward}
+        # nohup's SIGHUP stays ignored, here and in the processes.
+        forwarded = [number for number in signals_to_forward if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, forward) for number in forwarded}
         try:
             while True:
                 for file in Path(folder).glob("ended.*"):  # of an earlier start

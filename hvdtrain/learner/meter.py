@@ -112,7 +112,11 @@ def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses
         losses: what the step marked. The scale of a loss may have become zero since the first step: its elements still count.
     """
     faded = {name for name, loss in losses.items() if not loss.as_error and loss.scale == 0}
-    if own == first or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*own.names]):
+    if (
+        own == first
+        or not (own.names or first.names)
+        or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*own.names])
+    ):
         return
     late = sorted(set(own.names) - set(first.names))
     hint = f" (a loss whose scale grows from zero begins with a small one, such as 1e-9: {', '.join(late)})" if late else ""

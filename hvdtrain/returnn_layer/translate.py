@@ -55,6 +55,12 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
     unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
+    notes = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
+    has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
+    if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
+        notes += (
+            "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN the sum of their means",
+        )
     return replace(
         translated,
         problems=(
@@ -65,7 +71,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         ),
         foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
         warnings=(*source.warnings, *misspelt.values(), *remarks),
-        notes=(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else (),
+        notes=notes,
     )
 
 

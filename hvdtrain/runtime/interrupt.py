@@ -14,7 +14,10 @@ from typing import Any, Self
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.errors import TO_BE_CONTINUED, HvdtrainError, Outcome, Problem, problem
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR2)
+"""Left alone where nohup ignores them, or the config handles them."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, *UNLESS_HANDLED)
 
 
 def seconds_of(limit: float | str) -> float:
@@ -99,7 +102,7 @@ class Stopped(HvdtrainError):
 class Interrupt:
     """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
-    SIGTERM, SIGUSR1 and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
+    `STOP_SIGNALS` and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
     `defer` is called, there is nothing to save yet: then SIGINT raises KeyboardInterrupt, and the others raise Stopped.
 
     Args:
@@ -125,7 +128,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
             for number in (*STOP_SIGNALS, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._record)
+                if number not in UNLESS_HANDLED or signal.getsignal(number) == signal.SIG_DFL:
+                    self._former[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -138,7 +142,7 @@ class Interrupt:
 
     @property
     def reason(self) -> str | None:
-        """The reason to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
+        """The reason to stop: a signal's name, 'time_limit' or 'the end of its launcher'; None: continue."""
         if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/child.py
             return "the end of its launcher"
         if self._signal is not None:

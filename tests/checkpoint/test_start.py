@@ -309,3 +309,13 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_training(corpus: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"model: expected a folder that can be written to, got .*/file/sub: Not a directory"):
         run(corpus, tmp_path / "file" / "sub")
+
+
+def test_a_file_to_load_counts_as_the_epoch_that_load_epoch_names(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "model")
+    (tmp_path / "other.007.pt").touch()
+    file = str(tmp_path / "other.007.pt")
+    start = start_of_training(StartKeys(load=file, load_epoch=3), folder)
+    assert (start.model_file, start.epoch) == (Path(file), 3)
+    by_prefix = start_of_training(StartKeys(load=str(tmp_path / "other"), load_epoch=7), folder)
+    assert (by_prefix.model_file, by_prefix.epoch) == (Path(file), None)

@@ -1,5 +1,6 @@
 """When a training is saved and stopped, and what an epoch's clock adds to its progress."""
 
+import signal
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +145,21 @@ def test_what_is_said_of_a_signal(grace: float, seconds: float | None, expected:
     interrupt.seconds_to_save = seconds
     assert expected in by_mpirun(interrupt)
     assert by_mpirun(Interrupt(None)), "a signal handler must not raise"
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored_and_what_the_config_handles_is_its_own() -> None:
+    numbers = (signal.SIGHUP, signal.SIGUSR2)
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for hang_up, reason in ((signal.SIG_IGN, "SIGUSR2"), (signal.SIG_DFL, "SIGHUP")):
+            signal.signal(signal.SIGHUP, hang_up)
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL if hang_up == signal.SIG_IGN else lambda *_: None)
+            with Interrupt(None) as interrupt:
+                interrupt.defer()
+                for number in numbers:
+                    signal.raise_signal(number)
+                assert interrupt.reason == reason
+            assert signal.getsignal(signal.SIGHUP) == hang_up
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

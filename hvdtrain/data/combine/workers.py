@@ -255,7 +255,7 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     if parent is not None:
         end_with(parent)
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
-    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(stopping, signal.SIG_IGN)
     ALONE.has_them = True
     if (torch := sys.modules.get("torch")) is not None:

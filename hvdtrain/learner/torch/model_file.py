@@ -49,8 +49,8 @@ def file_format(device: torch.device, model_format: str) -> FileFormat:
         device: where tensors are read to.
         model_format: the format of the model's file: "pt" or "safetensors".
     """
-    read = partial(read_file, device=device)
-    return FileFormat(partial(write_model, model_format=model_format), write_file, read, read)
+    write, read = partial(write_model, model_format=model_format), partial(read_file, device=device)
+    return FileFormat(write, write_file, partial(_read_contents, device=device), read)
 
 
 def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:
@@ -63,7 +63,7 @@ def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping
 
 def read_model(path: Path) -> dict[str, Any]:
     """A model's file: the progress, and the tensors by name under "model", on the CPU. Raises: CheckpointError."""
-    contents = read_file(path, torch.device("cpu"))
+    contents = _read_contents(path, torch.device("cpu"))
     if not isinstance(contents.get("model"), dict):
         raise DamagedCheckpoint(f"{path}: expected a model's file, got one without the entry 'model'")
     return contents
@@ -126,6 +126,13 @@ def read_file(path: Path, device: torch.device) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise DamagedCheckpoint(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
     return contents
+
+
+def _read_contents(path: Path, device: torch.device) -> dict[str, Any]:
+    """A model's file, or one of `torch.save(model.state_dict(), path)`. Raises: CheckpointError."""
+    contents = read_file(path, device)
+    is_state_dict = contents and all(isinstance(value, torch.Tensor) for value in contents.values())
+    return {"model": contents} if is_state_dict else contents
 
 
 def _read_safetensors(path: Path, device: torch.device) -> dict[str, Any]:

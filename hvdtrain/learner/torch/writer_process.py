@@ -28,6 +28,7 @@ from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
 from hvdtrain.data.combine.workers import end_with
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
 from hvdtrain.learner.torch.model_file import place_of
+from hvdtrain.runtime.interrupt import STOP_SIGNALS
 
 ALIGNMENT = 64
 """The addresses of tensors are multiples of this number."""
@@ -165,9 +166,8 @@ class BackgroundWriter:
 def serve(connection: Connection, parent: int) -> None:
     """The other process: write what it is asked to, until its parent ends."""
     end_with(parent)  # a later start must not find it writing to the same files
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the training decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, *STOP_SIGNALS):  # of the terminal, too: the training decides
+        signal.signal(number, signal.SIG_IGN)
     launch.put({"CUDA_VISIBLE_DEVICES": ""})
     rename(NAME)
     memory: mmap.mmap | None = None

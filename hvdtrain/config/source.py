@@ -270,13 +270,11 @@ def load(
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
-            loaded, names, constants = _run_python(path, text, values, top, builtins)
-            seen = [name for name in top if name in constants or (name in types and not callable(names.get(name)))]
-            names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
             _override(names, tree, top, known, types)
-            names.update({name: value for name, value in top.items() if name in names and name in types})
+            seen = [name for name in top if name in types and not callable(names.get(name))]
+            names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier, of_earlier in zip(modules, constants, strict=True):
                 earlier.update({name: value for name, value in loaded.items() if name in of_earlier and name not in top})
             modules.append(names)

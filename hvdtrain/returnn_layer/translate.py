@@ -59,7 +59,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
     if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
         notes += (
-            "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN the sum of their means",
+            "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN a sum of means",
         )
     return replace(
         translated,

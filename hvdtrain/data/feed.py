@@ -32,7 +32,7 @@ from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.epoch import Plan, Share
 from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.mix import mixed_parts
-from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
+from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, part_of
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.randomness import ALONE
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
@@ -247,8 +247,20 @@ class Feed:
             chunks=self.chunks,
             window=now.window,
             mix=mix,
-            lengths_of_mix=None if mix is None or lengths is self.dataset.lengths else self.dataset.lengths,
+            lengths_of_order=self._lengths_of_order(keys, epoch, lengths),
         )
+
+    def _lengths_of_order(self, keys: OrderKeys, epoch: int, lengths: Mapping[str, Array]) -> Mapping[str, Array] | None:
+        """The lengths that order and choose an epoch's sequences, if they are not its own: those of all epochs that share out the
+        sequences must be the same.
+        """
+        dataset = self.dataset
+        if lengths is dataset.lengths or dataset.has_fixed_order:
+            return None
+        if dataset.mix is not None:
+            return dataset.lengths
+        first = epoch - part_of(keys, epoch)
+        return None if first == epoch else self._of_batches(dataset.at_epoch(first).lengths)
 
     def num_sequences(self, plan: Plan) -> int:
         """The number of sequences in a plan, whether they are cut into chunks or not."""

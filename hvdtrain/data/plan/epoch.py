@@ -173,7 +173,7 @@ def plan(
     chunks: Chunks | None = None,
     window: int | None = None,
     mix: Mix | None = None,
-    lengths_of_mix: Mapping[str, Array] | None = None,
+    lengths_of_order: Mapping[str, Array] | None = None,
 ) -> Plan:
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
@@ -184,18 +184,17 @@ def plan(
         chunks: the chunks of all sequences, if they are cut; the plan then consists of chunks.
         window: as in `Dataset`; only without `subset`.
         mix: as in `Dataset`. Sequences of other lengths than allowed are then left out before the parts are mixed.
-        lengths_of_mix: the lengths by which they are left out and mixed, the same in all epochs, so that epochs take turns; None:
-            `lengths`.
+        lengths_of_order: the lengths by which sequences are ordered and, in a mix, left out; None: `lengths`.
 
     Raises:
         DataError: none of the epoch's sequences is left, or the keys of the order or the cost do not fit the data.
     """
-    by = sorting_lengths(lengths)
+    constant = lengths if lengths_of_order is None else lengths_of_order
+    by = sorting_lengths(constant)
     if mix is not None:
-        constant = lengths if lengths_of_mix is None else lengths_of_mix
         in_use = numpy.arange(len(by)) if subset is None else subset
         in_use = select_by_length(constant, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
-        ordered = order_mixed(sorting_lengths(constant), order_keys, epoch, mix, in_use)
+        ordered = order_mixed(by, order_keys, epoch, mix, in_use)
     elif window is None:
         ordered = order(by, order_keys, epoch, subset, file_bounds)
     else:

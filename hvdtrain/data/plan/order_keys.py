@@ -34,6 +34,7 @@ WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
 CHANGES = {
     2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence"),
     3: ("seq_list_filter_file", "seq_list_filter_file is applied after partition_epoch, as in RETURNN; before, it came first"),
+    4: ("partition_epoch", "lengths that depend on the epoch no longer change the parts of partition_epoch, which overlapped"),
 }
 """By version of the orders, the method or the key that changed with it, and how."""
 

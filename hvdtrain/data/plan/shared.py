@@ -51,7 +51,7 @@ class PlanInputs:
     chunks: Chunks | None
     window: int | None = None
     mix: Mix | None = None
-    lengths_of_mix: Mapping[str, Array] | None = None
+    lengths_of_order: Mapping[str, Array] | None = None
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class PlanInputs:
             chunks=self.chunks,
             window=self.window,
             mix=self.mix,
-            lengths_of_mix=self.lengths_of_mix,
+            lengths_of_order=self.lengths_of_order,
         )
 
     def as_text(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class PlanInputs:
         chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]
         for array in (
             *self.lengths.values(),
-            *(self.lengths_of_mix or {}).values(),
+            *(self.lengths_of_order or {}).values(),
             self.subset,
             self.file_bounds,
             *chunks,

@@ -192,6 +192,13 @@ def test_a_mix_of_lengths_that_change_uses_nothing_twice() -> None:
     assert sorted(used[0] + used[1]) == sorted(used[2] + used[3]) == list(range(16))
 
 
+def test_parts_of_lengths_that_change_use_nothing_twice() -> None:
+    dataset = opened({"class": lambda: Changing({"data": numpy.full(10, 5, numpy.int32)})})
+    feed = feed_of(dataset, order={"seq_ordering": "sorted", "partition_epoch": 3})
+    used = [feed.plan(epoch).order.tolist() for epoch in range(1, 7)]
+    assert sorted(sum(used[:3], [])) == sorted(sum(used[3:], [])) == list(range(10))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(workers: int, tmp_path: Path) -> None:
     def noisy(arrays: dict[str, Array], *, rng: numpy.random.RandomState) -> dict[str, Array]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from hvdtrain.data.combine.union import FilesDataset, common_streams
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
+from hvdtrain.data.hdf.handles import Handles, Opened
 from hvdtrain.data.hdf.layouts import (
     check_links,
     damage_error,
@@ -164,48 +163,6 @@ def _take_frames(array: Array, places: Array) -> Array:
     return array[numpy.minimum(places, len(array) - 1)]
 
 
-class Handles:
-    """The files that this process reads through h5py, at most `MOST_OPEN` at a time; shared by the files of a dataset.
-
-    Handles of h5py do not survive a fork: a new process opens files of its own.
-    """
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._open: OrderedDict[HDFFile, Opened] = OrderedDict()
-
-    @contextmanager
-    def use(self, file: HDFFile) -> Iterator[h5py.File]:
-        """An open file, which no other thread closes inside the `with` block. Raises: DataError."""
-        if self._process != os.getpid():
-            for inherited in self._open.values():
-                inherited.pop_all()
-            Handles.__init__(self)
-        with self._lock:
-            if file not in self._open:
-                while len(self._open) >= MOST_OPEN:
-                    self._open.popitem(last=False)[1].close()
-                self._open[file] = file.open()
-            self._open.move_to_end(file)
-            yield self._open[file].handle
-
-    def close(self, file: HDFFile) -> None:
-        """Close a file if it is open here."""
-        if self._process == os.getpid():
-            with self._lock, suppress(KeyError):
-                self._open.pop(file).close()
-
-
-MOST_OPEN = 64
-
-
-class Opened(ExitStack):
-    """A file with the files that hold parts of its virtual datasets, all open."""
-
-    handle: h5py.File
-
-
 class HDFFile:
     """One file: opened, checked and indexed. Sequences are counted from 0.
 
@@ -231,7 +188,7 @@ class HDFFile:
             try:
                 for name in names_to_read(file):
                     check_links(path, file, name, external)
-                    if isinstance(found := file.get(name), h5py.Dataset):
+                    if external == "follow" and isinstance(found := file.get(name), h5py.Dataset):
                         self._parts += dict.fromkeys(virtual_files(path, found))
                 for part in self._parts:
                     stack.enter_context(open_file(part))

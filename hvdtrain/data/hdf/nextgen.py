@@ -6,7 +6,6 @@ The attribute `parser` of a stream describes its datasets: `feature_sequence` ve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy
 
 from hvdtrain.data.combine.union import concatenate
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.hdf.handles import Handles, Opened
 from hvdtrain.data.hdf.layouts import (
     check_links,
     check_stored,
@@ -52,10 +52,9 @@ class NextGenFile(Dataset):
     The data key 'data' is the input stream; the other streams have their own names.
     """
 
-    def __init__(self, path: Path, input_stream_name: str) -> None:
+    def __init__(self, path: Path, input_stream_name: str, handles: Handles) -> None:
         self.path = path
-        self._handle: h5py.File | None = None
-        self._process = os.getpid()
+        self._handles = handles
         self._parents: dict[str, h5py.Group] = {}  # by data key, the group with the datasets, in the open file
         self._size = 0  # of the file in bytes
         self._sources: dict[str, _Source] = {}
@@ -64,36 +63,30 @@ class NextGenFile(Dataset):
         self.lengths = {}
         with self._readable_errors(), open_file(path) as file:
             self._index(file, input_stream_name)
-            self._parents = {}
+
+    def open(self) -> Opened:
+        """The file, opened again."""
+        self._parents = {}
+        opened = Opened()
+        opened.handle = opened.enter_context(open_file(self.path))
+        return opened
 
     @property
     def num_sequences(self) -> int:
         return len(self._tags)
 
     def sequence(self, index: int) -> dict[str, Array]:
-        file = self._file()
-        with self._readable_errors():
+        with self._handles.use(self) as file, self._readable_errors():
             return {key: _values(source, self._dataset(file, key, index)[:]) for key, source in self._sources.items()}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [self._tags[index] for index in indices]
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._parents = {}
-            self._handle.close()
-            self._handle = None
+        self._handles.close(self)
 
     def how_read(self) -> str:
         return "read through h5py, a dataset for every sequence"
-
-    def _file(self) -> h5py.File:
-        """The file, opened in the process that reads: handles of h5py do not survive a fork."""
-        if self._handle is None or self._process != os.getpid():
-            self._process = os.getpid()
-            self._parents = {}
-            self._handle = open_file(self.path)
-        return self._handle
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -192,5 +185,6 @@ def _values(source: _Source, stored: Array) -> Array:
 def open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
     paths, name = keys.data_files(), keys.input_stream_name
-    files = {f"{path} (file {number})": NextGenFile(Path(path), name) for number, path in enumerate(paths)}
+    handles = Handles()
+    files = {f"{path} (file {number})": NextGenFile(Path(path), name, handles) for number, path in enumerate(paths)}
     return concatenate(where, files) if len(files) > 1 else next(iter(files.values()))

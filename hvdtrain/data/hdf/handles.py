@@ -1,0 +1,61 @@
+"""Which files are open in HDF5: few at a time, and for one thread at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
+
+import h5py
+
+MOST_OPEN = 64
+
+
+class Opened(ExitStack):
+    """A file with the files that hold parts of its virtual datasets, all open."""
+
+    handle: h5py.File
+
+
+class File(Protocol):
+    """What can be opened."""
+
+    def open(self) -> Opened:
+        """The file, open. Raises: DataError."""
+        ...
+
+
+class Handles:
+    """The files that this process reads through h5py, at most `MOST_OPEN` at a time; shared by the files of a dataset.
+
+    Handles of h5py do not survive a fork: a new process opens files of its own.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._open: OrderedDict[File, Opened] = OrderedDict()
+
+    @contextmanager
+    def use(self, file: File) -> Iterator[h5py.File]:
+        """An open file, which no other thread closes inside the `with` block. Raises: DataError."""
+        if self._process != os.getpid():
+            for inherited in self._open.values():
+                inherited.pop_all()
+            Handles.__init__(self)
+        with self._lock:
+            if file not in self._open:
+                while len(self._open) >= MOST_OPEN:
+                    self._open.popitem(last=False)[1].close()
+                self._open[file] = file.open()
+            self._open.move_to_end(file)
+            yield self._open[file].handle
+
+    def close(self, file: File) -> None:
+        """Close a file if it is open here."""
+        if self._process == os.getpid():
+            with self._lock, suppress(KeyError):
+                self._open.pop(file).close()

@@ -322,7 +322,18 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     types |= {alias: types[name] for alias, name in ALIASES.items()}
     imports = WatchedImports()
     source = load(configs, overrides, types, imports.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
-    return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
+    homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
+    return check(translate(replace(source, values=source.values | homes), imports, keys, BOOLEAN_KEYS), list(keys))
+
+
+OF_HOME = ("model", "load", "import_model_train_epoch1", "log", "checkpoint_local")
+"""Keys whose paths may begin with ~, which a shell leaves in `++model=~/exp/model` and a config in its text."""
+
+
+def _from_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def check(source: Source, names: list[str]) -> Settings:

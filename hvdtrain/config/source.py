@@ -491,7 +491,7 @@ def _override(
             file = Path(inner.get("__file__") or "")
             if module not in known and file.suffix == ".py":
                 inside = ast.parse(file.read_text(encoding="utf-8"), str(file))
-                _override(inner, inside, {name: value}, known, keys)  # type: ignore[arg-type]  # a module's names can be set
+                _override(inner, inside, {name: value}, known, keys)
             if inner[name] is value or found == value:
                 names[name] = value
             elif name not in keys:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 from launching import ROOT, faults, refused
+from learners import CONFIG
 
 import hvdtrain
 from hvdtrain.cli import COMMANDS, USAGE, main
@@ -1031,3 +1032,10 @@ def test_overrides_and_later_files_reach_the_functions_of_other_modules(tmp_path
         assert (values["get_model"](), values["step"]()) == ((64, 32), (64, 3))
     with separate_imports(configs), pytest.raises(ConfigError, match=r"\+\+wide: .* got one that sizes_of_all"):
         load(configs, {"wide": "3"}, {})
+
+
+def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "config.py").write_text(CONFIG + "log = ['~/log', './~b']\n")
+    settings = read_settings([tmp_path / "config.py"], {"model": "~/exp/model"})
+    assert (settings.run.model, settings.log.log) == ("/home/me/exp/model", ["/home/me/log", "./~b"])

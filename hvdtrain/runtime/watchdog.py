@@ -65,6 +65,7 @@ class Patience:
 
     Args:
         fixed: the seconds to allow instead in all paces but the first two, which are not bound by the time of a step.
+        is_stopping: whether the job got a signal to stop.
 
     >>> patience = Patience()
     >>> patience.seconds("steps")
@@ -83,9 +84,13 @@ class Patience:
     ...     patience.learn("finishing", 0.0)
     >>> patience.seconds("finishing")
     1800.0
+    >>> patience.is_stopping = True
+    >>> patience.seconds("steps"), patience.seconds("evaluation"), patience.seconds("saving")
+    (60.0, 300.0, 1800.0)
     """
 
     fixed: float | None = None
+    is_stopping: bool = False
     _first: dict[Pace, float] = field(default_factory=dict)
     _longest: dict[Pace, float] = field(default_factory=dict)
 
@@ -104,6 +109,8 @@ class Patience:
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
             return self.fixed
+        if self.is_stopping and pace in ("steps", "evaluation"):  # only the present step is waited for, which may hang
+            return max(LEAST, 3 * self._longest[pace]) if pace in self._longest else SECOND
         if pace in self._longest:
             return max(LEAST, TIMES * self._longest[pace])
         return max(SECOND, TIMES * self._first[pace]) if pace in self._first else UNKNOWN
@@ -174,6 +181,10 @@ class Watchdog:
         """Reset the timeout in the midst of an activity."""
         self._last_beat = time.monotonic()
         self._beats += 1
+
+    def stop_soon(self) -> None:
+        """Wait less for steps from now on: a signal asks the job to stop, which a rank that hangs never does."""
+        self._patience.is_stopping = True
 
     def ended_ranks(self, seconds: float) -> list[str]:
         """Wait at most this long until another rank has ended; return a line for each one that has."""

@@ -131,6 +131,13 @@ def _fork_writer(settings: Settings) -> Fork | None:
     return FRAMEWORKS[settings.run.backend].fork_writer()
 
 
+def _act_on_sigterm(comm: Communicator, watchdog: Watchdog, interrupt: Interrupt) -> None:
+    watchdog.stop_soon()
+    # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+    if comm.rank == 0 and not watchdog.ended_ranks(0.0):
+        print_through_mpirun(by_mpirun(interrupt))
+
+
 def _open(
     settings: Settings, purpose: Purpose, comm: Communicator, writer: Fork | None, watched: ExitStack, stack: ExitStack
 ) -> Session:
@@ -163,9 +170,7 @@ def _open(
     if purpose == "train":
         together(comm, lambda: _lock(Path(settings.run.model), stack) if comm.rank == 0 else None, name="lock")
     watchdog = _watch(settings, purpose, comm, watched)
-    if comm.rank == 0:
-        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
-        interrupt.on_sigterm = lambda: print_through_mpirun(by_mpirun(interrupt)) if not watchdog.ended_ranks(0.0) else None
+    interrupt.on_sigterm = partial(_act_on_sigterm, comm, watchdog, interrupt)
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("building the model")

@@ -37,7 +37,7 @@ class Handles:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._open: OrderedDict[File, Opened] = OrderedDict()
+        self._open: OrderedDict[int, Opened] = OrderedDict()  # by id: files that nobody has any more are closed at once
 
     @contextmanager
     def use(self, file: File) -> Iterator[h5py.File]:
@@ -47,15 +47,15 @@ class Handles:
                 inherited.pop_all()
             Handles.__init__(self)
         with self._lock:
-            if file not in self._open:
+            if id(file) not in self._open:
                 while len(self._open) >= MOST_OPEN:
                     self._open.popitem(last=False)[1].close()
-                self._open[file] = file.open()
-            self._open.move_to_end(file)
-            yield self._open[file].handle
+                self._open[id(file)] = file.open()
+            self._open.move_to_end(id(file))
+            yield self._open[id(file)].handle
 
     def close(self, file: File) -> None:
         """Close a file if it is open here."""
         if self._process == os.getpid():
             with self._lock, suppress(KeyError):
-                self._open.pop(file).close()
+                self._open.pop(id(file)).close()

@@ -62,8 +62,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(model_file=file, epoch=0, remark=remark)
     if keys.load is not None:
         file = model_file(keys, folder)
-        named = keys.load_epoch if is_file_of_epoch(keys, folder) else None
-        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else named, remark=remark)
+        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else epoch_of_file(keys, folder), remark=remark)
     return Start(remark=remark)
 
 
@@ -86,7 +85,7 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         CheckpointError: there is no such file.
     """
     if keys.load is not None:
-        if keys.load_epoch is None or is_file_of_epoch(keys, folder):
+        if keys.load_epoch is None or epoch_of_file(keys, folder) is not None:
             return _file(keys.load, folder)
         epoch, step = _position(keys.load_epoch, Path(keys.load))
         return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder)
@@ -108,13 +107,15 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     return folder.at(last).model_file
 
 
-def is_file_of_epoch(keys: StartKeys, folder: CheckpointFolder) -> bool:
-    """Whether `load` names a file, and `load_epoch` the epoch that it counts as, as in RETURNN."""
-    return (
-        keys.load is not None
-        and isinstance(keys.load_epoch, int)
-        and any(one.is_file() for one in _candidates(keys.load, folder))
-    )
+def epoch_of_file(keys: StartKeys, folder: CheckpointFolder) -> int | None:
+    """The epoch that `load` counts as if it is a file, by `load_epoch`, as in RETURNN; None: that in the file."""
+    if (
+        keys.load is None
+        or not isinstance(keys.load_epoch, int)
+        or not any(one.is_file() for one in _candidates(keys.load, folder))
+    ):
+        return None
+    return keys.load_epoch
 
 
 def _position(wanted: int | Literal["best"], prefix: Path) -> tuple[int, int | None]:
@@ -280,7 +281,7 @@ def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder
     progress = Progress()
     if not preloads or keys.load or checkpoints.finished_epochs():
         file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
-        progress = saver.load_model(file, keys.load_epoch if is_file_of_epoch(keys, checkpoints) else None)
+        progress = saver.load_model(file, epoch_of_file(keys, checkpoints))
         log.info(f"Loaded {file}.")
     saver.preload(preloads)
     return progress

@@ -55,7 +55,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
     unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
-    notes = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
+    notes: tuple[str, ...] = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
     has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
     if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
         notes += (

@@ -347,7 +347,7 @@ class Saver(SaverBase):
         if epoch is None:
             return replace(progress, current=None, data={}, keys={}, spent={})
         history = [record for record in progress.history if record.epoch <= epoch]
-        return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
+        return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 
     def preload(self, preloads: list[Preload]) -> None:
         """Collective. Load parameters of other models, on every rank. Raises: CheckpointError."""

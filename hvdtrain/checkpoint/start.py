@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +12,12 @@ from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position
 from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.checkpoint.stored import read_progress as stored_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
 from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten_files
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.frameworks import FRAMEWORKS, NEW
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.file import read_learning_rate_file
@@ -31,12 +32,14 @@ class Start:
         model_file: otherwise, a file from which to load the model only.
         epoch: with model_file, the last epoch that counts as done; None: the epoch stored in the file.
         remark: a warning for the log.
+        is_import: whether the model is that of `import_model_train_epoch1`.
     """
 
     checkpoint: Checkpoint | None = None
     model_file: Path | None = None
     epoch: int | None = None
     remark: str | None = None
+    is_import: bool = False
 
 
 def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
@@ -57,13 +60,49 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     records = records_of(folder.prefix)
     if newest is None and records != folder.folder:
         remark = f"model: {folder.folder} has another model, too: scores.jsonl and the other records of this one are in {records}"
-    if keys.import_model_train_epoch1 is not None:
+    if keys.import_model_train_epoch1 is not None and (keys.load is None or keys.start_epoch == "auto"):
         file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
-        return Start(model_file=file, epoch=0, remark=remark)
+        return Start(model_file=file, epoch=0, remark=remark, is_import=True)
     if keys.load is not None:
         file = model_file(keys, folder)
         return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else epoch_of_file(keys, folder), remark=remark)
     return Start(remark=remark)
+
+
+def position_of_model(
+    keys: StartKeys, folder: CheckpointFolder, read_progress: Callable[[Path], Mapping[str, Any]], training: bool
+) -> tuple[int, int]:
+    """The epoch and the number of its last step with which get_model is called, as in RETURNN: those of the model that will be
+    loaded; epoch 0 for `import_model_train_epoch1`.
+
+    Args:
+        read_progress: returns the plain values in a model's file.
+
+    Raises:
+        CheckpointError: what was asked for is not there.
+    """
+    imported = False
+    file: Path | None = None
+    if training:
+        start = start_of_training(keys, folder)
+        imported = start.is_import
+        file = start.model_file if start.checkpoint is None else start.checkpoint.model_file
+    elif has_model(keys, folder):
+        file = model_file(keys, folder)
+    if file is None:
+        return NEW
+    try:
+        progress = stored_progress(read_progress(file), file)
+    except DamagedCheckpoint:
+        return NEW  # loading it will say what is wrong, and what else there is
+    epoch = progress.epoch if progress.current is None else progress.current.epoch
+    return 0 if imported else (epoch_of_file(keys, folder) or epoch or 1), max(0, progress.step - 1)
+
+
+def has_model(keys: StartKeys, folder: CheckpointFolder) -> bool:
+    """Whether a task other than training loads a model, which may be one that `preload_from_files` fills instead."""
+    fills = any(one.is_due(training=False, fresh=True) for one in parse_preloads(keys.preload_from_files))
+    return not fills or bool(keys.load or folder.finished_epochs())
 
 
 def _refuse_other_frameworks(folder: CheckpointFolder) -> None:
@@ -279,7 +318,7 @@ def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder
     """
     preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
     progress = Progress()
-    if not preloads or keys.load or checkpoints.finished_epochs():
+    if on_rank_zero(comm, lambda: has_model(keys, checkpoints), name="has_model"):
         file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
         progress = saver.load_model(file, epoch_of_file(keys, checkpoints))
         log.info(f"Loaded {file}.")

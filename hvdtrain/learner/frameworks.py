@@ -2,8 +2,9 @@
 
 The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
 and `preserve_state`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before the first
-computation, `learner.py` also has `prepare(device, local_rank, threads)`. For averages of checkpoints, `model_file.py` has
-`read_model(path)`, `write_model(path, model, progress, model_format)`, `widen`, `narrow` and `place_of` (`averaging.py`). A
+computation, `learner.py` also has `prepare(device, local_rank, threads)`. Where `get_model` is a function, `model_file.py` has
+`read_progress(path)`, which returns the plain values in a model's file; for averages of checkpoints, it has `read_model(path)`,
+`write_model(path, model, progress, model_format)`, `widen`, `narrow` and `place_of` (`averaging.py`). A
 folder is imported on first use, as importing a framework takes seconds.
 """
 
@@ -33,6 +34,10 @@ parameters are entries of `preload_from_files` with init_for_train = 'always'; c
 dropped by default, as by RETURNN's engine for the framework. A key of a single framework declares `needs` instead."""
 
 
+NEW = 1, 0
+"""The epoch and the step of a new model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     """Everything a learner is built from, except the config's `LearnerKeys`.
@@ -49,6 +54,7 @@ class BuildOptions:
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
         saves_frozen: whether the model's file has parameters that are not trained.
         writer: the process that `Framework.fork_writer` returned.
+        position: the epoch and the step that get_model is called with.
     """
 
     rank: int
@@ -63,6 +69,7 @@ class BuildOptions:
     model_format: str = ""
     saves_frozen: bool = True
     writer: Fork | None = None
+    position: tuple[int, int] = NEW
 
 
 @dataclass(frozen=True)

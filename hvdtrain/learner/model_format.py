@@ -61,9 +61,15 @@ def progress_of(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 @contextmanager
 def verified_read(file: Path) -> Iterator[None]:
     """Check a file while the code in the `with` block reads it, and translate errors into CheckpointError."""
+    with unreadable(file), check_while_reading(file):
+        yield
+
+
+@contextmanager
+def unreadable(file: Path) -> Iterator[None]:
+    """Translate errors of code in the `with` block, which reads a file, into CheckpointError."""
     try:
-        with check_while_reading(file):
-            yield
+        yield
     except CheckpointError:
         raise
     except FileNotFoundError:

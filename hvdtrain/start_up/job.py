@@ -21,10 +21,10 @@ from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
-from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
+from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, position_of_model, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.fork_server import Fork
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
@@ -32,7 +32,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
-from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, BuildOptions
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
@@ -173,20 +173,23 @@ def _open(
     interrupt.on_sigterm = partial(_act_on_sigterm, comm, watchdog, interrupt)
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
+    watchdog.beat("looking for a checkpoint")
+    checkpoints = checkpoint_folder(settings)
+    local = local_disk(settings, checkpoints)
+    _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
+    position = _position_of_model(settings, purpose, comm, checkpoints)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
-    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm, writer), name="build_learner")
+    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm, writer, position), name="build_learner")
     if purpose in ("train", "dry_run") and comm.size > 1:
         check_models(settings, comm, learner)
     watchdog.beat("loading and sharing the weights")
-    checkpoints = checkpoint_folder(settings)
     checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
-    local = local_disk(settings, checkpoints)
     saver = Saver(
         comm,
         learner.state,
@@ -200,7 +203,6 @@ def _open(
         local=local,
     )
     progress = Progress()
-    _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
     if purpose in ("train", "dry_run"):
         progress = _resume(settings, comm, saver, checkpoints, learner)
         _fetch_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
@@ -219,6 +221,17 @@ def _open(
     best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
     goodput = Goodput(timer)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
+
+
+def _position_of_model(
+    settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder
+) -> tuple[int, int]:
+    """Collective. The epoch and the step that get_model is called with. Raises: CheckpointError."""
+    if purpose == "measure" or isinstance(settings.learner.get_model, NetworkSource):
+        return NEW
+    read_progress = FRAMEWORKS[settings.run.backend].model_files.read_progress
+    training = purpose not in WITH_TRAINED
+    return on_rank_zero(comm, lambda: position_of_model(settings.start, checkpoints, read_progress, training), name="position")
 
 
 def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
@@ -309,9 +322,17 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
 
 
 def build_learner(
-    settings: Settings, gradient_exchange: GradientExchange, comm: Communicator, writer: Fork | None = None
+    settings: Settings,
+    gradient_exchange: GradientExchange,
+    comm: Communicator,
+    writer: Fork | None = None,
+    position: tuple[int, int] = NEW,
 ) -> Learner:
-    """The model and the optimizer, in the config's framework. Raises: ConfigError."""
+    """The model and the optimizer, in the config's framework. Raises: ConfigError.
+
+    Args:
+        position: the epoch and the step that get_model is called with.
+    """
     constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
     framework = FRAMEWORKS[settings.run.backend]
@@ -328,6 +349,7 @@ def build_learner(
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saves_frozen=settings.saving.save_parameters == "all",
         writer=writer,
+        position=position,
     )
     return framework.build(settings.learner, gradient_exchange, options)
 

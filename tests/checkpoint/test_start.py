@@ -124,7 +124,7 @@ def test_load_epoch_goes_back(corpus: Path, tmp_path: Path, trained: Path, capsy
 
 def test_import_begins_with_epoch_1(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(corpus, tmp_path, import_model_train_epoch1=trained / "model.003.pt", learning_rate=0)
-    assert "start epoch 1 global train step 0" in capsys.readouterr().out
+    assert "start epoch 1 global train step 6" in capsys.readouterr().out
     assert same(stored(tmp_path, "001"), stored(trained, "003"))
 
 

@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     model = torch.nn.ModuleDict({"first": torch.nn.Conv1d(9, 8, 5, padding=2), "last": torch.nn.Linear(8, 2)})
     torch.save({"model": model.state_dict(), "epoch": 0, "step": 0}, made / "init.pt")
-    torch.save({"model": model.state_dict(), "epoch": 1, "step": 1}, made / "trained.001.pt")
+    for epoch, step in ((1, 1), (7, 70)):
+        torch.save({"model": model.state_dict(), "epoch": epoch, "step": step}, made / f"trained.{epoch:03}.pt")
     return made
 
 

@@ -58,11 +58,24 @@ def demo_data(folder: Path) -> dict[str, object]:
     return {name: {"class": "HDFDataset", "files": [f"{folder}/{name}.hdf"]} for name in ("train", "dev")}
 
 
+def starts(folder: Path) -> dict[str, dict[str, object]]:
+    """Keys of jobs that start in different ways, by name; after an epoch the second one."""
+    other = folder / "trained.007.pt"
+    return {
+        "resumed": {},
+        "imported": {"import_model_train_epoch1": other, "num_epochs": 1},
+        "loaded": {"load": other, "start_epoch": 1, "num_epochs": 1},
+        "continued": {"load": folder / "trained.007", "num_epochs": 8},
+        "forwarded late": {"load": folder / "trained.007", "task": "forward"},
+    }
+
+
 @pytest.fixture(scope="module")
 def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """RETURNN's trainings. Without a cache: the threads that fill it lose a sequence now and then where cores are busy."""
     made = tmp_path_factory.mktemp("by_returnn")
-    ours(WORDS, folder=folder, model=made / "begun" / "model", num_epochs=1)  # RETURNN continues with it
+    for name, config in (("begun", WORDS), ("resumed", TOY), ("resumed here", TOY)):  # RETURNN continues with the first two
+        ours(config, folder=folder, model=made / name / "model", num_epochs=1)
     jobs: dict[str, tuple[Path, dict[str, object]]] = {
         "sums": (TOY, {"sums": True}),
         "means": (TOY, {"sums": False}),
@@ -70,6 +83,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
         "words": (WORDS, {}),
         "begun": (WORDS, {}),
         "packed": (PACKING, {}),
+        **{name: (TOY, starts(folder)[name] | {"kept": made / f"{name}.kept"}) for name in starts(folder)},
         "double": (WORDS, {"default_float_dtype": "float64", "halved": True, "num_epochs": 1}),
         "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
     }
@@ -80,6 +94,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
     for name, (config, overrides) in jobs.items():
         (made / name).mkdir(exist_ok=True)
         model = {"model": made / name / "model", "learning_rate_file": made / name / "model.learning_rates"}
+        model["calls"] = made / name / "calls"
         lines.append([str(config), str(made / "more.py"), *arguments({"folder": folder, **model, "cache_size": 0, **overrides})])
     (made / "more.py").write_text("torch_dataloader_opts = {'num_workers': 0}\n")  # each worker would import all of it
     (made / "jobs.json").write_text(json.dumps(lines))
@@ -120,6 +135,20 @@ def test_losses_in_every_form(folder: Path, by_returnn: Trainings, tmp_path: Pat
     [_, final] = by_returnn.scores(name)
     assert final.keys() == {f"{part}_loss_{loss}" for part in ("train", "dev") for loss in NAMES}
     assert 0 < final["dev_loss_bad"] < 1
+
+
+def test_get_model_and_steps_know_where_training_is(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """What functions are called with: in a training from the beginning, and where it starts from a model; in forward."""
+    calls = {}
+    for name, keys in {"sums": {}, **starts(folder)}.items():
+        model = by_returnn.folder / "resumed here" / "model" if name == "resumed" else tmp_path / name / "model"
+        given = {"folder": folder, "model": model, "kept": tmp_path / f"{name}.kept", "calls": tmp_path / f"{name}.calls"}
+        ours(TOY, **given, **keys)
+        calls[name] = (tmp_path / f"{name}.calls").read_text()
+        # A file of step 0, with which the first one starts, has step -1 for RETURNN.
+        assert calls[name] == (by_returnn.folder / name / "calls").read_text().replace("step -1", "step 0"), name
+    assert "get_model in epoch 7, step 69" in calls["forwarded late"]
+    assert "train_step in epoch 1, step 70" in calls["imported"]
 
 
 @pytest.fixture(scope="module")

@@ -260,7 +260,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     if keys.deterministic:
         tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(mix_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
-    variables = _model(keys, options.precision)
+    variables = _model(keys, options)
     optimizer = make_optimizer(keys.optimizer, variables)
     scale = loss_scale_of(options.precision, variables, optimizer)
     max_skipped = keys.num_allowed_consec_invalid_gradient_steps
@@ -298,11 +298,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     return learner
 
 
-def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
+def _model(keys: LearnerKeys, options: BuildOptions) -> ModelVariables:
     """The variables of the config's model. Raises: ConfigError."""
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
-    with keras_dtype_policy(precision.dtype):
-        model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=device)
+    epoch, step = options.position
+    with keras_dtype_policy(options.precision.dtype):
+        model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=device)
     if not isinstance(model, (keras.layers.Layer, tf.Module)):
         raise ConfigError.of(
             "wrong-result", f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"

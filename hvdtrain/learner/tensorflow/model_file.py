@@ -91,6 +91,11 @@ def _write(file: Path, entries: Mapping[str, Any]) -> None:
     _write_arrays(file, arrays, values)
 
 
+def read_progress(file: Path) -> dict[str, Any]:
+    """The plain values in a model's file. Raises: CheckpointError."""
+    return (_read_safetensors(file) if is_safetensors(file) else _read_arrays(file))[1]
+
+
 def read_model(file: Path) -> dict[str, Any]:
     """The progress, and the arrays by name under "model". Raises: CheckpointError."""
     arrays, progress = _read_safetensors(file) if is_safetensors(file) else _read_arrays(file)

@@ -476,7 +476,8 @@ def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -
 
 def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
     """The config's model on the device, and the names of its constant parameters. Raises: ConfigError, CheckpointError."""
-    model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=str(device))
+    epoch, step = options.position
+    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy
 import torch
@@ -23,6 +24,7 @@ from hvdtrain.learner.model_format import (
     header,
     is_safetensors,
     progress_of,
+    unreadable,
     verified_read,
 )
 
@@ -59,6 +61,18 @@ def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping
         _write_safetensors(path, model, progress)
     else:
         write_file(path, {"model": model, **progress})
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """The plain values in a model's file, without reading its tensors or checking them. Raises: CheckpointError."""
+    with unreadable(path):
+        if is_safetensors(path):
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                return progress_of(file.metadata())
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return {name: value for name, value in contents.items() if name != "model"} if isinstance(contents, dict) else {}
 
 
 def read_model(path: Path) -> dict[str, Any]:

@@ -105,8 +105,9 @@ class ArrayLearner(Learner):
     device_name = "CPU"
     optimizer = None
 
-    def __init__(self, keys: LearnerKeys, exchange: GradientExchange) -> None:
-        self.model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device="cpu")
+    def __init__(self, keys: LearnerKeys, exchange: GradientExchange, position: tuple[int, int]) -> None:
+        epoch, step = position
+        self.model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device="cpu")
         self.num_parameters = sum(array.size for array in self.model.parameters.values())
         state = ArrayState(self.model)
         transfer = Transfer(lambda tensors: numpy.concatenate(tensors).tolist())
@@ -170,4 +171,4 @@ class ArrayLearner(Learner):
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> ArrayLearner:
     """Build the config's model."""
-    return ArrayLearner(keys, gradient_exchange)
+    return ArrayLearner(keys, gradient_exchange, options.position)

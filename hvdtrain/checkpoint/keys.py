@@ -36,7 +36,9 @@ class StartKeys(Section):
         positive,
     )
     import_model_train_epoch1: str | None = key(
-        None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
+        None,
+        "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1 and goes on with "
+        "the file's steps",
     )
     fresh_optimizer: bool = key(
         False,

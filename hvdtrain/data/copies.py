@@ -145,9 +145,15 @@ class CopyFolder:
         return Copy(self._folder / name, size, made=True)
 
     def _remove(self, name: str) -> None:
-        """Remove a file. Under the folder's lock: else another process may have found or opened it, but not locked it yet."""
-        with suppress(OSError), self._hold_lock():
-            (self._folder / name).unlink()
+        """Remove a file. Under the folder's lock: else another process may have found or opened it, but not locked it yet. A
+        thread that copies does so also if another one has closed the folder."""
+        with suppress(OSError):
+            lock = open_to_lock(self._folder / ".lock", os.O_CREAT)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                (self._folder / name).unlink()
+            finally:
+                os.close(lock)
 
     def _begin(self, name: str, size: int) -> int | None:
         """Under the folder's lock: an open, locked file to copy to; None: another process has it. Raises: NotCopied."""

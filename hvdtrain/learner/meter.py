@@ -215,11 +215,13 @@ class Transfer:
         read: returns one list of the numbers in several handles from `start`; waits for them.
         start: starts to copy a tensor and returns a handle; called once for each.
         has_arrived: whether `read` can read a handle without waiting. None: unknown.
+        max_pending: the largest number of batches whose numbers may be under way; 1 on a CPU, where deferring gains nothing.
     """
 
     read: Callable[[list[Any]], list[float]]
     start: Callable[[Tensor], Any] = lambda numbers: numbers
     has_arrived: Callable[[Any], bool] | None = None
+    max_pending: int = 1
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,6 @@ class Meter:
         clock: measures the steps.
         check: counts updates, and has the loss scale; None: all are applied. If updates are skipped up to a limit, the sums of
             their batches that are not finite are left out.
-        on_cpu: fetch every batch's numbers immediately, as deferring gains nothing.
         peak_memory: returns the peak use of the device's memory so far, in bytes; None on a CPU.
         gradient_norm: returns the global norm of the gradients before clipping, in the newest update whose norm has arrived from
             the device; in the last update if arrival is unknown. None without `gradient_clip_global_norm`.
@@ -258,7 +259,6 @@ class Meter:
         clock: Clock,
         check: GradientCheck | None = None,
         *,
-        on_cpu: bool = True,
         peak_memory: Callable[[], int | None] = lambda: None,
         gradient_norm: Callable[[], float | None] = lambda: None,
         take_splits: Callable[[], int] = lambda: 0,
@@ -270,7 +270,6 @@ class Meter:
         self._check = check
         self._transfer = transfer
         self._parameters = parameters
-        self._max_pending = 1 if on_cpu else MAX_PENDING
         self._finite_only = check is not None and check.has_limit
         self._pending: list[_Pending] = []
         self._not_finite: list[NotFinite] = []
@@ -292,7 +291,7 @@ class Meter:
             train: whether it is a step of training.
         """
         self._pending.append(_Pending(train and self._finite_only, names, self._transfer.start(numbers), step, indices))
-        if len(self._pending) >= self._max_pending:
+        if len(self._pending) >= self._transfer.max_pending:
             self.fetch()
         elif self._transfer.has_arrived is not None:
             self._read(self._num_arrived(self._transfer.has_arrived))

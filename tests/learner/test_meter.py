@@ -1,10 +1,8 @@
 """Scores that come late from a device: what is read when."""
 
 import numpy
-import pytest
 
-from hvdtrain.learner import meter
-from hvdtrain.learner.meter import Meter, Transfer
+from hvdtrain.learner.meter import MAX_PENDING, Meter, Transfer
 from hvdtrain.runtime.timer import CpuClock
 
 TENSOR = list[float]
@@ -33,7 +31,7 @@ class Device:
 
 def pending(transfer: Transfer) -> Meter:
     parameters = [("weight", numpy.array([numpy.nan])), ("bias", numpy.zeros(1))]
-    return Meter(transfer, lambda: parameters, CpuClock(), on_cpu=False)
+    return Meter(transfer, lambda: parameters, CpuClock())
 
 
 def add(scores: Meter, step: int, value: float) -> None:
@@ -42,7 +40,7 @@ def add(scores: Meter, step: int, value: float) -> None:
 
 def test_scores_are_read_when_they_have_arrived() -> None:
     device = Device()
-    scores = pending(Transfer(device.read, device.start, device.has_arrived))
+    scores = pending(Transfer(device.read, device.start, device.has_arrived, MAX_PENDING))
     add(scores, 0, 1.0)
     add(scores, 1, float("nan"))
     assert scores.drain_ready().means() == {}
@@ -61,10 +59,9 @@ def test_scores_are_read_when_they_have_arrived() -> None:
     assert scores.take_scores().counts() == {}
 
 
-def test_all_are_read_where_nobody_knows_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "MAX_PENDING", 3)
+def test_all_are_read_where_nobody_knows_what_has_arrived() -> None:
     device = Device()
-    scores = pending(Transfer(device.read, device.start))
+    scores = pending(Transfer(device.read, device.start, max_pending=3))
     for step in range(4):
         add(scores, step, float(step))
     assert device.reads == [3]

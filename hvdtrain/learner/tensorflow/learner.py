@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions, gpu_of
-from hvdtrain.learner.meter import Meter, Outputs, Transfer, split_by_sequence
+from hvdtrain.learner.meter import MAX_PENDING, Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -278,11 +278,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check)
     state = TensorFlowState(variables, optimizer, average, check, options.model_format)
     meter = TensorFlowMeter(
-        Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
+        Transfer(
+            lambda tensors: tf.concat(tensors, 0).numpy().tolist(), max_pending=1 if device_name() == "CPU" else MAX_PENDING
+        ),
         state.named_parameters,
         CpuClock(),
         check,
-        on_cpu=device_name() == "CPU",
         peak_memory=peak_memory,
         gradient_norm=update.gradient_norm,
     )

@@ -23,6 +23,7 @@ from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, StepCos
 from hvdtrain.learner.epoch_scores import EpochScores, with_statistics
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
+    MAX_PENDING,
     Meter,
     Outputs,
     Transfer,
@@ -510,14 +511,13 @@ def _meter(
     def read(tensors: list[torch.Tensor]) -> list[float]:
         return torch.cat(tensors).tolist()
 
-    from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived)
+    from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived, MAX_PENDING)
     transfer = Transfer(read) if on_cpu else from_gpu
     return Meter(
         transfer,
         state.named_parameters,
-        CudaClock() if device.type == "cuda" else CpuClock(),
+        CpuClock() if on_cpu else CudaClock(),
         check,
-        on_cpu=on_cpu,
         peak_memory=lambda: peak_memory(device),
         gradient_norm=update.gradient_norm,
         take_splits=(lambda: 0) if splitter is None else splitter.take,

@@ -190,7 +190,7 @@ def test_few_items_are_read_for_what_identifies_the_data() -> None:
     part = DatasetPart("train", opened(words))
     words.read = 0
     before = identify([part])
-    assert words.read <= 64
+    assert words.read <= 100  # twice: values that are others when they are read again identify nothing
     assert list(changes(before, [part])) == []
     words.names = "another"
     assert next(changes(before, [part])) == "other tags in train"

@@ -186,6 +186,7 @@ def run_config(arguments: list[str]) -> int:
     status = launcher.on_start()
     if status is not None:
         return status
+    here = os.getcwd()
     try:
         paths, overrides = parse_command_line(without_options(arguments))
         for option, task in TASK_OPTIONS.items():
@@ -203,9 +204,9 @@ def run_config(arguments: list[str]) -> int:
         if processes:
             of_framework = FRAMEWORKS[settings.run.backend].imports if settings.launch.max_restarts else ()
             imports = (*IMPORTS, *of_framework) if of_framework else ()
-            return local.run(
-                processes, arguments, launch.environment(), restarts(settings), began=process_began(), imports=imports
-            )
+            rule = restarts(settings)
+            os.chdir(here)  # the config may have changed it, and does so in each rank
+            return local.run(processes, arguments, launch.environment(), rule, began=process_began(), imports=imports)
         if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
@@ -284,8 +285,8 @@ def restarts(settings: Settings) -> Restarts:
     from hvdtrain.runtime.records import records_of
     from hvdtrain.start_up.job import checkpoint_folder
 
-    checkpoints = checkpoint_folder(settings)
-    prefix = Path(settings.run.model)
+    prefix = Path(settings.run.model).absolute()
+    checkpoints = checkpoint_folder(replace(settings, run=replace(settings.run, model=str(prefix))))
 
     def newest() -> Path | None:
         found = checkpoints.newest()

@@ -382,7 +382,14 @@ def _is_installed(module: ModuleType) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        if not text and not path.is_file():
+            raise ConfigError.of(
+                "unreadable",
+                f"{path}: expected a config file, got a pipe that is empty: it can be read once, and each rank reads it, and the "
+                "launcher of ++ngpu, too (write it to a file)",
+            )
+        return text
     except OSError as error:
         present = [file.name for file in path.parent.glob("*")] if isinstance(error, FileNotFoundError) else []
         close = get_close_matches(path.name, present, n=1, cutoff=0.8)

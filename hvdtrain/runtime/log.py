@@ -28,7 +28,21 @@ from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
 
+
+class _Logger(logging.Logger):
+    """A logger that cannot be disabled: `logging.config.dictConfig` in a config would do that with all that it does not name."""
+
+    @property
+    def disabled(self) -> bool:  # type: ignore[override]
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+
 LOGGER = logging.getLogger("hvdtrain")
+LOGGER.__class__ = _Logger
 
 SCREEN = "stdout"
 

@@ -1,6 +1,7 @@
 """Configs: Python and JSON, overrides of the command line, and every mistake reported at once."""
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -709,6 +710,21 @@ def test_a_config_that_ends_the_program_is_an_error(tmp_path: Path, code: str) -
         ConfigError, match=r"config.py, line \d+: expected a config that goes on to its end, got sys.exit\((None|0)\)"
     ):
         settings(tmp_path, f"import argparse, sys\n{code}\n")
+
+
+def test_a_pipe_that_was_read_already_is_named() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ConfigError, match=rf"/dev/fd/{reading}: expected a config file, got a pipe that is empty"):
+        read_settings([Path(f"/dev/fd/{reading}")], {})
+    os.close(reading)
+
+
+def test_a_config_that_sets_up_logging_does_not_silence_us() -> None:
+    """`logging.config.dictConfig` disables all loggers that it does not name."""
+    logger = logging.getLogger("hvdtrain")
+    logger.disabled = True
+    assert logger.isEnabledFor(logging.CRITICAL)
 
 
 def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:

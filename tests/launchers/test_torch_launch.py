@@ -120,6 +120,27 @@ def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Pa
     assert process.wait(2 * PATIENCE) == 130
 
 
+def test_ranks_begin_where_the_launcher_began(corpus: Path, tmp_path: Path) -> None:
+    """The launcher runs the config, too, which may change the folder."""
+    (tmp_path / "config.py").write_text(f"""
+import os
+exec(open({str(TOY)!r}).read())
+os.makedirs("inside", exist_ok=True)
+os.chdir("inside")
+""")
+    keys = {"corpus": corpus, "model": "made/model", "ngpu": 2, **QUICK, "max_restarts": 1}
+    texts = [text for key, value in keys.items() for text in (f"++{key}", str(value))]
+    ended = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "config.py", *texts],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "inside" / "made" / "model.001.pt").exists()
+
+
 @pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
 def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(corpus: Path, tmp_path: Path, launcher: str) -> None:
     keys = {"num_epochs": 10**6, "part": "train.hdf", "max_seqs": 4, "cleanup_old_models": True}

@@ -124,6 +124,7 @@ def test_ranks_begin_where_the_launcher_began(corpus: Path, tmp_path: Path) -> N
     """The launcher runs the config, too, which may change the folder."""
     (tmp_path / "config.py").write_text(f"""
 import os
+# Reads the keys corpus, part and starts_fast.
 exec(open({str(TOY)!r}).read())
 os.makedirs("inside", exist_ok=True)
 os.chdir("inside")

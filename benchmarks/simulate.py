@@ -122,11 +122,15 @@ class SimulatedCommunicator:
 
     def finish(self, handle: Any) -> list[Any]:
         tensors, op, name = handle
-        if name == "requests" and self.rank == 0:  # the other ranks have none, and the last number is that of rank 0
-            return tensors
-        if name == "requests":
-            return [tensor.new_tensor([*[0] * (len(tensor) - 1), 1]) for tensor in tensors]
+        if name == "requests":  # the other ranks have none; the last ones are a number of rank 0, a checksum and its square
+            return [self._requests(tensor) for tensor in tensors]
         return tensors if op == "average" else [tensor * self.size for tensor in tensors]
+
+    def _requests(self, own: Any) -> Any:
+        *counts, wanted, checksum, square = own.tolist()
+        if self.rank:
+            counts, wanted = [0.0] * len(counts), 1.0
+        return own.new_tensor([*counts, wanted, checksum * self.size, square * self.size])
 
     def bucket_bytes(self, on_gpu: bool) -> int:
         return SMALL_BUCKET
@@ -161,6 +165,8 @@ class SimulatedCommunicator:
             of_rank_zero, first = self._of_rank_zero[number]
             if of_rank_zero != name:
                 raise RuntimeError(f"rank {self.rank} calls {name}, but rank 0 called {of_rank_zero}")
+            if name == "weights":  # gradients of other ranks are made up, so that weights are not those of rank 0
+                own = first
             if name == "watchdog":  # on another host: its process has ended
                 first = pickle.dumps(_as_of_rank(name, pickle.loads(first), 0, self.size))
         used = _used_by_others(name, value, pickle.loads(first), self.rank, self.size)

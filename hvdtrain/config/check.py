@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -110,10 +111,15 @@ def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:
         known: as of `unknown_keys`.
     """
     keys = {*known, *source.foreign_names}
+    files = [Path(file).name for file in source.texts]  # an override may be read by code that a config runs with `exec`
     names = [
         name
         for name, value in source.values.items()
-        if name not in keys and not name.startswith("_") and isinstance(value, CONSTANTS) and source.is_only_set(name)
+        if name not in keys
+        and not name.startswith("_")
+        and isinstance(value, CONSTANTS)
+        and source.origins.get(name) in files
+        and source.is_only_set(name)
     ]
     in_code = not source.is_foreign and source.texts and not any(file.endswith(".json") for file in source.texts)
     return (f"nothing reads these names of the config: {', '.join(names)}",) if names and in_code else ()

@@ -148,7 +148,7 @@ def test_a_job_that_is_stopped_or_loses_its_first_node_is_queued_again_and_goes_
 def test_ranks_that_srun_started_itself_end_with_a_lost_node(hosts: Hosts, work: Path) -> None:
     """Also with --no-kill."""
     keys = "++use_horovod 1 ++num_epochs 100000 ++watchdog_timeout 20"
-    started = start_slowly(hosts, work, f"srun --no-kill -N2 -n2 python -m hvdtrain config.py {keys}")
+    started = start_slowly(hosts, work, f"srun --no-kill -N2 -n2 -w host1,host2 python -m hvdtrain config.py {keys}")
     end_host(hosts, "host2")
     try:
         finished = started.finish(200)

@@ -87,7 +87,7 @@ def test_torchrun_restarts_killed_ranks_but_no_error(corpus: Path, tmp_path: Pat
     finished = torchrun(arguments, 2, 300, EMPTY, "--max-restarts", "2")
     assert finished.status == 1, finished.err
     assert finished.out.count(f"Loaded {tmp_path}/model.001.step-4.pt: training continues in epoch 1, after its step 4.") == 1
-    assert finished.err.count("rank 0 of 2: RuntimeError: planted by the test\n") == 1
+    assert finished.err.count("rank 0 of 2: RuntimeError: planted by the test\n") == 2
     again = "not started again after an error that would only repeat (see above): rank 0 of 2: RuntimeError: planted by the test"
     assert again in finished.err
     assert num_runs(tmp_path / "trace") == 2

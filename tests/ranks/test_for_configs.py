@@ -74,5 +74,5 @@ def test_if_the_preparation_fails_all_ranks_end_and_the_reason_is_logged_once(co
     keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "max_seqs": 1, "ngpu": 2}
     finished = hvdtrain_command(TOY, keys, options=[str(tmp_path / "more.py")])
     assert finished.status != 0
-    assert finished.err.count("OSError: the disk is full") == 1
+    assert finished.err.count("rank 0 of 2: OSError: the disk is full") == 1
     assert not list(tmp_path.glob("seen.*"))

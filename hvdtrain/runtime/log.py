@@ -33,7 +33,7 @@ class _Logger(logging.Logger):
     """A logger that cannot be disabled: `logging.config.dictConfig` in a config would do that with all that it does not name."""
 
     @property
-    def disabled(self) -> bool:  # type: ignore[override]
+    def disabled(self) -> bool:
         return False
 
     @disabled.setter

@@ -142,7 +142,7 @@ class ChangedSequences(View):
 
 
 class Redrawn(ChangedSequences):
-    """A batch of sequences of which an epoch has some several times, each time with random numbers of its own.
+    """A batch of sequences of which an epoch has some several times, each time with other random numbers.
 
     Args:
         draws: for every row of the batch, how often the epoch had its sequence before.

@@ -16,7 +16,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 
 MOST = 1000
-"""The most numbers of a statistic: each is a sum of its own."""
+"""The most numbers of a statistic: each is summed separately."""
 
 
 class EpochScores:

@@ -1,5 +1,5 @@
 """Where a training's records are (scores.jsonl, best.json, ends.jsonl and so on): in the folder of its models, or, if the records
-there are those of a training with another prefix of model files, in a folder of its own below that."""
+there are those of a training with another prefix of model files, in a folder below that."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prefix_of(file: Path) -> Path:
 
 
 def _owner(prefix: Path) -> str | None:
-    """The prefix of the model files that the records in a folder are about; None: unknown, or nobody has begun there.
+    """The prefix of the model files that the records in a folder are about; None: unknown, or no training has begun there.
 
     Releases in which trainings shared their records wrote all starts into one file: the first one keeps it.
     """

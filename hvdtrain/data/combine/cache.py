@@ -84,7 +84,7 @@ class CachedDataset(ChangedSequences):
         super().__init__(dataset)
         self._budget = budget
         self._of_epoch = False
-        # The user's code may draw from generators of its own, which nothing shows but sequences that differ.
+        # The user's code may draw from its own generators, which nothing shows but sequences that differ.
         self._doubted: dict[int, None] = dict.fromkeys(range(CHECKED)) if isinstance(dataset, UserDataset) else {}
         self._varies = threading.Event()
         self._cached: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts

@@ -31,13 +31,13 @@ class File(Protocol):
 class Handles:
     """The files that this process reads through h5py, at most `MOST_OPEN` at a time; shared by the files of a dataset.
 
-    Handles of h5py do not survive a fork: a new process opens files of its own.
+    Handles of h5py do not survive a fork: a new process opens its files anew.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._open: OrderedDict[int, Opened] = OrderedDict()  # by id: files that nobody has any more are closed at once
+        self._open: OrderedDict[int, Opened] = OrderedDict()  # by id, so that files without a user are closed at once
 
     @contextmanager
     def use(self, file: File) -> Iterator[h5py.File]:

@@ -240,7 +240,7 @@ def mapped_array(path: Path, dataset: h5py.Dataset, maps: dict[Path, mmap.mmap])
     offset = dataset.id.get_offset()
     if offset is None:  # stored in the header
         return None
-    # Not a numpy.memmap: a slice of a plain array is several times faster, and each memmap would hold a descriptor of its own.
+    # Not a numpy.memmap: a slice of a plain array is several times faster, and each memmap would hold another descriptor.
     place = path if dataset.file.filename == str(path) else Path(dataset.file.filename)  # a link may lead to another file
     if place not in maps:
         with place.open("rb") as opened:

@@ -69,26 +69,24 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     return Start(remark=remark)
 
 
+def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> Start:
+    """What to load for a task other than training: a model, unless `preload_from_files` fills it. Raises: CheckpointError."""
+    fills = any(one.is_due(training=False, fresh=True) for one in parse_preloads(keys.preload_from_files))
+    if fills and not keys.load and not folder.finished_epochs():
+        return Start()
+    return Start(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
+
+
 def position_of_model(
-    keys: StartKeys, folder: CheckpointFolder, read_progress: Callable[[Path], Mapping[str, Any]], training: bool
+    start: Start, keys: StartKeys, folder: CheckpointFolder, read_progress: Callable[[Path], Mapping[str, Any]]
 ) -> tuple[int, int]:
     """The epoch and the number of its last step with which get_model is called, as in RETURNN: those of the model that will be
     loaded; epoch 0 for `import_model_train_epoch1`.
 
     Args:
         read_progress: returns the plain values in a model's file.
-
-    Raises:
-        CheckpointError: what was asked for is not there.
     """
-    imported = False
-    file: Path | None = None
-    if training:
-        start = start_of_training(keys, folder)
-        imported = start.is_import
-        file = start.model_file if start.checkpoint is None else start.checkpoint.model_file
-    elif has_model(keys, folder):
-        file = model_file(keys, folder)
+    file = start.model_file if start.checkpoint is None else start.checkpoint.model_file
     if file is None:
         return NEW
     try:
@@ -96,13 +94,7 @@ def position_of_model(
     except DamagedCheckpoint:
         return NEW  # loading it will say what is wrong, and what else there is
     epoch = progress.epoch if progress.current is None else progress.current.epoch
-    return 0 if imported else (epoch_of_file(keys, folder) or epoch or 1), max(0, progress.step - 1)
-
-
-def has_model(keys: StartKeys, folder: CheckpointFolder) -> bool:
-    """Whether a task other than training loads a model, which may be one that `preload_from_files` fills instead."""
-    fills = any(one.is_due(training=False, fresh=True) for one in parse_preloads(keys.preload_from_files))
-    return not fills or bool(keys.load or folder.finished_epochs())
+    return 0 if start.is_import else (epoch_of_file(keys, folder) or epoch or 1), max(0, progress.step - 1)
 
 
 def _refuse_other_frameworks(folder: CheckpointFolder) -> None:
@@ -187,18 +179,23 @@ def _file(name: str, folder: CheckpointFolder, key: str = "load") -> Path:
 
 
 def resume(
-    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys, learning_rate_file: str | None
+    comm: Communicator,
+    saver: Saver,
+    checkpoints: CheckpointFolder,
+    start: Start,
+    keys: StartKeys,
+    learning_rate_file: str | None,
 ) -> Progress:
     """Collective. Load what a training starts from, and make the model the same on all ranks.
 
     Args:
+        start: what `start_of_training` found on rank 0.
         learning_rate_file: where the scores of the epochs are that a model was trained for elsewhere, if it has none itself.
 
     Raises:
         CheckpointError: what was asked for is not there, or a rank cannot read it.
         DataError: the learning rate file is none.
     """
-    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
     if start.remark is not None:
         log.warning(start.remark)
     progress = Progress()
@@ -310,17 +307,18 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
         progress.current.fingerprints = []  # the batches may be others, too
 
 
-def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
+def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
     """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
 
+    Args:
+        start: what `start_of_task` found on rank 0.
+
     Raises:
-        CheckpointError: there is no model, or a rank cannot read it.
+        CheckpointError: a rank cannot read the model.
     """
-    preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
     progress = Progress()
-    if on_rank_zero(comm, lambda: has_model(keys, checkpoints), name="has_model"):
-        file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
-        progress = saver.load_model(file, epoch_of_file(keys, checkpoints))
-        log.info(f"Loaded {file}.")
-    saver.preload(preloads)
+    if start.model_file is not None:
+        progress = saver.load_model(start.model_file, start.epoch)
+        log.info(f"Loaded {start.model_file}.")
+    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)])
     return progress

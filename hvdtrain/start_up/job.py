@@ -21,7 +21,16 @@ from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
-from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, position_of_model, resume
+from hvdtrain.checkpoint.start import (
+    Start,
+    call_hooks,
+    check_data,
+    load_trained,
+    position_of_model,
+    resume,
+    start_of_task,
+    start_of_training,
+)
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -177,7 +186,7 @@ def _open(
     checkpoints = checkpoint_folder(settings)
     local = local_disk(settings, checkpoints)
     _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
-    position = _position_of_model(settings, purpose, comm, checkpoints)
+    start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
@@ -204,12 +213,12 @@ def _open(
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
-        progress = _resume(settings, comm, saver, checkpoints, learner)
+        progress = _resume(settings, comm, saver, checkpoints, start, learner)
         _fetch_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
-        progress = load_trained(comm, saver, checkpoints, settings.start)
+        progress = load_trained(saver, start, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
     if purpose != "measure" and settings.start.load_model_post_hooks:
         hooks = settings.start.load_model_post_hooks
@@ -223,23 +232,25 @@ def _open(
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
 
 
-def _position_of_model(
-    settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder
-) -> tuple[int, int]:
-    """Collective. The epoch and the step that get_model is called with. Raises: CheckpointError."""
-    if purpose == "measure" or isinstance(settings.learner.get_model, NetworkSource):
-        return NEW
+def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[Start, tuple[int, int]]:
+    """On rank 0, what to load, and the epoch and the step that get_model is called with. Raises: CheckpointError."""
+    if purpose == "measure":
+        return Start(), NEW
+    start = (start_of_task if purpose in WITH_TRAINED else start_of_training)(settings.start, checkpoints)
+    if isinstance(settings.learner.get_model, NetworkSource):
+        return start, NEW
     read_progress = FRAMEWORKS[settings.run.backend].model_files.read_progress
-    training = purpose not in WITH_TRAINED
-    return on_rank_zero(comm, lambda: position_of_model(settings.start, checkpoints, read_progress, training), name="position")
+    return start, position_of_model(start, settings.start, checkpoints, read_progress)
 
 
-def _resume(settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, learner: Learner) -> Progress:
+def _resume(
+    settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, start: Start, learner: Learner
+) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
     state, every = learner.state, settings.saving.running_average
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
-    progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    progress = resume(comm, saver, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
     if isinstance(settings.learner.get_model, NetworkSource):
         progress.history = with_our_names(progress.history)  # learning_rate_file may have others
     if state.base_hash is not None:

@@ -226,7 +226,7 @@ class HDFFile:
                 continue
             name = self._names[key]
             with self._reading(f"sequence {index} of {name}") as file:
-                values = file[name][start:stop]
+                values = file.member(name)[start:stop]
             if values.dtype == object:
                 values = numpy.array(texts_of(self.path, name, values), dtype=object)
             result[key] = values
@@ -244,7 +244,7 @@ class HDFFile:
         """The tags of some sequences."""
         wanted, places = numpy.unique(indices, return_inverse=True)
         with self._reading("/seqTags") as file:
-            stored = file["seqTags"]
+            stored = file.member("seqTags")
             if len(wanted) < 1000:
                 few = stored[wanted]
             else:  # h5py looks up a long list of indices one by one
@@ -255,7 +255,7 @@ class HDFFile:
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags from `start` up to `stop` (exclusive) as numpy bytes, cut at the first zero byte as by `tags`."""
         with self._reading("/seqTags") as file:
-            stored: Array = file["seqTags"][start:stop]
+            stored: Array = file.member("seqTags")[start:stop]
         if stored.dtype == object:
             stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
         letters = stored.view(numpy.uint8).reshape(len(stored), -1)
@@ -274,12 +274,12 @@ class HDFFile:
         self._handles.close(self)
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[h5py.File]:
+    def _reading(self, what: str) -> Iterator[Opened]:
         """The open file. Raises: DataError, also for a failed read: the file was replaced or changed, or is damaged."""
         with self._handles.use(self) as file:
             try:
                 if self._parts:  # HDF5 needs a descriptor, if only for a moment, to open a part; else it reads zeros
-                    os.close(os.dup(file.id.get_vfd_handle()))
+                    os.close(os.dup(file.handle.id.get_vfd_handle()))
                 yield file
             except OSError as error:
                 try:

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import h5py
 
@@ -15,9 +15,22 @@ MOST_OPEN = 64
 
 
 class Opened(ExitStack):
-    """A file with the files that hold parts of its virtual datasets, all open."""
+    """A file with the files that hold parts of its virtual datasets, all open, and those of its members that were read.
+
+    HDF5 keeps the chunks that it has decompressed as long as their dataset is open.
+    """
 
     handle: h5py.File
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members: dict[str, Any] = {}
+
+    def member(self, name: str) -> h5py.Dataset:
+        """A dataset of the file."""
+        if name not in self.members:
+            self.members[name] = self.handle[name]
+        return self.members[name]
 
 
 class File(Protocol):
@@ -40,7 +53,7 @@ class Handles:
         self._open: OrderedDict[int, Opened] = OrderedDict()  # by id, so that files without a user are closed at once
 
     @contextmanager
-    def use(self, file: File) -> Iterator[h5py.File]:
+    def use(self, file: File) -> Iterator[Opened]:
         """An open file, which no other thread closes inside the `with` block. Raises: DataError."""
         if self._process != os.getpid():
             for inherited in self._open.values():
@@ -52,7 +65,7 @@ class Handles:
                     self._open.popitem(last=False)[1].close()
                 self._open[id(file)] = file.open()
             self._open.move_to_end(id(file))
-            yield self._open[id(file)].handle
+            yield self._open[id(file)]
 
     def close(self, file: File) -> None:
         """Close a file if it is open here."""

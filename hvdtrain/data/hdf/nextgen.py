@@ -55,18 +55,16 @@ class NextGenFile(Dataset):
     def __init__(self, path: Path, input_stream_name: str, handles: Handles) -> None:
         self.path = path
         self._handles = handles
-        self._parents: dict[str, h5py.Group] = {}  # by data key, the group with the datasets, in the open file
         self._size = 0  # of the file in bytes
         self._sources: dict[str, _Source] = {}
         self._tags: list[str] = []
         self.streams = {}
         self.lengths = {}
-        with self._readable_errors(), open_file(path) as file:
+        with self._readable_errors(), self.open() as file:
             self._index(file, input_stream_name)
 
     def open(self) -> Opened:
         """The file, opened again."""
-        self._parents = {}
         opened = Opened()
         opened.handle = opened.enter_context(open_file(self.path))
         return opened
@@ -96,21 +94,22 @@ class NextGenFile(Dataset):
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise damage_error(self.path, error) from None
 
-    def _dataset(self, file: h5py.File, key: str, index: int) -> h5py.Dataset:
+    def _dataset(self, file: Opened, key: str, index: int) -> h5py.Dataset:
         name = f"streams/{self._sources[key].name}/data"
-        if key not in self._parents:  # checked once for all of its datasets
-            check_links(self.path, file, name, "refuse")
-            self._parents[key] = member(self.path, file, name)
-            self._size = file_size(self._parents[key])
-        parent, last = self._parents[key], self._tags[index].replace("/", "\\")
+        if name not in file.members:  # the group with the datasets: checked once for all of them
+            check_links(self.path, file.handle, name, "refuse")
+            file.members[name] = member(self.path, file.handle, name)
+            self._size = file_size(file.members[name])
+        parent, last = file.members[name], self._tags[index].replace("/", "\\")
         try:
             found = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
             raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
         return check_stored(self.path, f"{name}/{last}", found, self._size)
 
-    def _index(self, file: h5py.File, input_stream_name: str) -> None:
+    def _index(self, opened: Opened, input_stream_name: str) -> None:
         """Find the streams and the lengths of their sequences, and check that they are consistent."""
+        file = opened.handle
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
@@ -132,10 +131,10 @@ class NextGenFile(Dataset):
                 raise DataError(f"{self.path}: expected attribute parser of /streams/{name} to be one of {known}, got {parser!r}")
             key = "data" if name == input_stream_name else name
             self._sources[key] = _Source(name, parser)
-            streams[key], lengths[key] = self._inspect_stream(file, key)
+            streams[key], lengths[key] = self._inspect_stream(opened, key)
         self.streams, self.lengths = streams, lengths
 
-    def _inspect_stream(self, file: h5py.File, key: str) -> tuple[Stream, Array]:
+    def _inspect_stream(self, file: Opened, key: str) -> tuple[Stream, Array]:
         """The stream of a data key, and the lengths of all its sequences. Raises: DataError."""
         source = self._sources[key]
         lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
@@ -158,7 +157,7 @@ class NextGenFile(Dataset):
         if source.parser == "feature_sequence":
             return Stream(dtype, width, width[0], sparse=False), lengths
         place = f"streams/{source.name}/feature_names"
-        labels = tuple(texts_of(self.path, f"/{place}", strings_in(self.path, file, place)[:]))
+        labels = tuple(texts_of(self.path, f"/{place}", strings_in(self.path, file.handle, place)[:]))
         if dtype.kind not in "iu":
             raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
         return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths

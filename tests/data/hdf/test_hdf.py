@@ -263,6 +263,13 @@ def chunked_file(folder: Path) -> Path:
     return write(folder / "chunked.hdf", LAYOUTS["chunked"][0])
 
 
+def test_members_stay_open_with_the_chunks_that_they_have_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, opened, get = open_hdf([chunked_file(tmp_path)]), [], h5py.Group.__getitem__
+    monkeypatch.setattr(h5py.Group, "__getitem__", lambda group, name: (opened.append(name), get(group, name))[1])
+    assert contents(dataset) + contents(dataset) == 2 * EXPECTED
+    assert sorted(opened) == ["/inputs", "seqTags"]
+
+
 def test_reading_after_a_fork(tmp_path: Path) -> None:
     dataset = open_hdf([write(tmp_path / "mapped.hdf"), chunked_file(tmp_path)])
     assert contents(dataset) == 2 * EXPECTED  # opens the parent's handles, of which the child must not make use

@@ -186,7 +186,9 @@ def _open(
     checkpoints = checkpoint_folder(settings)
     local = local_disk(settings, checkpoints)
     _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
-    start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
+    start, position = Start(), NEW  # a measurement loads nothing
+    if purpose != "measure":
+        start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
@@ -234,8 +236,6 @@ def _open(
 
 def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[Start, tuple[int, int]]:
     """On rank 0, what to load, and the epoch and the step that get_model is called with. Raises: CheckpointError."""
-    if purpose == "measure":
-        return Start(), NEW
     start = (start_of_task if purpose in WITH_TRAINED else start_of_training)(settings.start, checkpoints)
     if isinstance(settings.learner.get_model, NetworkSource):
         return start, NEW

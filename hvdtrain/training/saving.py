@@ -71,7 +71,8 @@ class Saving:
         session = self._session
         if session.comm.size > 1 and session.reducer.gradients.keeps_ranks_alike:
             facts = {"the learning rate": repr(self._training.learning_rate)}
-            check_weights(session.comm, session.learner.state, facts)
+            with session.learner.state.trained_weights():  # the model may have those of an evaluation
+                check_weights(session.comm, session.learner.state, facts)
 
     def finish(self) -> None:
         """Collective. Wait for checkpoints that are written in the background."""

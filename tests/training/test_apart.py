@@ -57,17 +57,17 @@ def dynamic_learning_rate(*, learning_rate, **_):
 
 
 callbacks = [Clips] if what in ("callback", "tiny") else []
-train = Corpus()
+train = dev = Corpus()
 num_epochs, num_threads, batch_size, learning_rate, log_verbosity = 2, 1, 30, 0.01, 3
 optimizer = {"class": "sgd", "momentum": 0.9}
 """
 
 
-def trained(folder: Path, what: str) -> None:
+def trained(folder: Path, what: str, **keys: object) -> None:
     (folder / "apart.py").write_text(APART)
-    settings = [
-        read_settings([folder / "apart.py"], {"own": str(own), "what": what, "model": str(folder / "model")}) for own in (0, 1)
-    ]
+    keys |= {"what": what, "model": folder / "model"}
+    given = {name: str(value) for name, value in keys.items()}
+    settings = [read_settings([folder / "apart.py"], {**given, "own": str(own)}) for own in (0, 1)]
 
     def work(comm: Communicator) -> None:
         train(settings[comm.rank], comm)
@@ -98,3 +98,9 @@ def test_what_differs_is_named_and_nothing_is_saved(what: str, message: str, tmp
 def test_what_only_rounds_differently_is_trained(what: str, tmp_path: Path) -> None:
     trained(tmp_path, what)
     assert list(tmp_path.glob("model.002.pt"))
+
+
+def test_what_rounds_differently_is_set_in_the_trained_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step of an evaluation, in which the model has averages, reads what was exchanged after the update."""
+    trained(tmp_path, "tiny", ema_decay=0.5, batch_size=1000, num_epochs=1, log_verbosity=4)
+    assert capsys.readouterr().out.count("rounded differently") == 2  # once on each rank, and not again before the save

@@ -490,13 +490,19 @@ def test_a_notebook_shows_the_epochs(tmp_path: Path) -> None:
 
 def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
+    called = []
 
     class Prunes:
         def on_epoch_end(self, training: Any) -> None:
             raise optuna.TrialPruned("no better")
 
+    class Later:  # in which other ranks may wait for this one
+        def on_epoch_end(self, training: Any) -> None:
+            called.append(training.epoch)
+
     with pytest.raises(optuna.TrialPruned, match="no better"):
-        hvdtrain.train(keys_of(tmp_path, callbacks=Prunes))
+        hvdtrain.train(keys_of(tmp_path, callbacks=[Prunes, Later]))
+    assert called == [1]
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "model.001.pt").exists()
     assert json.loads((tmp_path / "ends.jsonl").read_text())["status"] == "finished"

@@ -161,7 +161,7 @@ class Callbacks:
         return bool(self._calls[event])
 
     def call(self, event: str, training: Training, note: Callable[[str], object] | None = None) -> None:
-        """Call the method `event` of all callbacks that have it.
+        """Call the method `event` of all callbacks that have it, also after one that has pruned an Optuna trial.
 
         Args:
             note: called before each of them with the name of its class; None: nothing is.
@@ -169,7 +169,12 @@ class Callbacks:
         for name, call in self._calls[event]:
             if note is not None:
                 note(name)
-            call(training)
+            try:
+                call(training)
+            except Exception as error:
+                if type(error).__name__ != "TrialPruned":  # by which Optuna's users end a trial whose scores are of interest
+                    raise
+                training.prune(error)
 
 
 NO_CALLBACKS = Callbacks()

@@ -74,12 +74,7 @@ class Notifier:
 
     def _call(self, event: str, note: Callable[[str], object] | None = None) -> None:
         depth = self._evaluated.depth
-        try:
-            self._callbacks.call(event, self._training, note)
-        except Exception as error:
-            if type(error).__name__ != "TrialPruned":  # by which Optuna's users end a trial whose scores are of interest
-                raise
-            self._training.prune(error)
+        self._callbacks.call(event, self._training, note)
         if self._evaluated.depth != depth:
             raise ConfigError.of(
                 "wrong-call",

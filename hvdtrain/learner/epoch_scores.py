@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import nan
 from typing import Any
@@ -19,14 +20,33 @@ MOST = 1000
 """The most numbers of a statistic: each is summed separately."""
 
 
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A function of the sums of statistics.
+
+    Attributes:
+        needs: the names of those that it cannot be called without.
+        takes: the names of those that it is called with, if they were marked; None: all.
+    """
+
+    call: Callable[..., Any]
+    needs: Collection[str]
+    takes: Collection[str] | None
+
+
 class EpochScores:
-    """The functions by the names of their scores. One is called with the sums of the statistics that its parameters name."""
+    """The functions by the names of their scores. One is called with the sums of the statistics that its parameters name.
+
+    Raises:
+        ConfigError: a function cannot be called so.
+    """
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, ScoreFunction] = {}
         for name, given in functions.items():
-            if (function := as_function(given, f"epoch_scores.{name}")) is not None:
-                self._functions[name] = function
+            where = f"epoch_scores.{name}"
+            if (function := as_function(given, where)) is not None:
+                self._functions[name] = _with_parameters(function, where)
 
     def of(self, comm: Communicator, scores: Scores, dataset: str) -> dict[str, float]:
         """Collective, if there are functions. The means of losses and errors, and these scores; in alphabetical order.
@@ -48,14 +68,14 @@ class EpochScores:
         found: dict[str, float] = {}
         sums = {name: numpy.array(of_name) if len(of_name) > 1 else of_name[0] for name, of_name in scores.statistics().items()}
         for name, function in self._functions.items():
-            needed, takes_all = _parameters(function)
-            missing = [one for one in needed if one not in sums]
-            if missing and dataset == "train":
+            given = {one: value for one, value in sums.items() if function.takes is None or one in function.takes}
+            missing = [one for one in function.needs if one not in given]
+            if dataset == "train" and (missing or not given):
                 continue
             try:
                 if missing:
                     raise LookupError(f"no statistic {missing[0]!r} was marked (mark_as_statistics), only: {', '.join(sums)}")
-                result = function(**(sums if takes_all else {one: sums[one] for one in needed}))
+                result = function.call(**given)
                 several = (
                     {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
                 )
@@ -94,11 +114,19 @@ def with_statistics(context: RunContext, as_tensor: Callable[[Any], Any]) -> dic
     return losses
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The statistics that a function needs, and whether it takes all others, too."""
-    if (needed := getattr(function, "statistics", None)) is not None:
-        return list(needed), False
-    parameters = inspect.signature(function).parameters.values()
-    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    needs = [one.name for one in parameters if one.name in named and one.default is one.empty]
-    return needs, any(one.kind is one.VAR_KEYWORD for one in parameters)
+def _with_parameters(function: Callable[..., Any], where: str) -> ScoreFunction:
+    """A function with the names of its parameters. Raises: ConfigError."""
+    if (states := getattr(function, "statistics", None)) is not None:
+        return ScoreFunction(function, states, states)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        parameters = None
+    if parameters is None or any(one.kind is one.POSITIONAL_ONLY and one.default is one.empty for one in parameters):
+        raise ConfigError.of(
+            "wrong-signature", f"{where}: expected a function whose parameters are names of statistics, got {function!r}"
+        )
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    needs = [name for name, one in named.items() if one.default is one.empty]
+    return ScoreFunction(function, needs, None if takes_all else named.keys())

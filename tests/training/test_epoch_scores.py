@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,27 @@ def test_a_function_that_fails_gives_no_number(function: Any, words: str, caplog
     assert words in caplog.text
 
 
+def test_a_function_gets_what_its_parameters_name() -> None:
+    scores = Scores()
+    for name in ("x:sum0", "y:sum0", "z:sum0"):
+        scores.add(name, 1.0, 1)
+    scores.add("ce", 0.0, 1)
+    functions = {
+        "some": lambda x, y=0, absent=0: x + y + absent,
+        "all": lambda x, **others: x + len(others),
+        "absent": lambda absent=0: absent,
+    }
+    of = partial(EpochScores(functions).of, SingleCommunicator(), scores)
+    assert of("dev") == {"absent": 0.0, "all": 3.0, "ce": 0.0, "some": 2.0}
+    assert of("train") == {"all": 3.0, "ce": 0.0, "some": 2.0}
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with refused("epoch_scores.f1: wrong-type"):
         hvdtrain.train(keys_of(tmp_path, Wrong(), epoch_scores={"f1": 3}))
+    for given_by_position in (max, math.sqrt):
+        with refused("epoch_scores.f1: wrong-signature"):
+            hvdtrain.train(keys_of(tmp_path, Wrong(), epoch_scores={"f1": given_by_position}))
     with refused("epoch_scores.wer: wrong-result"):
         hvdtrain.train(keys_of(tmp_path, Wrong(max)))
     with refused("epoch_scores: duplicate"):

@@ -86,11 +86,13 @@ class GradientCompressor:
 
     Attributes:
         is_stateful: whether it keeps tensors between updates that differ from rank to rank.
+        joins_buckets: whether several buckets of gradients share a message, so that its sums depend on their order.
         prefixes: with which the names of these tensors in the state begin.
         sent: the bytes that this rank has sent.
     """
 
     is_stateful = False
+    joins_buckets = False
     prefixes: tuple[str, ...] = ()
 
     def __init__(self, comm: Communicator, narrow: Narrow | None = None, gain: float = 1.0) -> None:

@@ -148,7 +148,7 @@ class GradientExchange:
         return (all_values / self._comm.size if self.op == "average" else all_values), all_indices
 
     def agree(self, value: T | None) -> T:
-        """Share a value that only some ranks know, but all of them alike. Called once in a training."""
+        """The first value that is not None, by rank. Called a few times in a training."""
         values = (
             self._comm.gather(value, name="agree") if self.is_active else [value]
         )  # without an exchange, only a rank with a batch calls this

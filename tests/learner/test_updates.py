@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,71 @@ def test_a_layer_that_reentrant_checkpointing_computes_several_times(train_step:
             assert weights == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_layer_that_is_used_several_times_only_later_is_refused_on_several_ranks() -> None:
-    def train(comm: Communicator, first_uses: int) -> None:
+def test_a_layer_that_is_computed_several_times_only_later_is_refused_on_several_ranks() -> None:
+    def train(comm: Communicator, first: tuple[int, bool]) -> None:
         made = learner_of(lambda **_: Reused(True), only_squares, comm, options={"bucket_bytes": lambda _: 1})
-        for uses in (first_uses, 3):
-            made.model.uses = uses
+        for made.model.uses, made.model.reentrant in (first, (3, True)):
             made.backward(batch_of(FRAMES))
             made.update(0.01)
 
-    on_ranks(1, lambda comm: train(comm, 1))
-    on_ranks(2, lambda comm: train(comm, 2))
-    with refused("train_step: wrong-result"):
-        on_ranks(2, lambda comm: train(comm, 1))
+    on_ranks(1, lambda comm: train(comm, (1, True)))
+    on_ranks(2, lambda comm: train(comm, (2, True)))
+    for first in ((1, True), (3, False)):
+        with refused("train_step: wrong-result"):
+            on_ranks(2, lambda comm, first=first: train(comm, first))
+
+
+class Chain(nn.Module):
+    """Four layers. Attributes: calls: those that the next step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Sequence[int] = ()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(4.0).reshape(2, 2).add(number).sin())
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        for number in self.calls:
+            frames = self.layers[number](frames).tanh()
+        return frames
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("first", "then", "early"),
+    [
+        ((0, 1, 2), (0, 1, 2), 3),  # an unused one is registered last
+        ((3, 0, 1, 2), (3, 0, 1, 2), 2),  # registered last, called first
+        ((3, 2, 1, 0), (3, 2, 1, 0), 2),
+        ((0, 1, 2, 1), (0, 1, 2, 1), 3),  # shared
+        ((0, 1, 2), (0, 1, 3), 3),  # others are unused later
+        ((0, 1), (2, 3, 0, 1), 2),  # some get their first gradient later
+    ],
+)
+def test_gradients_leave_while_backward_runs(first: Sequence[int], then: Sequence[int], early: int, sharded: bool) -> None:
+    """`early` of the four have left before backward has come to the first layer, and all when it ends."""
+
+    def train(comm: Communicator) -> list[float]:
+        def left() -> int:
+            return sum(name.startswith("gradients.") for name, _ in comm.messages)
+
+        options = {"bucket_bytes": lambda _: 1, "sharded": comm if sharded and comm.size > 1 else None}
+        made = learner_of(lambda **_: Chain(), only_squares, comm, options=options)
+        found: list[int] = []
+        for made.model.calls in (first, then, then):
+            hook = made.model.layers[made.model.calls[0]].weight.register_hook(lambda _: found.append(left()))
+            made.backward(batch_of(FRAMES[comm.rank :: comm.size]))
+            hook.remove()
+            found.append(left())
+            made.update(0.01)
+        assert comm.size == 1 or found == [0, 0, 4 + early, 8, 8 + early, 12]
+        return weights_of(made.model)
+
+    [alone] = on_ranks(1, train)
+    for weights in on_ranks(2, train):
+        assert weights == pytest.approx(alone, rel=1e-5)
 
 
 def test_an_epoch_without_updates_is_never_the_best_and_ends_the_training_after_the_next(corpus: Path, tmp_path: Path) -> None:

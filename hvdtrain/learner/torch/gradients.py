@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from hvdtrain.context import Loss
 from hvdtrain.errors import ConfigError
@@ -161,15 +162,20 @@ class Gradients:
 class GradientStream:
     """Sends gradients to the other ranks in buckets, each as soon as backward has computed all of its gradients.
 
-    Buckets are sent in the order in which backward usually reaches the parameters (last layer first), and bucket n only after
-    bucket n - 1, so that the order is the same on all ranks. A parameter without a gradient contributes zeros; one without a
-    gradient on any rank has none afterwards, so that an optimizer skips it, as on a single rank.
+    What is in a bucket follows from the model. Buckets are sent in the order in which backward completed them in the first update
+    of the first rank, and one only after those before it, so that the order is the same on all ranks. The bucket with the first
+    parameters is always the last one, as the flags travel with it: so the order changes no bit of a sum, and a training that
+    resumes may find another one.
+
+    A parameter without a gradient contributes zeros; one without a gradient on any rank has none afterwards, so that an optimizer
+    skips it, as on a single rank. One that the graph of this backward does not reach holds back no bucket.
 
     Where a layer is used several times under reentrant checkpointing (torch.utils.checkpoint), backward adds to a gradient once
     for each use. So the first update's gradients are sent after backward, and all later ones, too, if one of them came in parts.
+    What a graph reaches is not known either where such a layer has a graph of its own.
 
     Args:
-        trained: the parameters by name, in the model's order. A hook is registered on each; nothing else is changed.
+        trained: the parameters by name, in the model's order. If there are several ranks, each gets a hook.
         bucket_bytes, owners: as in `Gradients`.
     """
 
@@ -188,16 +194,23 @@ class GradientStream:
         self._buckets = [[parameters[number] for number in group] for group in groups]
         self._owners = [None if owners is None else [owners[number] for number in group] for group in groups]
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._num_missing: list[int] = []  # by bucket, the number of gradients that backward has not computed yet
-        self._computed: set[int] = set()  # the ids of the parameters of the others
+        self._order = list(range(len(groups)))
+        self._is_agreed = False  # whether this is the order of the first rank's first backward
+        self._nodes: list[dict[int, Any]] = []  # by bucket: by a parameter's id, the node of graphs that adds to its gradient
+        self._missing: list[dict[int, Any]] = []  # those of the gradients that backward has not computed yet
+        self._arrived: list[int] = []  # for each gradient that it has computed, the bucket
         self._comes_in_parts: bool | None = None  # whether a gradient has; None: there was no backward yet
-        self._handles: list[Any] = []
+        self._graph: int | None = None  # of the first gradient
+        self._has_inner_graphs = False  # whether gradients have come from several graphs in one backward
+        self._handles: dict[int, Any] = {}  # by bucket, in the order in which they were sent
         self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
         self._flags_handle: Any = None  # their reduction, if they are a separate message
         self._counts: torch.Tensor | None = None  # those that the last bucket takes along
         self._is_open = False
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        if exchange.is_shared:
+            self._nodes = [{id(one): get_gradient_edge(one).node for one in bucket} for bucket in self._buckets]
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     @property
     def takes_counts(self) -> bool:
@@ -213,9 +226,10 @@ class GradientStream:
             counts: float64 numbers to reduce as well.
         """
         self._counts = counts
-        self._num_missing = [len(bucket) for bucket in self._buckets]
-        self._computed = set()
-        self._handles = []
+        self._missing = list(map(dict, self._nodes))
+        self._arrived = []
+        self._graph = None
+        self._handles = {}
         self._is_open = True
 
     def finish(self) -> torch.Tensor | None:
@@ -223,13 +237,15 @@ class GradientStream:
         reduced counts, if there were any.
         """
         self._is_open = False
-        if self._computed:
+        if self._arrived:
             self._comes_in_parts = self._comes_in_parts or False
+        if not self._is_agreed and self._exchange.is_shared and self._exchange.is_active:
+            self._agree()
         while len(self._handles) < len(self._buckets):
             self._send_next()
         flags: list[torch.Tensor] = [] if self._flags_handle is None else self._exchange.finish(self._flags_handle)
-        for bucket, handle in zip(self._buckets, self._handles, strict=True):
-            tensors = self._exchange.finish(handle)
+        for number, handle in self._handles.items():
+            bucket, tensors = self._buckets[number], self._exchange.finish(handle)
             flags += tensors[len(bucket) :]
             for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:
@@ -242,24 +258,44 @@ class GradientStream:
                     parameter.grad = None
         return None if self._counts is None else _joined(flags[1])
 
+    def _agree(self) -> None:
+        """Collective. Take over the first rank's order, if it had a backward: a bucket's place is that of its last gradient."""
+        if self._exchange.compressor.joins_buckets or not self._order:
+            self._is_agreed = True
+            return
+        arrived = self._exchange.agree(self._arrived)
+        self._is_agreed = bool(arrived)
+        *others, last = self._order
+        used = [number for number in reversed(dict.fromkeys(reversed(arrived))) if number != last]
+        self._order = [*used, *(number for number in others if number not in used), last]
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: backward has just added to this parameter's gradient."""
         if not self._is_open:
             return
         number = self._bucket_of[id(parameter)]
-        if id(parameter) in self._computed:
+        if number in self._handles:
+            raise ConfigError.of("wrong-result", SENT_TOO_EARLY.format(name=self._names[id(parameter)]))
+        graph = torch._C._current_graph_task_id()
+        self._graph = graph if self._graph is None else self._graph
+        self._has_inner_graphs |= graph != self._graph
+        if self._missing[number].pop(id(parameter), None) is None:
             self._comes_in_parts = True
-            if number < len(self._handles):
-                raise ConfigError.of("wrong-result", SENT_TOO_EARLY.format(name=self._names[id(parameter)]))
             return
-        self._computed.add(id(parameter))
-        self._num_missing[number] -= 1
-        may_send = self._comes_in_parts is False and self._exchange.is_shared and self._exchange.is_active
-        while may_send and len(self._handles) < len(self._buckets) and self._num_missing[len(self._handles)] == 0:
-            self._send_next()
+        self._arrived.append(number)
+        if self._comes_in_parts is False and self._is_agreed and self._exchange.is_active:
+            while len(self._handles) < len(self._order) and self._is_complete(self._order[len(self._handles)]):
+                self._send_next()
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether this backward will not add to a gradient of a bucket any more. Called during backward."""
+        missing = self._missing[number]
+        if self._has_inner_graphs:
+            return not missing
+        return not any(map(torch._C._will_engine_execute_node, missing.values()))
 
     def _send_next(self) -> None:
-        number = len(self._handles)
+        number = self._order[len(self._handles)]
         gradients = []
         for parameter in self._buckets[number]:
             gradient = parameter.grad
@@ -270,9 +306,9 @@ class GradientStream:
             gradients.append(gradient.contiguous())
         owners = self._owners[number]
         if number == len(self._buckets) - 1:
-            # When the last bucket is sent, it is final which parameters have a gradient: a missing one holds back its bucket, and
-            # all later ones, until backward has finished. So the flags are part of the last bucket; but if each of its tensors
-            # goes to one rank only, they are a separate message, as every rank needs them.
+            # When the last bucket is sent, it is final which parameters have a gradient: one that may still come holds back its
+            # bucket, and all later ones. So the flags are part of the last bucket; but if each of its tensors goes to one rank
+            # only, they are a separate message, as every rank needs them.
             self._has_grad = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
             flags = gradients[0].new_ones(len(self._has_grad))
             for place, has in enumerate(self._has_grad):
@@ -284,12 +320,12 @@ class GradientStream:
                     gradients.append(_parts(self._counts))
             else:
                 self._flags_handle = self._exchange.start([flags], name="gradient_flags")
-        self._handles.append(self._exchange.start(gradients, name=f"gradients.{number}", owners=owners))
+        self._handles[number] = self._exchange.start(gradients, name=f"gradients.{number}", owners=owners)
 
 
 SENT_TOO_EARLY = (
     "train_step: expected a gradient that backward computes at once, as in the steps before, got more of {name} after it was "
-    "sent (a layer that only some steps use several times needs torch.utils.checkpoint(use_reentrant=False))"
+    "sent (a layer that only some steps checkpoint, or use several times, needs torch.utils.checkpoint(use_reentrant=False))"
 )
 
 PART = 4096.0

@@ -58,6 +58,7 @@ class PowerSGD(GradientCompressor):
     """
 
     is_stateful = True
+    joins_buckets = True
     prefixes = (ERRORS, FACTORS)
 
     def __init__(self, comm: Communicator, rank: int) -> None:

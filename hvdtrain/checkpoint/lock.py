@@ -87,6 +87,12 @@ def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT)
             guard.release()
 
 
+def other_locks(model: Path) -> list[Path]:
+    """The locks of the folder's other trainings. Other programs may have files of such names."""
+    own = f"{model.name}.lock"
+    return [path for path in model.parent.glob("*.lock") if path.name != own and _holder(path) is not None]
+
+
 def _acquire(path: Path, patience: float) -> int | None:
     """The file, locked; None: the file system has no locks. Raises: CheckpointError, OSError."""
     deadline = time.monotonic() + patience

@@ -20,11 +20,18 @@ def records_of(prefix: Path) -> Path:
     return own if own.is_dir() or _owner(prefix) not in (None, prefix.name) else prefix.parent
 
 
-def claim_records(prefix: Path) -> None:
-    """Called by a training that has the lock of its models: from now on, other trainings write elsewhere. Raises: OSError."""
+def claim_records(prefix: Path, is_alone: bool) -> None:
+    """Called by a training that has the lock of its models: from now on, other trainings write elsewhere.
+
+    Args:
+        is_alone: whether no other training in the folder has a lock.
+
+    Raises:
+        OSError
+    """
     records = records_of(prefix)
-    others = [lock for lock in prefix.parent.glob("*.lock") if lock.name != f"{prefix.name}.lock"]
-    if records == prefix.parent and others and not (records / STARTS).exists():  # which of the two is first, neither can know
+    is_first = records == prefix.parent and not (records / STARTS).exists()
+    if is_first and not is_alone:  # which of the two is first, neither can know
         records = prefix.with_name(prefix.name + SUFFIX)
     records.mkdir(parents=True, exist_ok=True)
 

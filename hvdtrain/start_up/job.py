@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
 from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
-from hvdtrain.checkpoint.lock import lock_model
+from hvdtrain.checkpoint.lock import lock_model, other_locks
 from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
@@ -264,7 +264,7 @@ def _resume(
 def _lock(prefix: Path, stack: ExitStack) -> None:
     """Make sure that no other job trains this model, and that none writes into its records. Raises: ConfigError."""
     stack.enter_context(lock_model(prefix))
-    claim_records(prefix)
+    claim_records(prefix, is_alone=not other_locks(prefix))
 
 
 def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:

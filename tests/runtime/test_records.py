@@ -5,6 +5,7 @@ from pathlib import Path
 
 from launching import hvdtrain
 
+from hvdtrain.checkpoint.lock import lock_model, other_locks
 from hvdtrain.report.project import find_trainings
 from hvdtrain.runtime.records import claim_records, records_of
 
@@ -62,10 +63,12 @@ def test_the_first_keeps_what_trainings_have_shared(tmp_path: Path) -> None:
 
 
 def test_two_that_begin_at_once_have_records_of_their_own(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.lock").touch()
-    for name in "ab":
-        claim_records(tmp_path / name)
-    (tmp_path / "b.lock").unlink()
-    claim_records(tmp_path / "c")
-    assert [records_of(tmp_path / name) for name in "abc"] == [tmp_path / f"{name}.records" for name in "abc"]
+    for name in ("package", "uv"):  # of other programs
+        (tmp_path / f"{name}.lock").write_text("version = 1\n")
+    with lock_model(tmp_path / "a"):
+        assert other_locks(tmp_path / "a") == []
+        with lock_model(tmp_path / "b"):
+            for name in "ab":
+                claim_records(tmp_path / name, is_alone=not other_locks(tmp_path / name))
+    claim_records(tmp_path / "c", is_alone=True)
+    assert [records_of(tmp_path / name) for name in "abc"] == [tmp_path / "a.records", tmp_path / "b.records", tmp_path]

@@ -254,6 +254,9 @@ def load(
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
     """
+    from hvdtrain.config.children import let_children_import  # here: multiprocessing would make `--help` slower
+
+    let_children_import(MODULE_NAME, load, configs, overrides, types, builtins, origin, spellings)
     parse: Callable[[Any, Any], Any] = text_value if origin == COMMAND_LINE else lambda value, expected: value
     top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
@@ -464,7 +467,9 @@ def _run_python(
     except Exception as error:
         line = _line_in(path, error)
         what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError.of("raised", f"{path.name}{line}: {what}") from error
+        again = isinstance(error, FileExistsError)
+        hint = " (each rank reads the config, at each start: os.makedirs(..., exist_ok=True))" if again else ""
+        raise ConfigError.of("raised", f"{path.name}{line}: {what}{hint}") from error
     loaded = {
         name: value
         for name, value in names.items()

@@ -738,6 +738,32 @@ def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:
     assert (values["kind"], values["here"]) == (int, str(tmp_path / "one.py"))
 
 
+POOLS = """
+import multiprocessing
+def scaled(x): return config.int("factor") * x
+with multiprocessing.get_context(config.value("method")).Pool(1) as pool:
+    print(pool.map(scaled, [1, 2]))
+def later(x): return x
+multiprocessing.get_context("spawn").Pool(1).map(later, [1])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_started_processes_import_the_config(method: str, tmp_path: Path) -> None:
+    """A worker of a pool that cannot import its function ends, and is replaced for ever."""
+    (tmp_path / "config.py").write_text(MINIMAL + POOLS)
+    command = [sys.executable, "-m", "hvdtrain", "config.py", "++factor", "3", "++method", method]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=25)
+    assert (ended.returncode, ended.stdout) == (2, "[3, 6]\n")
+    assert re.search(r"later: expected .* up to here only: config.py, line \d+", ended.stderr)
+
+
+def test_a_config_that_is_read_by_each_rank_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("import os\nos.mkdir(os.path.dirname(__file__))")
+    with pytest.raises(ConfigError, match=r"FileExistsError.*each rank reads the config.*exist_ok=True"):
+        read_settings([tmp_path / "config.py"], {})
+
+
 def unwrapped(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 

@@ -16,7 +16,7 @@ from hvdtrain.engine import Engine
 from hvdtrain.learner.base import Learner
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.announce import announce, gather_hosts, log_end, record_start
+from hvdtrain.start_up.announce import announce, check_space, gather_hosts, log_end, record_start
 from hvdtrain.start_up.data import note_changed_files
 from hvdtrain.start_up.flops import measure_flops
 from hvdtrain.start_up.goodput import count_steps, open_goodput
@@ -81,6 +81,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
+            on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
             session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)
             rates = open_rates(settings, session.comm.size, session.epochs)
             reporters = open_reporters(settings, session)

@@ -510,10 +510,22 @@ def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_noticed_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=100, total=1000))
+    keys = keys_of(tmp_path, model=str(tmp_path / "[model]"), num_epochs=1)
+    disk = types.SimpleNamespace(free=100)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk)
     with refused("model: not-writable"):
-        hvdtrain.train(keys_of(tmp_path))
+        hvdtrain.train(keys)
     assert not (tmp_path / "scores.jsonl").exists()
+    disk.free = 10**6
+    hvdtrain.train(keys)
+    disk.free = 100
+    assert hvdtrain.train(keys).num_epochs == 0, "nothing is left to train"
+    (tmp_path / "[model].001.step-9.pt").write_bytes(bytes(10**6))  # of another checkpoint
+    disk.free = 10**6
+    hvdtrain.train(keys, num_epochs=2)
+    disk.free = sum(file.stat().st_size for file in tmp_path.glob("?model].002.*")) - 1
+    with refused("model: not-writable"):
+        hvdtrain.train(keys, num_epochs=3)
 
 
 def test_an_evaluation_needs_no_learning_rate_and_another_end_no_word_if_nothing_ends(

@@ -29,6 +29,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings, effective_keys
+from hvdtrain.start_up.job import checkpoint_folder
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.version import __version__
@@ -169,19 +170,23 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
         log.row(3, words, good=of_best)
 
 
-def check_space(folder: Path, session: Session) -> None:
+def check_space(settings: Settings, session: Session) -> None:
     """Raises: ConfigError, if the disk has less space than the newest checkpoint takes, or the model alone, if there is none."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    file = session.progress.file
-    files = (
-        [one for one in file.parent.glob(f"{file.name.removesuffix(file.suffix)}.*") if one.is_file()] if file is not None else []
-    )
-    of_model = sum(num_bytes(list(session.learner.state.tensors(role).values())) for role in ROLES)
-    needed, free = max(of_model, sum(one.stat().st_size for one in files)), shutil.disk_usage(existing).free
+    folder = checkpoint_folder(settings)
+    place, newest, state = folder.folder.absolute(), folder.newest(), session.learner.state
+    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    if newest is None:
+        saved = state.model_tensors().keys()  # without a base model that checkpoints leave out
+        tensors = [one for role in ROLES for name, one in state.tensors(role).items() if name in saved]
+        needed = num_bytes(tensors)
+    else:
+        others = folder.other_files(newest, [path.name for path in place.iterdir()])
+        needed = sum(path.stat().st_size for path in (newest.model_file, *(place / name for name in others)))
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError.of(
             "not-writable",
-            f"model: expected {size_text(needed)} of free space in {folder} for a checkpoint, got {size_text(free)} (free some, "
+            f"model: expected {size_text(needed)} of free space in {place} for a checkpoint, got {size_text(free)} (free some, "
             "or choose another folder; cleanup_old_models removes old models)",
         )
 
@@ -200,7 +205,6 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)
 
     def note() -> None:
-        check_space(folder, session)
         append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)

@@ -198,9 +198,11 @@ def test_the_groups_of_a_functions_optimizer_keep_the_ratios_of_their_learning_r
 
 
 def test_a_fused_sgd_with_momentum_and_a_gradient_that_comes_late() -> None:
-    for fused in (True, False):
+    for fused, is_stored in ((True, False), (False, False), (True, True)):
         early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
         optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, fused=fused)
+        if is_stored:
+            optimizer.state[late] = {}  # as in checkpoints of earlier releases
         for parameters in ([early], [early, late], [early, late]):
             for parameter in parameters:
                 parameter.grad = torch.ones(2)

@@ -219,13 +219,14 @@ def complete_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Begin the momentum of parameters that get their first gradient later than others, where the fused SGD fails."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
-    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+    groups = [group for group in optimizer.param_groups if group.get("fused") and group["momentum"] and not group["dampening"]]
+    begun = sum(state.get("momentum_buffer") is not None for state in optimizer.state.values()) if groups else 0
+    if begun == sum(len(group["params"]) for group in groups):
         return  # every parameter has had a gradient: nothing to look for in each of them in every update
-    for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def import_class(name: str, where: str = "optimizer.") -> Any:

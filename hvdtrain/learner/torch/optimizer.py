@@ -220,8 +220,10 @@ def complete_momentum(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD):
         return
     groups = [group for group in optimizer.param_groups if group.get("fused") and group["momentum"] and not group["dampening"]]
-    begun = sum(state.get("momentum_buffer") is not None for state in optimizer.state.values()) if groups else 0
-    if begun == sum(len(group["params"]) for group in groups):
+    if not groups:
+        return
+    begun = sum(state.get("momentum_buffer") is not None for state in optimizer.state.values())
+    if begun == sum(len(group["params"]) for group in optimizer.param_groups):
         return  # every parameter has had a gradient: nothing to look for in each of them in every update
     for group in groups:
         for parameter in group["params"]:

@@ -66,7 +66,7 @@ class StandIn(TorchDispatchMode):
 
     Attributes:
         waits: what a real GPU would have been waited for, or would have had to wait for the host's copying.
-        kernels: the number of operations so far.
+        kernels: the number of operations so far that would be started there.
         late: for each wait for an event, the number of operations that had been started behind it.
     """
 
@@ -79,11 +79,10 @@ class StandIn(TorchDispatchMode):
         self.kernels = 0
         self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that no other tensor gets it
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensor.pin_memory, in any thread."""
-        pinned = tensor.clone()
-        self._pinned[pinned.data_ptr()] = pinned
-        return pinned
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which is in pinned memory from now on."""
+        self._pinned[tensor.data_ptr()] = tensor
+        return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -93,7 +92,7 @@ class StandIn(TorchDispatchMode):
         target = kwargs.get("device")
         goes_to_gpu = bool(wrappers) if target is None else torch.device(target).type in ("cuda", "meta")
         self._note(function, wrappers, on_cpu, args, kwargs, goes_to_gpu)
-        self.kernels += bool(wrappers) or goes_to_gpu
+        self.kernels += (bool(wrappers) or goes_to_gpu) and not function.is_view
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         if function is aten._to_copy.default:
@@ -217,6 +216,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
     monkeypatch.setattr(torch, "load", load_on)
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)  # Module.to makes new parameters
+    make = torch.empty
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:  # in any thread
+        return active.pinned(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
     with StandIn() as active:
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: active.pin(tensor))
+        monkeypatch.setattr(torch, "empty", empty)
         yield active

@@ -106,6 +106,11 @@ class GradientExchange:
         return self._comm.size > 1 and self.steps != 0
 
     @property
+    def is_sent(self) -> bool:
+        """Whether gradients of the next update go to other ranks."""
+        return self._comm.size > 1 and self.is_active
+
+    @property
     def keeps_ranks_alike(self) -> bool:
         """Whether all ranks of the job have the same parameters after every update."""
         return self.steps is None and self._group is None

@@ -1,7 +1,7 @@
 """What a training asks of a GPU, with a stand-in (stand_in_gpu.py): no step waits for it, and the results are the CPU's."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,8 +9,8 @@ import numpy
 import pytest
 import stand_in_gpu
 import torch
-from gpu_training import FUSED, KEYS, SUM, same, trained
-from learners import learner_of
+from gpu_training import FUSED, KEYS, SUM, linear, same, squares, trained
+from learners import batch_of, learner_of
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import RunContext, get_run_ctx
@@ -143,6 +143,36 @@ def test_the_names_of_broken_gradients_are_known_though_they_are_gone(
     assert "2 updates were skipped, got others in step 9 of the training, for first.weight, norm.weight, " in str(on_cpu.value)
     assert str(on_gpu.value) == str(on_cpu.value)
     assert not (tmp_path / "gpu" / "model.002.pt").exists()  # step 9 is the epoch's last: `settle` raises the error
+
+
+def test_a_step_starts_few_kernels_more_than_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a loss needs: its sum for the report, its number of elements, and their quotient."""
+
+    def hvdtrains() -> None:
+        learner.backward(learner.staging.send(batch))
+        learner.update(0.1)
+
+    def loops() -> None:
+        data = batch.data["data"]
+        frames, lengths = (torch.from_numpy(one).to("cuda:0") for one in (data.values, data.seq_lens))
+        mask = torch.arange(frames.shape[1], device="cuda:0") < lengths[:, None]
+        ((plain(frames)[..., 0].square() * mask).sum() / mask.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def kernels_of(step: Callable[[], None]) -> int:
+        step()  # the optimizer's state
+        before = gpu.kernels
+        step()
+        return gpu.kernels - before
+
+    batch = batch_of(numpy.ones((6, 20, 4), numpy.float32))
+    with stand_in_gpu.gpu(monkeypatch) as gpu:
+        learner = learner_of(linear, squares, optimizer="adam", gradient_clip_global_norm=1.0)
+        plain = linear().to("cuda:0")
+        optimizer = torch.optim.Adam(plain.parameters())
+        assert kernels_of(hvdtrains) - kernels_of(loops) <= 8
 
 
 def test_batch_norm_over_the_ranks_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

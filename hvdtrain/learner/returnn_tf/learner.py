@@ -93,7 +93,7 @@ class NetworkLearner(Learner):
 
     @property
     def _is_exchanged(self) -> bool:
-        return self._exchange.is_shared and self._exchange.is_active
+        return self._exchange.is_sent
 
     def keys_of_epoch(self, epoch: int) -> Mapping[str, Any]:
         """The keys that come with the network of an epoch, which is built."""

@@ -46,7 +46,7 @@ class Gradients:
         self._stream = GradientStream(trained, exchange, bucket_bytes, owners)
         self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
-        self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
+        self._counts: torch.Tensor | None = None  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
 
     @property
@@ -65,8 +65,8 @@ class Gradients:
             ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the first step.
         """
         normal = self._agree(losses)
-        if losses is not None and normal.names:
-            self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
+        if losses is not None:
+            self._count(losses, normal)
         if is_last_microbatch:
             self._send(losses or {}, normal, scale)
         elif losses is not None:
@@ -80,8 +80,7 @@ class Gradients:
         normal = self._agree(losses)
         names = () if normal.is_only_loss else normal.names
         sums = self._loss_gradients.compute(losses, names, scale)
-        if normal.names:
-            self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
+        self._count(losses, normal)
         if names:
             self._loss_gradients.add(sums)
             return
@@ -120,6 +119,12 @@ class Gradients:
             check_same_normalized(self._normalized, marked, losses or {})
         return self._normalized
 
+    def _count(self, losses: dict[str, Loss], normal: NormalizedLosses) -> None:
+        """Add the numbers of elements of a batch."""
+        if normal.names:
+            counts = torch.stack([count_of(losses[name], self._device) for name in normal.names])
+            self._counts = counts if self._counts is None else self._counts + counts
+
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """Compute the gradients of a batch that is not the update's last."""
         if normal.names and not normal.is_only_loss:
@@ -143,9 +148,8 @@ class Gradients:
         """The numbers of elements of this rank's batches since the last update, in float64; None: no loss is normalized."""
         if not normal.names:
             return None
-        counts: torch.Tensor = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
-        self._counts = 0.0
-        return counts
+        counts, self._counts = self._counts, None
+        return torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) if counts is None else counts
 
     def _start_counts(self, normal: NormalizedLosses, counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
@@ -188,7 +192,7 @@ class GradientStream:
     ) -> None:
         self._exchange = exchange
         self._names = {id(parameter): name for name, parameter in trained.items()}
-        parameters = list(trained.values())
+        self._parameters = parameters = list(trained.values())
         kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
         groups = buckets(kinds, bucket_bytes)
         self._buckets = [[parameters[number] for number in group] for group in groups]
@@ -215,7 +219,7 @@ class GradientStream:
     @property
     def takes_counts(self) -> bool:
         """Whether the last bucket can take numbers of elements along: its message is in float32, and for all ranks."""
-        if not self._exchange.is_shared or self._exchange.compressor.narrow is not None or not self._buckets:
+        if not self._exchange.is_sent or self._exchange.compressor.narrow is not None or not self._buckets:
             return False
         return self._buckets[-1][0].dtype == torch.float32 and self._owners[-1] is None
 
@@ -230,16 +234,21 @@ class GradientStream:
         self._arrived = []
         self._graph = None
         self._handles = {}
-        self._is_open = True
+        self._is_open = self._exchange.is_sent
 
     def finish(self) -> torch.Tensor | None:
         """Collective. Send the remaining buckets, wait for all, and put the reduced gradients into the parameters. Returns the
         reduced counts, if there were any.
         """
         self._is_open = False
+        if not self._exchange.is_sent:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad = _dense(parameter.grad)
+            return None
         if self._arrived:
             self._comes_in_parts = self._comes_in_parts or False
-        if not self._is_agreed and self._exchange.is_shared and self._exchange.is_active:
+        if not self._is_agreed:
             self._agree()
         while len(self._handles) < len(self._buckets):
             self._send_next()
@@ -252,7 +261,7 @@ class GradientStream:
                     parameter.grad = reduced
         # Otherwise no gradient has to be dropped, and reading the flags would only wait for the device.
         if not all(self._has_grad):
-            parameters = [parameter for bucket in self._buckets for parameter in bucket]
+            parameters = (parameter for bucket in self._buckets for parameter in bucket)
             for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
                 if not has:
                     parameter.grad = None
@@ -283,7 +292,7 @@ class GradientStream:
             self._comes_in_parts = True
             return
         self._arrived.append(number)
-        if self._comes_in_parts is False and self._is_agreed and self._exchange.is_active:
+        if self._comes_in_parts is False and self._is_agreed:
             while len(self._handles) < len(self._order) and self._is_complete(self._order[len(self._handles)]):
                 self._send_next()
 
@@ -301,9 +310,7 @@ class GradientStream:
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            elif gradient.is_sparse:
-                gradient = gradient.to_dense()
-            gradients.append(gradient.contiguous())
+            gradients.append(_dense(gradient))
         owners = self._owners[number]
         if number == len(self._buckets) - 1:
             # When the last bucket is sent, it is final which parameters have a gradient: one that may still come holds back its
@@ -321,6 +328,11 @@ class GradientStream:
             else:
                 self._flags_handle = self._exchange.start([flags], name="gradient_flags")
         self._handles[number] = self._exchange.start(gradients, name=f"gradients.{number}", owners=owners)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in one block of memory, without a copy if it is."""
+    return (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
 
 
 SENT_TOO_EARLY = (

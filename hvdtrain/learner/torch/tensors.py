@@ -194,7 +194,12 @@ def _on(device: torch.device, scalar: torch.Tensor) -> torch.Tensor:
 
 def terms_of(losses: Mapping[str, Loss], scale: Factor) -> dict[str, torch.Tensor]:
     """The minimized losses: their sums, times their scales, times the scale of all losses."""
-    return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized_losses(losses).items()}
+    found = {}
+    for name, loss in minimized_losses(losses).items():
+        total, factor = _sum(loss.value), loss.scale * scale
+        is_one = isinstance(factor, (int, float)) and factor == 1  # no kernel for it, nor for its gradient
+        found[name] = total if is_one else total * factor
+    return found
 
 
 def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: Factor) -> torch.Tensor | None:
@@ -304,9 +309,16 @@ def extern_data_of(batch: Batch, device: torch.device) -> dict[str, Data]:
 
 
 def _pin(one: Data) -> Data:
-    values, seq_lens = one.raw_tensor, one.seq_lens.pin_memory()
-    values = values.pin_memory() if isinstance(values, torch.Tensor) else values
+    values, seq_lens = one.raw_tensor, _pinned(one.seq_lens)
+    values = _pinned(values) if isinstance(values, torch.Tensor) else values
     return replace(one, raw_tensor=values, seq_lens=seq_lens, device_seq_lens=seq_lens)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, by numpy, in one thread: Tensor.pin_memory copies with all threads, which are the training's."""
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    numpy.copyto(pinned.numpy(), values.numpy())
+    return pinned
 
 
 def _send(one: Data, device: torch.device) -> Data:

@@ -40,6 +40,7 @@ IDENTITY: Mapping[str, Any] = {
     "lengths": dict[str, list[int]],
     "tags": list[list[int]],
     "values": list[list[int]],
+    "samples": dict[str, list[list[float]]] | None,
 }
 """The types of the entries of an `Identity` (`data/identity.py`)."""
 

@@ -2,7 +2,8 @@
 
 For each dataset without others inside it, a checkpoint has checksums of all lengths, some tags and some values. Only these
 decide: the same sequences in another folder, in another number of files or compressed are the same data. Sizes and times of
-files only explain a difference.
+files only explain a difference. What only rounds differently, as on another processor, is the same; and a data key that is
+another one when it is read again, such as one that the config augments, is not compared.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,8 @@ Identity = dict[str, Any]
     files       of each its path, its size in bytes, and the time of its last modification in nanoseconds
     lengths     by data key, a checksum for every file
     tags        of some blocks: the index of the first sequence, that after the last one, and a checksum
-    values      of some sequences: the index and a checksum
+    values      in checkpoints of before: of some sequences, the index and a checksum of all values
+    samples     by data key, of some sequences the index and what `_numbers` returns
 """
 
 TAGS, BLOCKS = 512, 16
@@ -46,11 +49,17 @@ SEQUENCES = 64
 OWN_SEQUENCES = 8
 """The same of a dataset that the user's code may make, and that is read twice."""
 
+AGAIN = 16
+"""How often sequences are read to see whether what differs is random."""
+
 ENDS = 32 << 10
 """The bytes at the beginning and at the end of a sequence that are compared."""
 
 LENGTHS = 1 << 22
 """The number of lengths that are converted at once."""
+
+Values = dict[str, tuple[tuple[int, ...], list[float]]]
+"""Of a sequence by data key: the shape, and what `_numbers` returns."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ def identify(parts: Sequence[DatasetPart]) -> list[Identity]:
 def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
     dataset, number = part.dataset, part.dataset.num_sequences
     size, blocks = (1, sequences) if dataset.reads_for_tags else (TAGS, blocks)
+    found, random = _read(part, _sampled(part, sequences), 1 if part.files else 2)
     starts = [size * block for block in _spread(-(-number // size), blocks)]
     ends = [min(start + size, number) for start in starts]
     return {
@@ -97,18 +107,21 @@ def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
             key: [_lengths_checksum(column[a:b]) for a, b in pairwise(part.bounds)] for key, column in dataset.lengths.items()
         },
         "tags": [[a, b, _tags_checksum(dataset, a, b)] for a, b in zip(starts, ends, strict=True)],
-        "values": [[index, _values_checksum(dataset, index, dataset.lengths)] for index in _sample(part, sequences)],
+        "values": [],
+        "samples": {
+            key: [[index, *values[key][1]] for index, values in found.items() if key in values]
+            for key in dataset.lengths
+            if key not in random
+        },
     }
 
 
-def _sample(part: DatasetPart, wanted: int) -> list[int]:
-    """Sequences whose values are compared: none of a dataset that is read from beginning to end, and of one without files only
-    those that are the same when they are read again, as a user's dataset may change every time."""
+def _sampled(part: DatasetPart, wanted: int) -> list[int]:
+    """Sequences whose values are compared: none of a dataset that is read from beginning to end."""
     if part.dataset.has_fixed_order:
         return []
     if not part.files:
-        spread = _spread(part.dataset.num_sequences, OWN_SEQUENCES)
-        return [index for index in spread if steady_values(part.dataset, index) is not None]
+        return _spread(part.dataset.num_sequences, OWN_SEQUENCES)
     found = set(_spread(part.dataset.num_sequences, wanted))
     if len(part.bounds) <= wanted:
         found |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
@@ -158,53 +171,102 @@ def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
     for start, end, checksum in before["tags"]:
         if _tags_checksum(dataset, start, end) != checksum:
             yield f"other tags in {_place(before, part, start)}"
+    if dataset.has_fixed_order:
+        return
+    columns = before.get("samples", {})
+    found, _ = _read(part, sorted({index for column in columns.values() for index, *_ in column}))
+    other = {
+        (index, key)
+        for key, column in columns.items()
+        for index, *numbers in column
+        if not _is_close(numbers, found.get(index, {}).get(key, ((), []))[1])
+    }
     for index, checksum in before["values"]:
-        if not part.dataset.has_fixed_order and _values_checksum(dataset, index, before["lengths"]) != checksum:
+        if _checksum(dataset, index, before["lengths"]) != checksum:
+            other |= {(index, key) for key in before["lengths"]}
+    if other:
+        _, random = _read(part, sorted({*_spread(dataset.num_sequences, OWN_SEQUENCES), min(other)[0]}), AGAIN)
+        for index in sorted({index for index, key in other if key not in random}):
             yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
 
 
-Sample = tuple[str, str, list[float]]
-"""Of a sequence the name, what has to be the same to the last bit, and sums that other processors may round otherwise."""
+@dataclass(frozen=True)
+class Sample:
+    """Some sequences as they are in batches of an epoch.
 
-
-def sample_of(whole: Dataset, epoch: int) -> dict[str, Sample]:
-    """Some sequences as they are in batches of an epoch, and the tags of blocks, by words for them. Raises: DataError.
-
-    None of a dataset that is read from beginning to end, and no values that are others when they are read again.
+    Attributes:
+        names: of what has to be the same to the last bit: the tags and shapes of these sequences, and the tags of blocks.
+        numbers: of these sequences, by data key, what `_numbers` returns.
+        random: the data keys that were others when they were read again.
     """
-    found: dict[str, Sample] = {}
+
+    names: Mapping[str, str]
+    numbers: Mapping[str, Mapping[str, list[float]]]
+    random: frozenset[str]
+
+    def outline(self) -> Sample:
+        """Which sequences could be read, and what is random."""
+        return Sample({}, dict.fromkeys(self.numbers, {}), self.random)
+
+
+def sample_of(whole: Dataset, epoch: int, times: int) -> Sample:
+    """A sample of a dataset, of which no sequences if it is read from beginning to end. Raises: DataError.
+
+    Args:
+        times: how often sequences are read.
+    """
     dataset = whole.at_epoch(epoch)
-    number = dataset.num_sequences
-    for index in [] if dataset.has_fixed_order else _spread(number, OWN_SEQUENCES):
-        arrays = steady_values(dataset, index)
-        if arrays is None:
-            continue
-        exact = {name: values for name, values in arrays.items() if values.dtype.kind not in "fc"}
-        sums = [total for name in sorted(arrays.keys() - exact.keys()) for total in _sums(arrays[name])]
-        shapes = {name: arrays[name].shape for name in sorted(arrays)}
-        text = f"{shapes}, checksum {_checksum_of(exact, exact):08x}"
-        found[f"sequence {index}"] = dataset.tags([index])[0], text, sums
+    part, number = DatasetPart("", dataset), dataset.num_sequences
+    found, random = _read(part, _sampled(part, OWN_SEQUENCES), times)
+    names, numbers = {}, {}
+    for index, values in found.items():
+        shapes = {key: shape for key, (shape, _) in values.items()}
+        names[f"sequence {index}"] = f"{dataset.tags([index])[0]!r}, {shapes}"
+        numbers[f"sequence {index}"] = {key: numbers for key, (_, numbers) in values.items()}
     for block in [] if dataset.reads_for_tags else _spread(-(-number // TAGS), BLOCKS):
         start, stop = TAGS * block, min(TAGS * (block + 1), number)
-        found[f"tags of sequences {start} to {stop - 1}"] = "", f"checksum {_tags_checksum(dataset, start, stop):08x}", []
-    return found
+        names[f"tags of sequences {start} to {stop - 1}"] = f"checksum {_tags_checksum(dataset, start, stop):08x}"
+    return Sample(names, numbers, frozenset(random))
 
 
-def as_close(own: Mapping[str, Sample], first: Mapping[str, Sample]) -> dict[str, str]:
-    """This rank's sample as text, which is that of the first rank where only the rounding differs."""
+def as_close(own: Sample, by_rank: Sequence[Sample]) -> dict[str, str]:
+    """A rank's sample as text, which is that of the first rank where only the rounding differs, without what is random on a rank,
+    or could not be read there.
+
+    Args:
+        by_rank: the samples of all ranks; of all but the first, outlines are enough.
+    """
+    random = frozenset().union(*(sample.random for sample in by_rank))
     texts = {}
-    for place, (tag, text, sums) in own.items():
-        others = first[place][2] if place in first else []
-        alike = len(sums) == len(others) and numpy.allclose(sums, others, rtol=1e-3, atol=1e-6, equal_nan=True)
-        shown = " ".join(f"{total:.4g}" for total in (others if alike else sums))
-        texts[place] = ", ".join([*([repr(tag)] if tag else []), text, *([f"sums {shown}"] if shown else [])])
+    for place, name in own.names.items():
+        if place in own.numbers and not all(place in sample.numbers for sample in by_rank):
+            continue
+        texts[place] = name
+        firsts = by_rank[0].numbers.get(place, {})
+        for key, numbers in own.numbers.get(place, {}).items():
+            if key not in random:
+                shown = firsts[key] if _is_close(numbers, firsts.get(key, [])) else numbers
+                what = "checksum" if len(shown) == 1 else "sums"
+                texts[place] += f", {what} of {key!r} {' '.join(f'{number:.10g}' for number in shown)}"
     return texts
 
 
-def _sums(values: Array) -> list[float]:
-    """Of numbers that are not whole: of their absolute values, and of these by their places."""
-    flat = numpy.abs(values.astype(numpy.complex128 if values.dtype.kind == "c" else numpy.float64)).ravel()
-    return [float(flat.sum()), float(flat @ numpy.linspace(0.0, 1.0, len(flat)))]
+def _numbers(values: Array) -> list[float]:
+    """What both ends of values have: a checksum; or if they are not whole numbers, two sums that another processor may round
+    otherwise, of their absolute values, and of these by their places."""
+    if values.dtype.kind not in "fc":
+        return [_checksum_of({"": values}, [""])]
+    flat = numpy.abs(numpy.concatenate(_ends(values))).ravel()
+    dtype = numpy.result_type(flat.dtype, numpy.float32)
+    by_place = flat * numpy.arange(len(flat), dtype=numpy.float32)  # summed up here: a product by BLAS would start threads
+    return [float(flat.sum(dtype=dtype)), float(by_place.sum(dtype=dtype)) / max(1, len(flat) - 1)]
+
+
+def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether what `_numbers` returned is of the same values."""
+    if len(one) != len(other) or len(one) < 2:
+        return [*one] == [*other]
+    return numpy.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def _place(before: Identity, part: DatasetPart, index: int) -> str:
@@ -251,35 +313,53 @@ def _tags_checksum(dataset: Dataset, start: int, end: int) -> int:
     return zlib.crc32(b"\0".join(dataset.tag_bytes(start, end).tolist()))
 
 
-def steady_values(dataset: Dataset, index: int) -> dict[str, Array] | None:
-    """A sequence's arrays; None: they are others when it is read again, or it cannot be read. Draws no random numbers."""
+def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[dict[int, Values], set[str]]:
+    """The sequences that can be read, and the data keys that are others when they are read again. Draws no random numbers.
+
+    Args:
+        times: how often they are read, each time with other random numbers.
+
+    Raises:
+        DataError: the files of the dataset cannot be read.
+    """
+    # Reading them in a batch says where; a broken sequence is an error then, unless skip_broken allows it.
+    errors = (BrokenSequence,) if part.files else (Exception, SystemExit)
+    found: dict[int, Values] = {}
+    random: set[str] = set()
+    for number in range(times):
+        with own_numbers(number):
+            for index in indices:
+                with suppress(*errors):
+                    arrays = part.dataset.sequence(index)
+                    values = {key: (numpy.shape(arrays[key]), _numbers(numpy.asarray(arrays[key]))) for key in sorted(arrays)}
+                    first = found.setdefault(index, values)
+                    random |= {key for key in values if key not in first or not _is_close(first[key][1], values[key][1])}
+    return found, random
+
+
+def _checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
+    """That of both ends of a sequence, as checkpoints of before have it."""
     try:
         with own_numbers(0):
-            first = dataset.sequence(index)
-        with own_numbers(1):
-            again = dataset.sequence(index)
-    except (Exception, SystemExit):  # reading it in a batch says where
-        return None
-    alike = first.keys() == again.keys() and all(numpy.array_equal(first[key], again[key]) for key in first)
-    return first if alike else None
-
-
-def _values_checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
-    """The checksum of both ends of a sequence, the same on machines of either byte order."""
-    try:
-        return _checksum_of(dataset.sequence(index), keys)
-    except BrokenSequence:  # reading it in a batch is an error, unless skip_broken allows it
+            return _checksum_of(dataset.sequence(index), keys)
+    except BrokenSequence:
         return 0
 
 
 def _checksum_of(arrays: Mapping[str, Array], keys: Iterable[str]) -> int:
+    """The checksum of both ends of arrays, the same on machines of either byte order."""
     checksum = 0
     for key in sorted(keys):
         values = arrays[key]
         if values.dtype == object:
             checksum = zlib.crc32("\0".join(map(str, values)).encode(errors="surrogateescape"), checksum)
             continue
-        rows = max(1, ENDS // max(1, values[:1].nbytes))
-        for some in (values[:rows], values[-rows:]):
+        for some in _ends(values):
             checksum = zlib.crc32(numpy.ascontiguousarray(some, dtype=values.dtype.newbyteorder("<")).data, checksum)
     return checksum
+
+
+def _ends(values: Array) -> tuple[Array, Array]:
+    """The frames at both ends."""
+    rows = max(1, ENDS // max(1, values[:1].nbytes))
+    return values[:rows], values[-rows:]

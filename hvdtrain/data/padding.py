@@ -47,6 +47,11 @@ def join(sequences: Sequence[Array], describe: Callable[[int], str] = "part {}".
     return Padded(values, numpy.array([values.shape[1]], dtype=numpy.int32))
 
 
+def same_values(one: Array, other: Array) -> bool:
+    """Whether two arrays are equal; NaN equals NaN."""
+    return numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+
+
 def _lengths_of(sequences: Sequence[Array]) -> Array:
     return numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
 

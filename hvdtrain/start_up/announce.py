@@ -14,7 +14,7 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
 from hvdtrain.data.feed import Feed, batch_lines, cache_texts, feed_lines
 from hvdtrain.data.files import size_text
-from hvdtrain.data.identity import as_close, sample_of
+from hvdtrain.data.identity import AGAIN, as_close, sample_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.compression import COMPRESSIONS
@@ -80,9 +80,14 @@ def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
 
     check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
     for feed in shared:
-        own = together(comm, partial(sample_of, feed.dataset, epoch), name="sample")
-        first = comm.gather(own if comm.rank == 0 else {}, name="first_sample")[0]
-        check_alike(comm, "data", as_close(own, first), of=f"{feed.name}: ")
+        for times in (2, AGAIN):
+            own = together(comm, partial(sample_of, feed.dataset, epoch, times), name="sample")
+            by_rank = comm.gather(own if comm.rank == 0 else own.outline(), name="samples")
+            texts = as_close(own, by_rank)
+            if all(comm.gather(texts == as_close(by_rank[0], by_rank), name="same_sample")):
+                break
+        else:
+            check_alike(comm, "data", texts, of=f"{feed.name}: ")
 
 
 def log_data(settings: Settings, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,10 @@ def test_a_file_that_is_written_again_is_the_same_data(one: list[DatasetPart], t
     os.utime(tmp_path / "one.hdf", ns=(0, 0))
     again = parts(tmp_path / "one.hdf")
     assert (list(changes(before, again)), rewritten_files(before, again)) == ([], [str(tmp_path / "one.hdf")])
+    del before[0]["samples"]  # as in earlier releases
+    for number, expected in enumerate(([], [f"other values in sequence 'sequence 0' of {tmp_path}/one.hdf"])):
+        before[0]["values"] = [[0, zlib.crc32(2 * numpy.int32(number).tobytes() + bytes(16))]]
+        assert [line.partition(", modified")[0] for line in changes(before, again)] == expected
 
 
 def values_of(numbers: Callable[[numpy.ndarray], numpy.ndarray]) -> Change:
@@ -135,18 +140,20 @@ def test_other_datasets_and_other_keys(one: list[DatasetPart], tmp_path: Path) -
 
 
 class Own:
-    """A dataset of a user's, with other values every time, or the same ones."""
+    """A dataset of a user's, with other values every time or now and then, or the same ones."""
 
     streams = {}  # noqa: RUF012
 
-    def __init__(self, length: int = 5, tag: str = "a", value: float | None = None) -> None:
+    def __init__(self, length: int = 5, tag: str = "a", value: float | None = None, doubled: float = 0.0) -> None:
         self.lengths = {"data": numpy.full(2, length, numpy.int32)}
         self.num_sequences = 2
-        self.tag, self.value = tag, value
+        self.tag, self.value, self.doubled = tag, value, doubled
+        self.generator = numpy.random.default_rng(1)
 
     def sequence(self, index: int) -> dict[str, numpy.ndarray]:
         if self.value is not None:
-            return {"data": numpy.full(self.lengths["data"][index], self.value)}
+            factor = 2 if self.generator.random() < self.doubled else 1
+            return {"data": numpy.full(self.lengths["data"][index], factor * self.value)}
         return {"data": numpy.random.default_rng().normal(size=self.lengths["data"][index])}
 
     def tags(self, indices: list[int]) -> list[str]:
@@ -160,7 +167,15 @@ def test_python_of_ones_own_is_known_by_what_is_the_same_when_read_again() -> No
     assert found(before, parts_of({"class": Own, "tag": "b"})) == ["other tags in train"]
     steady = parts_of({"class": Own, "value": 1.0})
     assert found(steady, parts_of({"class": Own, "value": 1.0})) == []
+    assert found(steady, parts_of({"class": Own, "value": 1.0 + 1e-7})) == []  # as on another processor
+    drawn = numpy.random.get_state()[2]
     assert found(steady, parts_of({"class": Own, "value": 2.0}))[0] == "other values in sequence 'a0' of train"
+    assert numpy.random.get_state()[2] == drawn
+    for _ in range(20):  # the few that a start reads may all be the same by chance
+        assert found(steady, parts_of({"class": Own, "value": 1.0, "doubled": 0.5})) == []
+    with_gaps = parts_of({"class": Own, "value": numpy.nan})
+    assert identify(with_gaps)[0]["samples"]["data"]
+    assert found(with_gaps, parts_of({"class": Own, "value": 1.0})) != []
 
 
 def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:

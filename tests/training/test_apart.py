@@ -22,6 +22,7 @@ names = [str(number) for number in range(40)][:: -1 if what == "order" and own e
 if what == "order":
     names = names[3:] + names[:3]
 shift = own if what == "labels" else 0
+generator = numpy.random.default_rng()
 
 
 class Corpus:
@@ -31,6 +32,8 @@ class Corpus:
     def __getitem__(self, index):
         frames = numpy.full((3, 2), float(names[index]), numpy.float32)
         frames *= 1 + 1e-7 * own if what == "rounding" else 1
+        if what in ("augmented", "labels") and generator.random() < 0.3:  # with a generator of its own
+            frames *= 2
         return {"data": frames, "classes": numpy.full(3, (int(names[index]) + shift) % 5, numpy.int32)}
 
 
@@ -94,8 +97,8 @@ def test_what_differs_is_named_and_nothing_is_saved(what: str, message: str, tmp
     assert not list(tmp_path.glob("model.0*"))
 
 
-@pytest.mark.parametrize("what", ["", "rounding", "tiny"])
-def test_what_only_rounds_differently_is_trained(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["", "rounding", "tiny", "augmented"])
+def test_what_only_rounds_differently_or_is_random_is_trained(what: str, tmp_path: Path) -> None:
     trained(tmp_path, what)
     assert list(tmp_path.glob("model.002.pt"))
 

@@ -11,6 +11,7 @@ import numpy
 
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.padding import same_values
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.data.views import ChangedSequences
 
@@ -121,7 +122,7 @@ class CachedDataset(ChangedSequences):
         arrays = tuple(read[name] for name in self.streams)
         if cached is not None and self._doubted:
             self._doubted.popitem()
-            if not all(_is_equal(*pair) for pair in zip(cached, arrays, strict=True)):
+            if not all(same_values(*pair) for pair in zip(cached, arrays, strict=True)):
                 self._varies.set()
                 self._cached.clear()
         if self._is_random or not self._of_epoch or cached is not None:
@@ -170,10 +171,6 @@ def _detach(array: Array) -> Array:
     detached = array.copy()
     detached.flags.writeable = False
     return detached
-
-
-def _is_equal(one: Array, other: Array) -> bool:
-    return numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
 def host_memory() -> int | None:

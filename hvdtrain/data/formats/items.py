@@ -17,6 +17,7 @@ from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.index import IndexFile
+from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -226,7 +227,7 @@ class ItemsDataset(Dataset):
                 found.append(self._arrays(0))
                 self.draws = self.draws or generator_states() != before
         (_, first), (_, again) = found
-        self._repeats = all(numpy.array_equal(first[key], again[key], equal_nan=True) for key in first)
+        self._repeats = all(same_values(first[key], again[key]) for key in first)
         self.is_stochastic = not self._repeats
         return found[0]
 

@@ -126,7 +126,6 @@ format: setup-dev
 docs: setup-dev
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
 	$(PYTHON_OF_VENV) tests/config/test_messages.py
-	$(PYTHON_OF_VENV) tests/test_extending.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON_OF_VENV) -m mkdocs build --quiet --clean --config-file tools/site/mkdocs.yml
 	$(PYTHON_OF_VENV) tools/site/check.py site
 

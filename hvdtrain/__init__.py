@@ -15,10 +15,11 @@ from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
     from hvdtrain.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
+    from hvdtrain.config.plugins import Plugin
 
 __all__ = [
-    "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Result", "SavePretrained", "__version__", "all_reduce",
-    "evaluate", "forward", "get_run_ctx", "load_model", "rank",
+    "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Plugin", "Result", "SavePretrained", "__version__",
+    "all_reduce", "evaluate", "forward", "get_run_ctx", "load_model", "rank",
     "run_on_main", "size", "train",
 ]  # fmt: skip
 
@@ -31,11 +32,15 @@ def __getattr__(name: str) -> Any:
         import hvdtrain.api
 
         return getattr(hvdtrain.api, name)
+    if name == "Plugin":
+        from hvdtrain.config.plugins import Plugin
+
+        return Plugin
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *FOR_PROGRAMS})
+    return sorted({*globals(), *FOR_PROGRAMS, "Plugin"})
 
 
 def rank() -> int:

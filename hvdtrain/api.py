@@ -6,7 +6,6 @@ a job changes, such as logging, seeds and threads, is restored when the function
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -270,8 +269,7 @@ def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
 def _run_task(settings: Settings) -> Any:
     """Run the settings' task; return its result. Raises: HvdtrainError."""
     settings = with_datasets(settings)
-    module, name = TASKS[settings.run.task].split(":")
-    task = getattr(importlib.import_module(module), name)
+    task = TASKS[settings.run.task]
     collector = _Collector()
     keys = settings.forwarding
     if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:

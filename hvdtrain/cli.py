@@ -20,6 +20,7 @@ from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import declared_keys
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome, failure_text
 from hvdtrain.runtime.goodput import process_began
@@ -29,31 +30,34 @@ from hvdtrain.version import __version__
 if TYPE_CHECKING:
     from hvdtrain.settings import Settings
 
-COMMANDS = {
-    "help": ("explain a key, a topic or a command", "hvdtrain.help"),
-    "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
-    "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
-    "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
-    "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
-    "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
-    "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
-    "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
-    "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
-    "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
-    "card": ("write a model card in the format of the Hugging Face Hub", "hvdtrain.report.card"),
-    "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
-}
+COMMANDS: Registry[tuple[str, str]] = Registry(
+    "commands",
+    {
+        "help": ("explain a key, a topic or a command", "hvdtrain.help"),
+        "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
+        "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
+        "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
+        "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
+        "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
+        "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
+        "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
+        "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
+        "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
+        "card": ("write a model card in the format of the Hugging Face Hub", "hvdtrain.report.card"),
+        "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
+    },
+)
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
 `parser()`, if it has one, returns the parser of its options."""
 
 DATASETS = ("train", "dev", "eval")
 """The keys that are dataset dicts."""
 
-USAGE = f"""\
+USAGE = """\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
        python -m hvdtrain COMMAND [ARGUMENT ...]
        mpirun -np N --bind-to none python -m hvdtrain CONFIG ++use_horovod 1 [++KEY VALUE ...]
-       torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {{}} [++KEY VALUE ...]
+       torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {} [++KEY VALUE ...]
        python -m hvdtrain CONFIG ++ngpu N [++KEY VALUE ...]
 
 Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
@@ -77,7 +81,6 @@ options:
   --version        the version
 
 commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such a name):
-{chr(10).join(f"  {name:15}  {help}" for name, (help, _) in COMMANDS.items())}
 """
 
 
@@ -88,6 +91,11 @@ SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Most launchers end them sooner."""
 
 INTERRUPTED = "interrupted; the same command continues after the last checkpoint"
+
+
+def usage() -> str:
+    """The options and the commands."""
+    return USAGE + "".join(f"  {name:15}  {help}\n" for name, (help, _) in COMMANDS.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # as in `--help | head`: nothing reads standard output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
         return 1
+    except ConfigError as error:  # of a plug-in
+        return _fail_before_connecting(error.on_all_ranks())
     except KeyboardInterrupt:  # while a config is read, which may import a framework
         if launch.launch().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
@@ -138,12 +148,12 @@ def run_command(arguments: list[str] | None) -> int:
         status: int = importlib.import_module(module).main(given[1:])
         return status
     if not given:
-        print(USAGE)
+        print(usage())
         return 2
     if {"-h", "--help"} & set(given):
         from hvdtrain.help import first_page, show
 
-        show(first_page(USAGE))
+        show(first_page(usage()))
         return 0
     if "--version" in arguments:
         print(f"hvdtrain {__version__}")
@@ -306,8 +316,7 @@ def run_task(settings: Settings) -> None:
     if settings.function is not None:
         settings.function()
         return
-    module, name = TASKS[settings.run.task].split(":")
-    getattr(importlib.import_module(module), name)(settings)  # imported now, so that mistakes in the config are reported at once
+    TASKS[settings.run.task](settings)  # imported now, so that mistakes in the config are reported at once
 
 
 def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:

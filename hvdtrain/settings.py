@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hvdtrain.checkpoint.average_rules import average_measures
 from hvdtrain.checkpoint.changed_keys import as_text, key_texts
@@ -31,6 +31,7 @@ from hvdtrain.config.keys import (
     signature_error,
     spellings,
 )
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
@@ -66,18 +67,23 @@ from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
-TASKS = {
-    "train": "hvdtrain.run:train",
-    "dry_run": "hvdtrain.tasks.tasks:dry_run",
-    "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
-    "summary": "hvdtrain.tasks.inspect:summarize",
-    "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
-    "eval": "hvdtrain.tasks.tasks:evaluate_all",
-    "forward": "hvdtrain.tasks.tasks:forward_all",
-    "search": "hvdtrain.tasks.tasks:forward_all",
-    "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
-}
-"""By value of the key `task`, the function that runs it, given the settings; imported when it is called."""
+S = TypeVar("S", bound=Section)
+
+TASKS: Registry[Callable[[Settings], Any]] = Registry(
+    "tasks",
+    {
+        "train": "hvdtrain.run:train",
+        "dry_run": "hvdtrain.tasks.tasks:dry_run",
+        "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
+        "summary": "hvdtrain.tasks.inspect:summarize",
+        "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
+        "eval": "hvdtrain.tasks.tasks:evaluate_all",
+        "forward": "hvdtrain.tasks.tasks:forward_all",
+        "search": "hvdtrain.tasks.tasks:forward_all",
+        "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
+    },
+)
+"""By value of the key `task`, the function that runs it; imported when it is called."""
 
 
 def _is_task(value: str) -> bool:
@@ -208,8 +214,20 @@ class Settings:
     """The text of each config file, by its path."""
     source: Source
     """The config's values, from which the settings of an epoch are made."""
+    of_plugins: tuple[Section, ...] = ()
+    """The sections of plug-ins."""
     process: Process = OWN
     """What hvdtrain may change in the process that it runs in."""
+
+    @property
+    def sections(self) -> dict[type, Any]:
+        """All sections by their classes; `DICTS` are none."""
+        return {type(section): section for section in (*vars(self).values(), *self.of_plugins) if type(section) in SECTIONS}
+
+    def of(self, section: type[S]) -> S:
+        """The values of a plug-in's keys."""
+        found: S = self.sections[section]
+        return found
 
     @property
     def files(self) -> list[Path]:
@@ -262,7 +280,7 @@ class Settings:
 
     def _named_values(self) -> Iterator[tuple[str, Any]]:
         """All keys with their values; the own entries of torch_distributed with the dict's name."""
-        sections = [("", section) for section in vars(self).values() if type(section) in SECTIONS]
+        sections = [("", section) for section in self.sections.values()]
         if self.torch_distributed is not None:
             sections.append(("torch_distributed.", self.torch_distributed))
         for prefix, section in sections:
@@ -288,7 +306,10 @@ SECTIONS_BY_NAME: dict[str, type] = {
 }
 """The sections, by the attribute of Settings that holds them; a new one is a line there."""
 
-SECTIONS = tuple(SECTIONS_BY_NAME.values())
+OF_PLUGINS: Registry[type[Section]] = Registry("keys")
+"""The sections of plug-ins."""
+
+SECTIONS = (*SECTIONS_BY_NAME.values(), *OF_PLUGINS.values())
 
 
 def all_keys() -> list[Key]:
@@ -366,6 +387,7 @@ def check(source: Source, names: list[str]) -> Settings:
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
         **derived,
+        of_plugins=tuple(built[kind] for kind in OF_PLUGINS.values()),
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
@@ -409,8 +431,7 @@ def with_datasets(settings: Settings) -> Settings:
 
     more = ("forward_data", "search_data") if settings.forward is not None else ()
     data, problems = call_data_functions(settings.data, ("train", "dev", "eval", *more))
-    values = {type(section): section for section in vars(settings).values() if isinstance(section, Section)}
-    sections, source = Sections({**values, DataKeys: data}), Source({}, dict(settings.origins), ())
+    sections, source = Sections({**settings.sections, DataKeys: data}), Source({}, dict(settings.origins), ())
     found: dict[str, Any] = {}
     for name in ("datasets", "forward"):
         found[name], wrong = DERIVED[name](sections, source)
@@ -481,13 +502,13 @@ def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) 
 
 def value_of(settings: Settings, name: str) -> Any:
     """The value of a key."""
-    [(section, field)] = [
-        (attribute, each.field)
-        for attribute, kind in SECTIONS_BY_NAME.items()
+    [value] = [
+        getattr(section, each.field)
+        for kind, section in settings.sections.items()
         for each in declared_keys(kind)
         if each.name == name
     ]
-    return getattr(getattr(settings, section), field)
+    return value
 
 
 def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
@@ -721,11 +742,10 @@ class Effective:
 
 def effective_keys(settings: Settings) -> Iterator[Effective]:
     """All keys at the top level, in the order of the reference page."""
-    sections = {type(value): value for value in vars(settings).values() if type(value) in SECTIONS}
     for section in SECTIONS:
         title = (section.__doc__ or "").splitlines()[0].rstrip(".")
         for declared_key in declared_keys(section):
-            value = getattr(sections[section], declared_key.field)
+            value = getattr(settings.sections[section], declared_key.field)
             yield Effective(title, declared_key.name, value_text(value), settings.origins.get(declared_key.name, DEFAULT))
 
 

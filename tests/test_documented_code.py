@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
+LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 KEYS = {name for key in all_keys() for name in key.names} | set(ALIASES)
 OF_EXAMPLES = {"corpus", "hidden", "max"}
 """Words after ++ that are names of an example's config, or the beginning of a key."""
@@ -44,6 +45,8 @@ def test_every_block_of_code_has_a_language_and_its_syntax(document: Path) -> No
         assert block.language in LANGUAGES, f"line {block.line}: {block.language}"
         if block.language == "python" and document.name not in OF_FILES:
             ast.parse(block.code.rstrip("\n") + ("\n    pass" if block.code.rstrip().endswith(":") else ""))
+        if block.language == "toml":
+            tomllib.loads(block.code)
         if block.language in ("bash", "console"):
             names = set(re.findall(r"(?<!\S)\+\+([A-Za-z_]\w*)", block.code))
             mistakes = set(re.findall(r"^ *(\w+): unknown key", block.code, re.MULTILINE))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.config.plugins import Registry
 from hvdtrain.data.combine.keys import (
     CombinedDatasetKeys,
     ConcatDatasetKeys,
@@ -78,23 +79,26 @@ class NextGenHDFDatasetKeys(FileDatasetKeys):
     input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
 
 
-KINDS: dict[str, type[DatasetKeys]] = {
-    "HDFDataset": HDFDatasetKeys,
-    "NextGenHDFDataset": NextGenHDFDatasetKeys,
-    "FilesDataset": FilesDatasetKeys,
-    "MetaDataset": MetaDatasetKeys,
-    "CombinedDataset": CombinedDatasetKeys,
-    "ConcatDataset": ConcatDatasetKeys,
-    "MixingDataset": MixingDatasetKeys,
-    "MapDataset": MapDatasetKeys,
-    "TarDataset": TarDatasetKeys,
-    "ParquetDataset": ParquetDatasetKeys,
-    "ArrowDataset": ArrowDatasetKeys,
-    "Task12AXDataset": Task12AXDatasetKeys,
-    "DummyDataset": DummyDatasetKeys,
-    "KaldiFolder": KaldiFolderKeys,
-    "LhotseDataset": LhotseDatasetKeys,
-}
+KINDS: Registry[type[DatasetKeys]] = Registry(
+    "datasets",
+    {
+        "HDFDataset": HDFDatasetKeys,
+        "NextGenHDFDataset": NextGenHDFDatasetKeys,
+        "FilesDataset": FilesDatasetKeys,
+        "MetaDataset": MetaDatasetKeys,
+        "CombinedDataset": CombinedDatasetKeys,
+        "ConcatDataset": ConcatDatasetKeys,
+        "MixingDataset": MixingDatasetKeys,
+        "MapDataset": MapDatasetKeys,
+        "TarDataset": TarDatasetKeys,
+        "ParquetDataset": ParquetDatasetKeys,
+        "ArrowDataset": ArrowDatasetKeys,
+        "Task12AXDataset": Task12AXDatasetKeys,
+        "DummyDataset": DummyDatasetKeys,
+        "KaldiFolder": KaldiFolderKeys,
+        "LhotseDataset": LhotseDatasetKeys,
+    },
+)
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
 ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hvdtrain.learner.frameworks import LIBRARIES
+from hvdtrain.learner.frameworks import libraries
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -117,7 +117,7 @@ def summary(findings: Iterable[Finding]) -> str:
     return ", ".join([*counted, f"{levels.count('ok')} ok"])
 
 
-HARMFUL = ("hvdtrain", *LIBRARIES, "horovod", "MPI of Horovod", "MPI of mpirun")
+HARMFUL = ("hvdtrain", *libraries(), "horovod", "MPI of Horovod", "MPI of mpirun")
 """Facts that, like files, have to be the same on all hosts. A difference in other facts is only a warning."""
 
 

@@ -23,7 +23,7 @@ from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, pr
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
-from hvdtrain.learner.frameworks import FRAMEWORKS, LIBRARIES, library_of
+from hvdtrain.learner.frameworks import FRAMEWORKS, libraries, library_of
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.data import open_feeds
 
@@ -107,7 +107,7 @@ def framework_of(settings: Settings | None) -> str:
     """The config's framework; without one, one that is installed."""
     if settings is not None:
         return settings.run.backend
-    return next((name for name in LIBRARIES if packages.installed_version(name)), LIBRARIES[-1])
+    return next((name for name in libraries() if packages.installed_version(name)), libraries()[-1])
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.comm import launch
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
-from hvdtrain.learner.frameworks import LIBRARIES
+from hvdtrain.learner.frameworks import libraries
 from hvdtrain.version import __version__
 
 OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
@@ -133,8 +133,8 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
         elif found is not None and is_older(found, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
-    if framework is None and not any(map(installed_version, LIBRARIES)):
-        findings.append(problem("packages", f"expected {' or '.join(LIBRARIES)}, got none", "pip install torch"))
+    if framework is None and not any(map(installed_version, libraries())):
+        findings.append(problem("packages", f"expected {' or '.join(libraries())}, got none", "pip install torch"))
     installed = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
     return [
         ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"),
@@ -166,7 +166,7 @@ GPUS = {
 
 def start_probes(framework: str | None) -> dict[str, PythonProbe]:
     """Start processes that import the framework (None: each that is installed) and Horovod, which takes seconds."""
-    wanted = [framework] if framework else [*LIBRARIES]
+    wanted = [framework] if framework else [*libraries()]
     return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS.get(name, ""))) for name in wanted if installed_version(name)}
 
 

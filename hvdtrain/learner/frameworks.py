@@ -1,4 +1,5 @@
-"""The frameworks that a config can choose with `backend`. A new one is a folder next to this file and a line in the table.
+"""The frameworks that a config can choose with `backend`. A new one is a folder, and a line in the table or in that of a
+plug-in.
 
 The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
 and `preserve_state`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before the first
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.comm.fork_server import Fork, fork
+from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
@@ -143,32 +145,39 @@ class Framework:
         return importlib.import_module(f"{self.package}.{name}")
 
 
-FRAMEWORKS: dict[str, Framework] = {
-    "torch": Framework(
-        "hvdtrain.learner.torch",
-        "pt",
-        ("torch",),
-        frozenset(
-            {"torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"}
+FRAMEWORKS: Registry[Framework] = Registry(
+    "backends",
+    {
+        "torch": Framework(
+            "hvdtrain.learner.torch",
+            "pt",
+            ("torch",),
+            frozenset(
+                {"torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"}
+            ),
+            header="pt",
+            has_writer=True,
+            imports=(
+                "hvdtrain.learner.torch.learner",
+                "hvdtrain.comm.torch_dist",
+                "torch._dynamo",
+            ),  # which its optimizers import
         ),
-        header="pt",
-        has_writer=True,
-        imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist", "torch._dynamo"),  # which its optimizers import
-    ),
-    "tensorflow": Framework(
-        "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
-    ),
-    "tensorflow-net-dict": Framework(
-        "hvdtrain.learner.returnn_tf",
-        "returnn.npz",
-        ("returnn", "tensorflow", "tensorflow-cpu"),
-        has_prepare=True,
-        library="tensorflow",
-        model_suffix="index",
-        model_parts=(r"data-\d{5}-of-\d{5}", "meta", "progress"),
-        model_marker="progress",
-    ),
-}
+        "tensorflow": Framework(
+            "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
+        ),
+        "tensorflow-net-dict": Framework(
+            "hvdtrain.learner.returnn_tf",
+            "returnn.npz",
+            ("returnn", "tensorflow", "tensorflow-cpu"),
+            has_prepare=True,
+            library="tensorflow",
+            model_suffix="index",
+            model_parts=(r"data-\d{5}-of-\d{5}", "meta", "progress"),
+            model_marker="progress",
+        ),
+    },
+)
 """By the value of the key `backend`."""
 
 
@@ -177,8 +186,9 @@ def library_of(backend: str) -> str:
     return FRAMEWORKS[backend].library or backend
 
 
-LIBRARIES = tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
-"""Those of all frameworks."""
+def libraries() -> tuple[str, ...]:
+    """Those of all frameworks."""
+    return tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
 
 
 def gpu_of(wanted: str | None, count: int, local_rank: int) -> int | None:

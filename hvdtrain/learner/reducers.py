@@ -2,7 +2,7 @@
 
 Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or first
 one, then the other (`PostLocal`). A new reducer is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in
-`REDUCERS`.
+`REDUCERS` or in the table of a plug-in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
+from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
@@ -180,10 +181,7 @@ def describe_gradients(gradients: GradientExchange) -> str:
     )
 
 
-REDUCERS: dict[str, ReducerClass] = {
-    "grad": GradReduce,
-    "param": ParamAverage,
-}
+REDUCERS: Registry[ReducerClass] = Registry("reducers", {"grad": GradReduce, "param": ParamAverage})
 """By the value of the key `horovod_reduce_type`."""
 
 if TYPE_CHECKING:
@@ -191,7 +189,7 @@ if TYPE_CHECKING:
     class ReducerKeys(ParamAverageKeys, GradReduceKeys):
         """The keys of all reducers."""
 else:  # so that a new reducer's keys are keys of a config, too
-    ReducerKeys = new_class("ReducerKeys", tuple(reducer.keys for reducer in reversed(REDUCERS.values())))
+    ReducerKeys = new_class("ReducerKeys", tuple(reducer.keys for reducer in reversed([*REDUCERS.values()])))
 
 ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start", "group")
 """Keys that conflict with reduced gradients. (The two keys of the interval between syncs are ignored there.)"""

@@ -11,7 +11,7 @@ from typing import Any
 from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
 from hvdtrain.errors import Problem, problem
-from hvdtrain.report.services import METHODS, SERVICES, require
+from hvdtrain.report.services import INSTALLED_BY, METHODS, SERVICES, require
 from hvdtrain.runtime import log
 
 TENSORBOARD = "tensorboard"
@@ -52,7 +52,7 @@ class TrackerKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES, passed_over=(TENSORBOARD,))[1]
+        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES.entries, passed_over=(TENSORBOARD,))[1]
         if self.tensorboard_histograms and not self.writes_tensorboard:
             found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")
         return found
@@ -62,7 +62,7 @@ class TrackerKeys(Section):
         if self.writes_tensorboard:
             require("tensorboard", "use_tensorboard")
         for factory in self.factories:
-            if factory.label in SERVICES:
+            if factory.label in INSTALLED_BY:
                 require(factory.label, "trackers")
         if self.factories and find_spec(PLOT_PACKAGE) is None:
             log.warning(f"trackers: no report page will be written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
@@ -76,4 +76,4 @@ class TrackerKeys(Section):
     @property
     def factories(self) -> list[Factory]:
         """The entries of `trackers`, without TensorBoard."""
-        return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES, passed_over=(TENSORBOARD,))[0]
+        return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES.entries, passed_over=(TENSORBOARD,))[0]

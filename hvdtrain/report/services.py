@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.ends import Status
 
@@ -271,7 +272,7 @@ def _flat(values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any
             yield f"{start}{name}", value
 
 
-SERVICES = {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"}
+SERVICES: Registry[type] = Registry("trackers", {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"})
 """By the name in a config, the class."""
 
 INSTALLED_BY = {"wandb": "wandb", "mlflow": "mlflow-skinny", "tensorboard": "tensorboard"}

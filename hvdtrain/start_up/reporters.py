@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from hvdtrain.comm.base import together
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.source import as_function
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
@@ -35,6 +36,9 @@ from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclea
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 
+REPORTERS: Registry[Callable[[Settings], Reporter | None]] = Registry("reporters")
+"""Those of plug-ins."""
+
 
 def open_reporters(settings: Settings, session: Session) -> Reporters:
     """Collective. The receivers of reports on epochs and steps; none on ranks other than 0. Raises: ConfigError."""
@@ -51,6 +55,8 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
         trackers = open_trackers(settings, session)
+        made = [make(settings) for make in REPORTERS.values()]
+        reporters += [reporter for reporter in made if reporter is not None]
         evaluations = EvaluationLines(folder / "evaluations.jsonl")
         evaluations.go_on({record.step for record in progress.evaluations})
         receivers = [evaluations.evaluation, best.evaluation, *trackers.evaluations]

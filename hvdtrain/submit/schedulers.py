@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import Problem, problem
 from hvdtrain.submit.job import (
     STOPPED,
@@ -249,32 +250,39 @@ def _if_stopped(then: str) -> list[str]:
     return [f"if [ $status = {STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
 
 
-SCHEDULERS = {
-    scheduler.name: scheduler
-    for scheduler in (
-        Scheduler(name="slurm", write=slurm_script, submit=("sbatch",), array_index=("SLURM_ARRAY_TASK_ID", 1), has_srun=True),
-        Scheduler(
-            name="sge",
-            write=sge_script,
-            submit=("qsub",),
-            array_index=("SGE_TASK_ID", 1),
-            in_comments=("--name", "--queue", "--account", "--output", "--folder"),
-            cores=1,  # a rank is one slot, unless more are requested
-            slots_are_cores=True,
-        ),
-        Scheduler(name="pbs", write=pbs_script, submit=("qsub",), problems=_array_problems, array_index=("PBS_ARRAY_INDEX", 1)),
-        Scheduler(name="lsf", write=lsf_script, submit=("bsub",), array_index=("LSB_JOBINDEX", 1), slots_are_cores=True),
-        KUBERNETES,
-        Scheduler(
-            name="mpi",
-            write=plain_script,
-            submit=("bash",),
-            problems=_host_problems,
-            unsupported=("memory", "time", "queue", "account", "option"),
-            in_comments=(),
-            cores=None,
-            requeues=False,
-        ),
-    )
-}
+SCHEDULERS: Registry[Scheduler] = Registry(
+    "schedulers",
+    {
+        scheduler.name: scheduler
+        for scheduler in (
+            Scheduler(
+                name="slurm", write=slurm_script, submit=("sbatch",), array_index=("SLURM_ARRAY_TASK_ID", 1), has_srun=True
+            ),
+            Scheduler(
+                name="sge",
+                write=sge_script,
+                submit=("qsub",),
+                array_index=("SGE_TASK_ID", 1),
+                in_comments=("--name", "--queue", "--account", "--output", "--folder"),
+                cores=1,  # a rank is one slot, unless more are requested
+                slots_are_cores=True,
+            ),
+            Scheduler(
+                name="pbs", write=pbs_script, submit=("qsub",), problems=_array_problems, array_index=("PBS_ARRAY_INDEX", 1)
+            ),
+            Scheduler(name="lsf", write=lsf_script, submit=("bsub",), array_index=("LSB_JOBINDEX", 1), slots_are_cores=True),
+            KUBERNETES,
+            Scheduler(
+                name="mpi",
+                write=plain_script,
+                submit=("bash",),
+                problems=_host_problems,
+                unsupported=("memory", "time", "queue", "account", "option"),
+                in_comments=(),
+                cores=None,
+                requeues=False,
+            ),
+        )
+    },
+)
 """By the value of --scheduler."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.engine import Engine
 from hvdtrain.learner.base import Learner
+from hvdtrain.runtime.goodput import steady_time
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, check_space, gather_hosts, log_end, record_start
@@ -59,7 +59,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
         optuna.TrialPruned: a callback has raised it; after the epoch, its checkpoint and its reports.
     """
-    began = time.time()
+    began = steady_time()
     pruned: Exception | None = None
     if settings.run.overfit_batches is not None:
         settings = in_overfit_folder(settings)

@@ -89,6 +89,8 @@ def record_end(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Stopped) and error.is_recorded:
+            raise
         outcome = error.outcome if isinstance(error, HvdtrainError) else Outcome(1)
         is_stop = isinstance(error, Stopped | KeyboardInterrupt)
         if rank == 0 or (outcome.scope == "this rank" and not is_stop):
@@ -100,6 +102,13 @@ def record_end(folder: Path, rank: int) -> Iterator[None]:
         raise
     if rank == 0:
         append_end(folder, "finished", "", "rank 0")
+
+
+def record_stop(folder: Path, rank: int, stopped: Stopped) -> None:
+    """Record a stop before the ranks disconnect: mpirun may kill them meanwhile."""
+    if rank == 0:
+        append_end(folder, "stopped", str(stopped), "rank 0")
+    stopped.is_recorded = True
 
 
 def _told_by(folder: Path, rank: int, why: str) -> str | None:

@@ -32,6 +32,14 @@ SHORTEST = 1.0
 """The smallest interval between checkpoints in seconds."""
 
 
+_AHEAD = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """The time of day, but for jumps of the clock since this process began: differences are durations."""
+    return time.monotonic() + _AHEAD
+
+
 @dataclass(frozen=True)
 class Spent:
     """Where the seconds of a training went, over all its starts, as rank 0 measured them.
@@ -158,7 +166,7 @@ class Goodput:
     """
 
     def __init__(
-        self, timer: Timer, before: Spent | None = None, began: float | None = None, clock: Callable[[], float] = time.time
+        self, timer: Timer, before: Spent | None = None, began: float | None = None, clock: Callable[[], float] = steady_time
     ) -> None:
         self._timer = timer
         self._before = before or Spent()
@@ -247,7 +255,7 @@ def best_interval(cost: float, life: float) -> float:
 
 def process_began(pid: int | None = None) -> float:
     """The time at which a process of this host began, by default this one; now, if it is unknown."""
-    now = time.time()
+    now = steady_time()
     try:
         ticks = Path(f"/proc/{os.getpid() if pid is None else pid}/stat").read_text(encoding="utf-8", errors="replace")
         after_boot = float(ticks.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

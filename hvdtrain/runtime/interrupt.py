@@ -80,9 +80,11 @@ class Stopped(HvdtrainError):
 
     Attributes:
         is_printed: the message has been printed already.
+        is_recorded: the folder's records have it already.
     """
 
     is_printed = False
+    is_recorded = False
 
     def __init__(self, message: str, status: int = TO_BE_CONTINUED, *, repeatable: bool = True) -> None:
         super().__init__(message)

@@ -10,6 +10,7 @@ import errno
 import hmac
 import math
 import os
+import re
 import secrets
 import select
 import socket
@@ -103,13 +104,17 @@ def end_daemon_later(seconds: float) -> None:
 def print_through_mpirun(text: str) -> bool:
     """Print to the stderr of the mpirun that started this process on this host; return whether that was possible.
 
-    After Ctrl-C or SIGTERM, mpirun no longer forwards the output of its ranks.
+    After Ctrl-C or SIGTERM on a terminal, mpirun no longer forwards the output of its ranks.
     """
-    parent = os.getppid()
+    process = Path(f"/proc/{os.getppid()}")
     try:
-        if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() not in MPIRUN:
+        if (process / "comm").read_text(encoding="utf-8").strip() not in MPIRUN:
             return False
-        with open(f"/proc/{parent}/fd/2", "a", encoding="utf-8") as stderr:
+        flags = re.search(r"^flags:\s*([0-7]+)", (process / "fdinfo/2").read_text(encoding="utf-8"), re.MULTILINE)
+        if (process / "fd/2").is_file() and flags and not int(flags[1], 8) & os.O_APPEND:
+            os.write(2, f"{text}\n".encode())  # forwarded: mpirun writes over what others append
+            return True
+        with open(process / "fd/2", "a", encoding="utf-8") as stderr:
             print(text, file=stderr, flush=True)
         return True
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from hvdtrain.comm import launch
 from hvdtrain.report.ends import WRITTEN
 from hvdtrain.report.runs import last_start
 from hvdtrain.runtime import log
-from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began
+from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began, steady_time
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings
@@ -23,7 +22,7 @@ def job_began(settings: Settings) -> float:
     launcher = launch.launcher()
     if launcher.began is not None:
         return launcher.began
-    return process_began(launcher.parent) if settings.process.is_own else time.time()
+    return process_began(launcher.parent) if settings.process.is_own else steady_time()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -48,10 +47,10 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.report.ends import append_hang, record_end
+from hvdtrain.report.ends import append_hang, record_end, record_stop
 from hvdtrain.returnn_layer.networks import with_our_names
 from hvdtrain.runtime import log
-from hvdtrain.runtime.goodput import Goodput
+from hvdtrain.runtime.goodput import Goodput, steady_time
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log
@@ -98,6 +97,8 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                     try:
                         yield session
                     except Stopped as stopped:
+                        if purpose == "train":
+                            record_stop(records_of(Path(settings.run.model)), connection.rank, stopped)
                         by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
                         if by_mpirun and print_through_mpirun(str(stopped)):
                             raise stopped.as_printed() from None
@@ -162,7 +163,7 @@ def _open(
         together(comm, launcher.refuse_to_repeat, name="former_failure")
     check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, for which ranks would wait in vain
     limit = settings.interrupt.seconds if purpose == "train" else None
-    left = None if limit is None else limit - (time.time() - job_began(settings))
+    left = None if limit is None else limit - (steady_time() - job_began(settings))
     interrupt = Interrupt(left, launcher.grace)
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)

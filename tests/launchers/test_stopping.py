@@ -113,6 +113,7 @@ def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_if_it_has_to_w
     assert len(saved_within(tmp_path)) == 1
     assert err.count("SIGTERM from mpirun, as after Ctrl-C: it kills the ranks 5 s later and returns 1.") == 1, err
     assert err.count("stopped by SIGTERM in epoch") == 1
+    assert state(tmp_path).name == "stopped"
 
 
 def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:

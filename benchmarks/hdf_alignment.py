@@ -12,8 +12,9 @@ from unittest.mock import patch
 import numpy
 from measuring import in_batches, machine, table, take_turns
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf import writer
-from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 
 
 def write(path: Path, sequences: int, alignment: int) -> None:
@@ -26,7 +27,7 @@ def write(path: Path, sequences: int, alignment: int) -> None:
             file.add(f"seq{number:06}", word | {"classes": generator.integers(0, 40, letters - 1, numpy.int32)})
 
 
-def read(file: HDFDataset, batches: list[numpy.ndarray]) -> float:
+def read(file: Dataset, batches: list[numpy.ndarray]) -> float:
     for batch in batches:
         file.padded(batch)
     return float(sum(map(len, batches)))

@@ -13,7 +13,8 @@ import h5py
 import numpy
 import pytest
 
-from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
 
 BY_RETURNN = Path(__file__).resolve().parent / "data" / "hdf" / "by_returnn"
@@ -62,7 +63,7 @@ def laid_out(name: str, **layout: object) -> Change:
     return change
 
 
-def contents(dataset: HDFDataset) -> list[tuple[str, dict[str, list]]]:
+def contents(dataset: Dataset) -> list[tuple[str, dict[str, list]]]:
     """Everything in it: tags, and values by key."""
     tags = dataset.tags(range(dataset.num_sequences))
     sequences = [dataset.sequence(index) for index in range(dataset.num_sequences)]

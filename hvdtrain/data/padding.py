@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.types import Array, Packed, Padded, Stream, UnlikeError
+
+SHORT = 512
+"""Sequences of up to this many bytes are gathered frame by frame in one operation; longer ones are copied one by one."""
+
+REUSED = 1 << 16
+"""Batches of at least this many bytes reuse memory; for smaller ones, numpy itself is fast."""
+
+KEPT = 8
+"""The maximal number of free pieces of memory kept for the next batches."""
+
+
+class Memory:
+    """Memory for batches, reused once no array refers to it.
+
+    The system provides new memory of the size of a batch page by page, which takes longer than filling it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: numpy.dtype[Any]) -> Array:
+        """An uninitialized array."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < REUSED:
+            return numpy.empty(shape, dtype)
+        try:
+            piece = self._free.pop()
+        except IndexError:  # the list is empty; checking first would be a race between threads
+            piece = bytearray()
+        if len(piece) < size:
+            piece = bytearray(size + size // 4)  # room for a slightly larger batch
+        # Every view refers to `root`, as numpy does not own the memory below it: `root` dies with the last view.
+        root = numpy.frombuffer(piece, numpy.uint8, size)
+        weakref.finalize(root, self._give_back, piece).atexit = False
+        return root.view(dtype).reshape(shape)
+
+    def _give_back(self, piece: bytearray) -> None:
+        if len(self._free) < KEPT:
+            self._free.append(piece)
+
+
+MEMORY = Memory()
 
 
 def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Padded:
@@ -24,6 +68,7 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
         _check_like(sequences[0], sequence, number, describe)
         row[: len(sequence)] = sequence
+        row[len(sequence) :] = "" if values.dtype == object else 0
     return Padded(values, seq_lens)
 
 
@@ -57,12 +102,11 @@ def _lengths_of(sequences: Sequence[Array]) -> Array:
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """Zeros, or empty strings, for frames like those of an array."""
-    dtype = like.dtype.newbyteorder("=")  # frameworks only have tensors in this machine's byte order
-    values = numpy.zeros((*shape, *like.shape[1:]), dtype=dtype)
-    if like.dtype == object:
-        values[:] = ""  # strings
-    return values
+    """An array for frames like those of another one."""
+    shape = (*shape, *like.shape[1:])
+    if like.dtype.hasobject:
+        return numpy.empty(shape, like.dtype)
+    return MEMORY.empty(shape, like.dtype.newbyteorder("="))  # frameworks only have tensors in this machine's byte order
 
 
 def _check_like(first: Array, other: Array, number: int, describe: Callable[[int], str]) -> None:
@@ -81,23 +125,66 @@ def _holds(dtype: numpy.dtype[Any], values: Array) -> bool:
     return dtype.kind not in "iu" or numpy.array_equal(values.astype(dtype), values)
 
 
+def are_short(stream: Stream, lengths: Array) -> bool:
+    """Whether sequences of these lengths, at least one, are gathered faster than copied one by one."""
+    return int(lengths.max()) * stream.dtype.itemsize * math.prod(stream.shape) <= SHORT
+
+
+def gather(array: Array, starts: Array, lengths: Array) -> Padded:
+    """`pad` of parts of an array, without a Python loop over them.
+
+    Args:
+        starts, lengths: the first frame and the number of frames of every sequence; of shape (batch,).
+    """
+    frames = numpy.arange(int(lengths.max()))
+    values = _take_frames(array, starts[:, None] + frames)
+    values[frames >= lengths[:, None]] = 0
+    return Padded(values, lengths)
+
+
+def gather_packed(array: Array, starts: Array, lengths: Array) -> Packed:
+    """As `gather`, but one sequence after the other, without padding."""
+    return Packed(_take_frames(array, _places(starts, lengths)), lengths)
+
+
+def _places(starts: Array, lengths: Array) -> Array:
+    """The frames from every start on, one sequence after the other: int64 of shape (frames,)."""
+    before = lengths.cumsum(dtype=numpy.int64) - lengths
+    places: Array = numpy.arange(int(lengths.sum(dtype=numpy.int64))) + numpy.repeat(starts - before, lengths)
+    return places
+
+
+def _take_frames(array: Array, places: Array) -> Array:
+    """The frames at some positions; the last frame for positions beyond it."""
+    if not len(array):
+        return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
+    if array.flags.aligned:
+        return array.take(places, axis=0, mode="clip")
+    # HDF5 does not align data, and `take` would copy an unaligned array as a whole first.
+    return array[numpy.minimum(places, len(array) - 1)]
+
+
 def merge_batches(
-    streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]
+    streams: Mapping[str, Stream],
+    lengths: Mapping[str, Array],
+    packed: Collection[str],
+    parts: Sequence[tuple[Array, Mapping[str, Padded]]],
 ) -> dict[str, Padded]:
-    """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part."""
-    return {
-        name: _merge(stream, size, [(rows, part[name]) for rows, part in parts if name in part])
-        for name, stream in streams.items()
-    }
+    """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part.
 
-
-def _merge(stream: Stream, size: int, parts: Sequence[tuple[Array, Padded]]) -> Padded:
-    longest = max((part.values.shape[1] for _, part in parts), default=0)
-    values = numpy.zeros((size, longest, *stream.shape), dtype=stream.dtype)
-    if stream.dtype == object:
-        values[:] = ""  # strings
-    seq_lens = numpy.zeros(size, dtype=numpy.int32)
-    for rows, part in parts:
-        values[rows, : part.values.shape[1]] = part.values
-        seq_lens[rows] = part.seq_lens
-    return Padded(values, seq_lens)
+    Args:
+        lengths: by data key, of all rows.
+        packed: the data keys without padding.
+    """
+    batch: dict[str, Padded] = {}
+    for name, stream in streams.items():
+        seq_lens, given = lengths[name], [(rows, part[name]) for rows, part in parts if name in part]
+        shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), int(seq_lens.max()))
+        values = numpy.full((*shape, *stream.shape), "" if stream.dtype == object else 0, stream.dtype)
+        for rows, part in given:
+            if name in packed:
+                values[_places((seq_lens.cumsum(dtype=numpy.int64) - seq_lens)[rows], seq_lens[rows])] = part.values
+            else:
+                values[rows, : part.values.shape[1]] = part.values
+        batch[name] = (Packed if name in packed else Padded)(values, seq_lens)
+    return batch

@@ -62,12 +62,7 @@ class View(Dataset):
 
     def __init__(self, dataset: Dataset, others: Sequence[Dataset] = ()) -> None:
         self._dataset = dataset
-        self._others = tuple(others)
-
-    @property
-    def _inside(self) -> tuple[Dataset, ...]:
-        """All datasets inside."""
-        return (self._dataset, *self._others)
+        self._inside = (dataset, *others)
 
     @property
     def num_sequences(self) -> int:
@@ -82,8 +77,8 @@ class View(Dataset):
     def _around(self, inside: Iterable[Dataset]) -> Self:
         """The same view of other datasets."""
         changed = copy(self)
-        changed._dataset, *others = inside
-        changed._others = tuple(others)
+        changed._inside = tuple(inside)
+        changed._dataset = changed._inside[0]
         return changed
 
     def sequence(self, index: int) -> dict[str, Array]:

@@ -17,8 +17,9 @@ def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iter
     part."""
     wanted = numpy.asarray(indices, dtype=numpy.int64)
     owners = numpy.searchsorted(bounds, wanted, side="right") - 1
-    for part in numpy.unique(owners).tolist():
-        rows = numpy.flatnonzero(owners == part)
+    by_part = numpy.argsort(owners, kind="stable")
+    parts, starts = numpy.unique(owners[by_part], return_index=True)
+    for part, rows in zip(parts.tolist(), numpy.split(by_part, starts)[1:], strict=True):
         yield part, rows, wanted[rows] - bounds[part]
 
 

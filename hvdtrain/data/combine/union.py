@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Self
@@ -13,11 +13,15 @@ import numpy
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.padding import merge_batches
+from hvdtrain.data.handles import Handles, Opened
+from hvdtrain.data.padding import are_short, merge_batches
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.data.views import OF_ANY, ChangedSequences
 from hvdtrain.errors import DataError
+
+SEQUENCES_PER_PART = 8
+"""If a batch has fewer sequences per dataset than this, they are read one by one, which is then faster."""
 
 
 class UnionDataset(ChangedSequences):
@@ -53,6 +57,7 @@ class UnionDataset(ChangedSequences):
 
     def _join(self) -> None:
         self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in self._inside])
+        self._starts = self._first.tolist()
         self.lengths = {name: numpy.concatenate(self._columns(name)) for name in self.streams}
 
     def at_epoch(self, epoch: int) -> Self:
@@ -110,12 +115,21 @@ class UnionDataset(ChangedSequences):
         return result
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Each dataset reads its part of the batch at once."""
+        return self.packed(indices, ())
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        """Each dataset reads its part of the batch at once, unless sequences are long, or of too many datasets."""
+        lengths = {name: column[indices] for name, column in self.lengths.items()}
+        places = list(split(indices, self._first))
+        few = len(places) * SEQUENCES_PER_PART <= len(indices)
+        if not few or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
+            return super().packed(indices, keys)
         parts = []
-        for number, rows, inside in split(indices, self._first):
-            batch = self._inside[number].padded(inside)
-            parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
-        return merge_batches(self.streams, len(indices), parts)
+        for number, rows, inside in places:
+            there = self._keys[number]
+            batch = self._inside[number].packed(inside, [there[name] for name in keys if name in there])
+            parts.append((rows, {name: batch[source] for name, source in there.items()}))
+        return merge_batches(self.streams, lengths, keys, parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return concatenate_tags(indices, self._first, lambda number, inside: self._inside[number].tags(inside.tolist()))
@@ -136,9 +150,10 @@ class UnionDataset(ChangedSequences):
         ]
 
     def _is_memory_mapped(self, name: str) -> bool:
-        """Whether a data key is memory-mapped in every dataset that has it."""
+        """Whether a data key is memory-mapped in every dataset that has it, and of the same type."""
         return all(
-            name not in keys or keys[name] in dataset.memory_mapped
+            name not in keys
+            or (keys[name] in dataset.memory_mapped and dataset.streams[keys[name]].dtype == self.streams[name].dtype)
             for dataset, keys in zip(self._inside, self._keys, strict=True)
         )
 
@@ -184,10 +199,11 @@ def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Data
     return made
 
 
-def concatenate(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
+def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[UnionDataset] | None = None) -> UnionDataset:
     """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
-    return UnionDataset(where, list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
+    same = dict(zip(streams, streams, strict=True))
+    return (kind or UnionDataset)(where, list(datasets.values()), [same] * len(datasets), streams)
 
 
 def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
@@ -230,88 +246,111 @@ def _words(stream: Stream) -> str:
     return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"
 
 
-class FilesDataset(Dataset):
-    """The sequences of all files, one file after the other, with the data keys of the first one.
+class ReopenedFile(Dataset):
+    """A file that is open only while something of it is read: there are more files than may be open.
 
-    Every file is opened once at the start for its lengths, and again when one of its sequences is read.
+    Args:
+        open_file: opens it. Raises: DataError.
+        pool: of open files.
     """
 
-    def __init__(self, where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], max_open: int) -> None:
-        self._where = where
-        self._paths = paths
+    def __init__(self, path: str, open_file: Callable[[str], Dataset], pool: Handles) -> None:
+        self._path = path
         self._open_file = open_file
-        self._max_open = max_open
-        self._open: OrderedDict[int, Dataset] = OrderedDict()
-        self._bounds: Array = numpy.zeros(1, dtype=numpy.int64)
-        self.streams = {}
-        self.lengths = {}
+        self._pool = pool
+        file = open_file(path)
+        self.streams, self.lengths, self._size = file.streams, file.lengths, file.num_sequences
+        file.close()
 
-    def read_lengths(self) -> None:
-        """Open every file once. Raises: DataError, if one is bad or does not match the first one."""
-        streams: dict[str, Mapping[str, Stream]] = {}
-        lengths: list[Mapping[str, Array]] = []
-        sizes = []
-        for number, path in enumerate(self._paths):
-            file = self._open_file(path)
-            streams[f"{path} (file {number})"] = file.streams
-            lengths.append(file.lengths)
-            sizes.append(file.num_sequences)
-            file.close()
-        self._bounds = numpy.cumsum([0, *sizes], dtype=numpy.int64)
-        self.streams = common_streams(self._where, streams)
-        self.lengths = {name: numpy.concatenate([columns[name] for columns in lengths]) for name in self.streams}
+    def open(self) -> Opened:
+        """The file, opened again. Raises: DataError, if it is another one by now."""
+        with Opened() as stack:
+            file = stack.handle = self._open_file(self._path)
+            stack.callback(file.close)
+            for name, column in self.lengths.items():
+                if name not in file.streams or not numpy.array_equal(file.lengths[name], column):
+                    raise DataError(f"{self._path}: expected the same lengths as at the start, got different ones in {name!r}")
+            opened = stack.pop_all()
+            opened.handle = file
+            return opened
 
     @property
     def num_sequences(self) -> int:
-        return int(self._bounds[-1])
-
-    @property
-    def num_open(self) -> int:
-        """The number of files that are open now."""
-        return len(self._open)
-
-    def file_bounds(self) -> Array:
-        return self._bounds
+        return self._size
 
     def sequence(self, index: int) -> dict[str, Array]:
-        number = int(numpy.searchsorted(self._bounds, index, side="right")) - 1
-        arrays = self._file(number).sequence(index - int(self._bounds[number]))
-        return {name: arrays[name].astype(stream.dtype, copy=False) for name, stream in self.streams.items()}
+        with self._pool.use(self) as opened:
+            return opened.handle.sequence(index)  # type: ignore[no-any-return]  # here and below: a dataset's
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Each file reads its part of the batch at once."""
-        parts = [(rows, self._file(number).padded(inside)) for number, rows, inside in split(indices, self._bounds)]
-        return merge_batches(self.streams, len(indices), parts)
+        with self._pool.use(self) as opened:
+            return opened.handle.padded(indices)  # type: ignore[no-any-return]
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        with self._pool.use(self) as opened:
+            return opened.handle.packed(indices, keys)  # type: ignore[no-any-return]
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenate_tags(indices, self._bounds, lambda number, inside: self._file(number).tags(inside.tolist()))
+        with self._pool.use(self) as opened:
+            return opened.handle.tags(indices)  # type: ignore[no-any-return]
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenate_tag_bytes(start, stop, self._bounds, lambda number, *inside: self._file(number).tag_bytes(*inside))
-
-    def close(self) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
+        with self._pool.use(self) as opened:
+            return opened.handle.tag_bytes(start, stop)  # type: ignore[no-any-return]
 
     def how_read(self) -> str:
-        return f"{len(self._paths)} files, up to {self._max_open} of them open"
+        return f"up to {self._pool.most} files open at a time"
 
-    def _file(self, number: int) -> Dataset:
-        """An open file; to open it, the least recently used one is closed if there are too many."""
-        file = self._open.get(number)
-        if file is not None:
-            self._open.move_to_end(number)
-            return file
-        while len(self._open) >= self._max_open:
-            self._open.popitem(last=False)[1].close()
-        file = self._open_file(self._paths[number])
-        first, end = self._bounds[number : number + 2]
-        for name in self.streams:
-            if name not in file.streams or not numpy.array_equal(file.lengths[name], self.lengths[name][first:end]):
-                file.close()
-                raise DataError(
-                    f"{self._paths[number]}: expected the same lengths as at the start, got different ones in {name!r}"
-                )
-        self._open[number] = file
-        return file
+    def close(self) -> None:
+        self._pool.close(self)
+
+    def release(self) -> None:
+        self.close()
+
+
+class FilesDataset(UnionDataset):
+    """The sequences of files, one file after the other, with the data keys of the first one: the same in every epoch."""
+
+    is_stochastic = False
+    reads_for_tags = False
+
+    def at_epoch(self, epoch: int) -> Self:
+        return self
+
+    def redrawn(self, draw: int) -> Self:
+        return self
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        number = bisect_right(self._starts, index) - 1
+        arrays = self._inside[number].sequence(index - self._starts[number])
+        return {name: arrays[name].astype(stream.dtype, copy=False) for name, stream in self.streams.items()}
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return list(map(self.sequence, indices))
+
+    def how_read(self) -> str:
+        return "; ".join(sorted({file.how_read() for file in self._inside}))
+
+
+def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], pool: Handles | None = None) -> Dataset:
+    """Files as one dataset. Raises: DataError, if one is bad or does not match the first one.
+
+    Args:
+        where: the config key, for messages.
+        pool: the files that are open; None: all of them.
+    """
+    if not paths:
+        raise DataError(f"{where}: expected at least one file, got none")
+    known: dict[Stream, Stream] = {}  # the names of many classes are in memory once
+    files = []
+    for path in paths:
+        file = open_file(path) if pool is None else ReopenedFile(path, open_file, pool)
+        file.streams = {name: known.setdefault(stream, stream) for name, stream in file.streams.items()}
+        files.append(file)
+    if len(files) == 1:
+        return files[0]
+    names = [f"{path} (file {number})" for number, path in enumerate(paths)]
+    joined = concatenate(where, dict(zip(names, files, strict=True)), FilesDataset)
+    for file, (start, stop) in zip(files, pairwise(joined.file_bounds().tolist()), strict=True):
+        file.lengths = {name: column[start:stop] for name, column in joined.lengths.items()}  # in memory once
+    return joined

@@ -6,7 +6,7 @@ The attribute `parser` of a stream describes its datasets: `feature_sequence` ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data.combine.union import concatenate
+from hvdtrain.data.combine.union import open_files
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.handles import Handles, Opened
+from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.hdf.layouts import (
     check_links,
     check_stored,
@@ -30,6 +30,7 @@ from hvdtrain.data.hdf.layouts import (
     strings_in,
     texts_of,
 )
+from hvdtrain.data.indexed import IndexedDataset
 from hvdtrain.data.kinds import NextGenHDFDatasetKeys
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -46,7 +47,7 @@ class _Source:
     parser: str
 
 
-class NextGenFile(Dataset):
+class NextGenFile(IndexedDataset):
     """One file: opened, checked and indexed. Each dataset is opened once for its length.
 
     The data key 'data' is the input stream; the other streams have their own names.
@@ -57,11 +58,10 @@ class NextGenFile(Dataset):
         self._handles = handles
         self._size = 0  # of the file in bytes
         self._sources: dict[str, _Source] = {}
-        self._tags: list[str] = []
-        self.streams = {}
-        self.lengths = {}
+        self._names: list[str] = []
         with self._readable_errors(), self.open() as file:
-            self._index(file, input_stream_name)
+            streams, lengths = self._index(file, input_stream_name)
+        super().__init__(streams, numpy.array([name.encode("utf-8") for name in self._names], dtype=bytes), lengths)
 
     def open(self) -> Opened:
         """The file, opened again."""
@@ -69,16 +69,12 @@ class NextGenFile(Dataset):
         opened.handle = opened.enter_context(open_file(self.path))
         return opened
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self._tags)
-
-    def sequence(self, index: int) -> dict[str, Array]:
+    def row(self, number: int) -> dict[str, Array]:
         with self._handles.use(self) as file, self._readable_errors():
-            return {key: _values(source, self._dataset(file, key, index)[:]) for key, source in self._sources.items()}
+            return {key: _values(source, self._dataset(file, key, number)[:]) for key, source in self._sources.items()}
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [self._tags[index] for index in indices]
+    def where(self, number: int) -> str:
+        return f"{self.path}, {self._names[number]!r}"
 
     def close(self) -> None:
         self._handles.close(self)
@@ -100,21 +96,21 @@ class NextGenFile(Dataset):
             check_links(self.path, file.handle, name, "refuse")
             file.members[name] = member(self.path, file.handle, name)
             self._size = file_size(file.members[name])
-        parent, last = file.members[name], self._tags[index].replace("/", "\\")
+        parent, last = file.members[name], self._names[index].replace("/", "\\")
         try:
             found = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
             raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
         return check_stored(self.path, f"{name}/{last}", found, self._size)
 
-    def _index(self, opened: Opened, input_stream_name: str) -> None:
-        """Find the streams and the lengths of their sequences, and check that they are consistent."""
+    def _index(self, opened: Opened, input_stream_name: str) -> tuple[dict[str, Stream], dict[str, Array]]:
+        """The streams and the lengths of their sequences. Checks that they are consistent."""
         file = opened.handle
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
             check_links(self.path, file, name, "refuse")
-        self._tags = texts_of(self.path, "/seq_names", strings_in(self.path, file, "seq_names")[:])
+        self._names = texts_of(self.path, "/seq_names", strings_in(self.path, file, "seq_names")[:])
         names = sorted(member(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
@@ -132,14 +128,14 @@ class NextGenFile(Dataset):
             key = "data" if name == input_stream_name else name
             self._sources[key] = _Source(name, parser)
             streams[key], lengths[key] = self._inspect_stream(opened, key)
-        self.streams, self.lengths = streams, lengths
+        return streams, lengths
 
     def _inspect_stream(self, file: Opened, key: str) -> tuple[Stream, Array]:
         """The stream of a data key, and the lengths of all its sequences. Raises: DataError."""
         source = self._sources[key]
-        lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
+        lengths = numpy.zeros(len(self._names), dtype=numpy.int32)
         first: tuple[Any, ...] | None = None
-        for index in range(len(self._tags)):
+        for index in range(len(self._names)):
             dataset = self._dataset(file, key, index)
             shape = dataset.shape
             kind = (dataset.dtype, shape[1:])
@@ -183,7 +179,5 @@ def _values(source: _Source, stored: Array) -> Array:
 
 def open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
-    paths, name = keys.data_files(), keys.input_stream_name
     handles = Handles()
-    files = {f"{path} (file {number})": NextGenFile(Path(path), name, handles) for number, path in enumerate(paths)}
-    return concatenate(where, files) if len(files) > 1 else next(iter(files.values()))
+    return open_files(where, keys.data_files(), lambda path: NextGenFile(Path(path), keys.input_stream_name, handles))

@@ -11,7 +11,8 @@ import numpy
 
 from hvdtrain.data.formats.items import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
-from hvdtrain.data.speech.found import UNREADABLE, count_lengths
+from hvdtrain.data.indexed import UNREADABLE
+from hvdtrain.data.speech.found import count_lengths
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.sound import SoundReader, load_archived
 from hvdtrain.data.speech.tables import Table

@@ -22,7 +22,7 @@ import numpy
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.index import IndexFile, Kept
-from hvdtrain.data.speech.found import UNREADABLE
+from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 
@@ -58,7 +58,7 @@ class CutIndex:
     shard: the number of the shard of each cut.
     row: the number of the line of each cut in its manifest, from 1.
     members: int64 of shape (cuts, 5), as `Member`; None: the cuts describe their data themselves.
-    broken: the numbers of broken cuts, and messages.
+    broken: a message for every broken cut.
     """
 
     field: str
@@ -70,7 +70,7 @@ class CutIndex:
     tags: Array
     members: Array | None
     lengths: dict[str, Array]
-    broken: list[tuple[int, str]]
+    broken: list[str]
 
     @property
     def size(self) -> int:
@@ -142,7 +142,7 @@ def index_cuts(
     if shards is None:
         return _index_function(where, cuts, field, lengths_of, keys, scanning)
     files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
-    kept = IndexFile(scanning.folder, f"cuts {field} {fingerprint_of([files, described])}")
+    kept = IndexFile(scanning.folder, f"cuts 2 {field} {fingerprint_of([files, described])}")
 
     def make() -> Kept:
         with scanning.progress(f"{where}: cuts", None) as advance:
@@ -153,9 +153,9 @@ def index_cuts(
 
     about, arrays = kept.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
     lengths = {key: arrays[f"lengths/{key}"] for key in keys}
-    broken = [(int(number), str(message)) for number, message in about["broken"]]
     offsets, shard, row, tags = (arrays[name] for name in COLUMNS)
-    return CutIndex(field, shards, arrays["lines"].data, offsets, shard, row, tags, arrays.get("members"), lengths, broken)
+    lines, members = arrays["lines"].data, arrays.get("members")
+    return CutIndex(field, shards, lines, offsets, shard, row, tags, members, lengths, about["broken"])
 
 
 COLUMNS = ("offsets", "shard", "row", "tags")
@@ -298,7 +298,7 @@ def _build(
                     raise BrokenSequence(f"{place}: expected its {field}, got none: {one.problem}")
                 by_key = dict(lengths_of(one.cut, place))
             except BrokenSequence as error:
-                broken.append((number, str(error)))
+                broken.append(str(error))
             for key in keys:
                 lengths[key].append(by_key[key])
             if number % PROGRESS == 0:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
 from hvdtrain.data.speech.columns import check_finite
 from hvdtrain.data.speech.cut_index import CutIndex, first_cut, index_cuts
-from hvdtrain.data.speech.found import UNREADABLE
 from hvdtrain.data.speech.keys import LhotseDatasetKeys
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.text import TextEncoder, text_encoder
@@ -98,7 +98,7 @@ class Reading:
         return Stream(numpy.dtype(numpy.float32), (int(dim),), int(dim), sparse=False)
 
 
-class LhotseDataset(Dataset):
+class LhotseDataset(IndexedDataset):
     """The cuts that can be read.
 
     Args:
@@ -117,36 +117,16 @@ class LhotseDataset(Dataset):
         lengths: Mapping[str, Array],
         used: Array,
     ) -> None:
+        super().__init__(reading.streams, tags, lengths, used)
         self._reading = reading
         self._cut = cut
         self._describe = describe
-        self._tags = tags
-        self._used = used
-        self.streams: Mapping[str, Stream] = reading.streams
-        self.lengths: Mapping[str, Array] = {
-            name: lengths[name][used].astype(numpy.int32, copy=False) for name in reading.streams
-        }
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self._used)
+    def row(self, number: int) -> dict[str, Array]:
+        return self._reading.arrays(self._cut(number), self.where(number))
 
-    def sequence(self, index: int) -> dict[str, Array]:
-        number = int(self._used[index])
-        where = self._describe(number)
-        arrays = self._reading.arrays(self._cut(number), where)
-        for name, values in arrays.items():
-            if len(values) != self.lengths[name][index]:
-                raise BrokenSequence(
-                    f"{where}: expected {self.lengths[name][index]} frames in {name!r}, as the manifest says, got {len(values)}"
-                )
-        return arrays
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [tag.decode("utf-8") for tag in self._tags[self._used[list(indices)]].tolist()]
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._tags[self._used[start:stop]]
+    def where(self, number: int) -> str:
+        return self._describe(number)
 
 
 def text_of(cut: Any) -> str:
@@ -187,9 +167,9 @@ def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: Text
             for name, length in reading.lengths(cut, describe(number)).items():
                 lengths[name][number] = length
         except BrokenSequence as error:
-            broken.append((number, str(error)))
+            broken.append(str(error))
     tags = numpy.array([str(cut.id).encode("utf-8") for cut in cuts], dtype=bytes)
-    used = _leave_out(len(cuts), broken, scanning)
+    used = rows_to_use(lengths.values(), scanning.broken, broken)
     return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used)
 
 
@@ -201,17 +181,8 @@ def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncod
     field = "features" if features == "feats" else "recording"
     described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
     index: CutIndex = index_cuts(where, cuts, field, described, reading.lengths, list(reading.streams), scanning)
-    used = _leave_out(index.size, index.broken, scanning)
+    used = rows_to_use(index.lengths.values(), scanning.broken, index.broken)
     return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used)
-
-
-def _leave_out(size: int, broken: Sequence[tuple[int, str]], scanning: Scanning) -> Array:
-    """The numbers of the cuts that are not broken. Raises: BrokenSequence, if too many are."""
-    good = numpy.ones(size, bool)
-    good[[number for number, _ in broken]] = False
-    used = numpy.flatnonzero(good)
-    scanning.broken.leave_out([message for _, message in broken], len(used))
-    return used
 
 
 def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:

@@ -9,11 +9,9 @@ import numpy
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.formats.items import Counted, count_for_all
 from hvdtrain.data.index import IndexFile
+from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence
-
-UNREADABLE = -1
-"""The length of a sequence that cannot be read."""
 
 FEW = 64
 """The sequences that a process reads per answer. So few are read by this process alone: starting others takes longer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy
@@ -10,14 +10,15 @@ import numpy
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.items import Counted
+from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
 from hvdtrain.data.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
-from hvdtrain.data.speech.found import UNREADABLE, count_lengths, lengths_by_reading
+from hvdtrain.data.speech.found import count_lengths, lengths_by_reading
 from hvdtrain.data.speech.keys import KaldiFolderKeys
 from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.data.speech.sound import SoundReader
 from hvdtrain.data.speech.tables import Table
 from hvdtrain.data.speech.text import text_encoder
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 
 DIGITS_OF_KALDI = 6
@@ -27,7 +28,7 @@ MOST_ROUNDING = 0.005
 """Seconds by which utt2dur may be wrong, as its numbers are rounded; with fewer digits, lengths are found by reading."""
 
 
-class KaldiFolder(Dataset):
+class KaldiFolder(IndexedDataset):
     """The utterances of a folder, each a sequence whose tag is its id.
 
     Args:
@@ -46,39 +47,19 @@ class KaldiFolder(Dataset):
         used: Array,
         lengths_file: str,
     ) -> None:
-        self._ids = ids
+        super().__init__({name: column.stream for name, column in columns.items()}, ids, lengths, used)
         self._columns = columns
-        self._used = used
-        self._lengths_file = lengths_file
-        self.streams: Mapping[str, Stream] = {name: column.stream for name, column in columns.items()}
-        self.lengths: Mapping[str, Array] = {name: lengths[name][used].astype(numpy.int32, copy=False) for name in columns}
+        self.advice = f" (if the data has changed, remove {lengths_file})" if lengths_file else ""
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self._used)
+    def row(self, number: int) -> dict[str, Array]:
+        return {name: column.read(number) for name, column in self._columns.items()}
 
-    def sequence(self, index: int) -> dict[str, Array]:
-        number = int(self._used[index])
-        arrays = {}
-        for name, column in self._columns.items():
-            arrays[name] = values = column.read(number)
-            if len(values) != self.lengths[name][index]:
-                advice = f" (if the data has changed, remove {self._lengths_file})" if self._lengths_file else ""
-                raise BrokenSequence(
-                    f"{column.where(number)}: expected {self.lengths[name][index]} frames in {name!r}, as its length was given "
-                    f"or found, got {len(values)}{advice}"
-                )
-        return arrays
+    def where(self, number: int) -> str:
+        return next(iter(self._columns.values())).where(number)
 
     def warnings(self) -> list[str]:
         texts = {name: column.misfit() for name, column in self._columns.items() if isinstance(column, TextColumn)}
         return [f"{name!r}: {text}" for name, text in texts.items() if text]
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [name.decode() for name in self._ids[self._used[list(indices)]].tolist()]
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._ids[self._used[start:stop]]
 
 
 def open_kaldi(where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
@@ -124,8 +105,7 @@ class _Opening:
         lengths = self._lengths(columns, used)
         unreadable = numpy.any([column < 0 for column in lengths.values()], axis=0) & used
         messages = list(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
-        chosen = numpy.flatnonzero(used & numpy.all([column >= 0 for column in lengths.values()], axis=0))
-        self._scanning.broken.leave_out(messages, len(chosen))
+        chosen = rows_to_use([numpy.where(used, 0, UNREADABLE), *lengths.values()], self._scanning.broken, messages)
         return KaldiFolder(self._ids, columns, lengths, chosen, self._lengths_file)
 
     def _table(self, name: str) -> Table:

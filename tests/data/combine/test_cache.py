@@ -18,9 +18,10 @@ from hvdtrain.data.combine.cache import (
     host_memory,
     with_cache,
 )
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.files import parse_sizes
-from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.views import OneAtATime
 from hvdtrain.settings import read_settings
@@ -28,7 +29,7 @@ from hvdtrain.start_up.data import open_feeds
 
 
 @pytest.fixture
-def compressed(tmp_path: Path) -> HDFDataset:
+def compressed(tmp_path: Path) -> Dataset:
     """20 sequences of 10 frames with 4 float32 features, compressed; their classes (int32) contiguous."""
     with HDFWriter(tmp_path / "plain.hdf", dims={"classes": 3}) as writer:
         for number in range(20):
@@ -64,7 +65,7 @@ def test_sizes_that_are_none(value: str) -> None:
         parse_sizes(value)
 
 
-def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
+def test_a_cache_gives_the_same_and_reads_once(compressed: Dataset) -> None:
     reference = [compressed.sequence(index) for index in range(20)]
     cached = CachedDataset(compressed, Budget(None)).at_epoch(1)
     for _ in range(2):
@@ -75,7 +76,7 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
     assert cached.sequence(7)["data"][0, 0] == 7
 
 
-def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDFDataset) -> None:
+def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: Dataset) -> None:
     assert compressed.memory_mapped == {"classes"}
     one = 10 * 4 * 4 + PER_ARRAY + PER_SEQUENCE
     budget = Budget(3 * one + 10)
@@ -91,7 +92,7 @@ def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDF
     assert cached.sequence(19)["data"][0, 0] == 19
 
 
-def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: HDFDataset) -> None:
+def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: Dataset) -> None:
     cached = CachedDataset(compressed, Budget(None)).at_epoch(1)
     del cached.sequence(1)["data"]
     assert "data" in cached.sequence(1)
@@ -99,14 +100,14 @@ def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: HDFDat
         cached.sequence(1)["data"][0, 0] = 5
 
 
-def test_mapped_files_and_empty_budgets_need_no_cache(compressed: HDFDataset, tmp_path: Path) -> None:
+def test_mapped_files_and_empty_budgets_need_no_cache(compressed: Dataset, tmp_path: Path) -> None:
     assert with_cache(compressed, Budget(0)) is compressed
     assert isinstance(with_cache(compressed, Budget(100)), CachedDataset)
     with HDFWriter(tmp_path / "mapped.hdf") as writer:
         writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
     (feed,) = feeds(tmp_path, f"train = '{tmp_path}/mapped.hdf'\ncache_size = '2G'")
     assert isinstance(feed.dataset, OneAtATime)
-    assert isinstance(feed.dataset._dataset, HDFDataset)
+    assert isinstance(feed.dataset._dataset, Dataset)
     assert [line for _, line in feed_lines(feed)] == [
         "train: 1 sequences, default; data memory-mapped; 16 bytes",
         "train: no cache: all data is memory-mapped; the system caches it for all ranks of the host",
@@ -150,7 +151,7 @@ def numbers(feed: Feed, epoch: int) -> list[float]:
         return [number for batch in batches for number in batch.data["data"].values[:, 0, 0].tolist()]
 
 
-def test_a_cache_survives_epochs_parts_of_the_data_and_random_orders(compressed: HDFDataset, tmp_path: Path) -> None:
+def test_a_cache_survives_epochs_parts_of_the_data_and_random_orders(compressed: Dataset, tmp_path: Path) -> None:
     more = f"train = {{'files': '{tmp_path}/plain.hdf', 'seq_ordering': 'random', 'partition_epoch': 4}}\ncache_size = '1M'"
     (feed,) = feeds(tmp_path, more)
     assert feed.budget is not None
@@ -163,7 +164,7 @@ def test_a_cache_survives_epochs_parts_of_the_data_and_random_orders(compressed:
     assert line == (4, "train: cache: up to 9.5 KB per rank, 28.4 KB on this host; 9.5 KB would hold all of it")
 
 
-def test_joined_and_mapped_data_is_kept_where_it_is_read(compressed: HDFDataset, tmp_path: Path) -> None:
+def test_joined_and_mapped_data_is_kept_where_it_is_read(compressed: Dataset, tmp_path: Path) -> None:
     more = f"""
 calls = []
 def noisy(arrays):
@@ -186,7 +187,7 @@ cache_size = "-1"
     assert [read.indices for read in reads] == [list(range(20))] * 2
 
 
-def test_many_files_keep_their_bounds_and_close_under_a_cache(compressed: HDFDataset, tmp_path: Path) -> None:
+def test_many_files_keep_their_bounds_and_close_under_a_cache(compressed: Dataset, tmp_path: Path) -> None:
     more = f"train = {{'class': 'FilesDataset', 'files': 3 * ['{tmp_path}/plain.hdf'], 'max_open_files': 1}}\ncache_size = -1"
     (feed,) = feeds(tmp_path, more)
     assert isinstance(feed.dataset, OneAtATime)
@@ -199,7 +200,7 @@ def test_many_files_keep_their_bounds_and_close_under_a_cache(compressed: HDFDat
     assert dataset.sequence(45)["classes"].tolist() == [2] * 5  # not a view of the file, though that one is mapped there
 
 
-def test_budgets_of_three_datasets_and_of_workers(compressed: HDFDataset, tmp_path: Path) -> None:
+def test_budgets_of_three_datasets_and_of_workers(compressed: Dataset, tmp_path: Path) -> None:
     more = f"""
 train = {{"class": "MapDataset", "dataset": "{tmp_path}/plain.hdf", "map_seq": lambda arrays: arrays, "num_workers": 2}}
 dev = eval = "{tmp_path}/plain.hdf"
@@ -215,7 +216,7 @@ cache_size = ["100K", 5000, 0]
         feed.dataset.close()
 
 
-def test_all_ranks_of_a_host_share_its_memory(compressed: HDFDataset) -> None:
+def test_all_ranks_of_a_host_share_its_memory(compressed: Dataset) -> None:
     host = Budget(1000)
     assert (Budget(None, within=host).size, Budget(10, within=host).size, Budget(5000, within=host).size) == (1000, 10, 1000)
     train, dev = Budget(None, within=host), Budget(600, within=host)

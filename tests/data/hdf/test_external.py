@@ -180,7 +180,7 @@ def test_an_intact_file_that_is_locked_is_not_called_damaged(tmp_path: Path) -> 
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.data.hdf.handles.MOST_OPEN", 2)
+    monkeypatch.setattr("hvdtrain.data.handles.MOST_OPEN", 2)
     paths = [write(tmp_path / f"{number}.hdf", laid_out("inputs", chunks=True)) for number in range(9)]
     dataset = open_hdf(paths)
     before = len(os.listdir("/proc/self/fd"))

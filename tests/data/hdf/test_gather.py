@@ -3,14 +3,13 @@
 import numpy
 import pytest
 
-from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, gather_packed, open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.padding import pack, pad
+from hvdtrain.data.padding import REUSED, Memory, gather, gather_packed, pack, pad
 
 
-def gathered(array, starts, lengths, memory=None):
-    part = FileSlice(array, numpy.arange(len(starts)), numpy.array(starts))
-    return gather([part], numpy.array(lengths, dtype=numpy.int32), memory or Memory())
+def gathered(array, starts, lengths):
+    return gather(array, numpy.array(starts), numpy.array(lengths, dtype=numpy.int32)).values
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 40)])
@@ -21,34 +20,13 @@ def test_a_gathered_batch_is_what_padding_the_sequences_one_by_one_makes(shape, 
     lengths = generator.integers(0, longest + 1, 50).astype(numpy.int32)
     lengths[0] = longest
     starts = generator.integers(0, 1000 - longest + 1, 50)
-    memory = Memory()
+    sequences = [array[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     for _ in range(3):  # memory that was used before has other values in it
-        values = gathered(array, starts, lengths, memory)
-        expected = pad([array[start : start + length] for start, length in zip(starts, lengths, strict=True)])
-        assert values.dtype == array.dtype
-        assert numpy.array_equal(values, expected.values)
-        values[...] = 1
-        part = FileSlice(array, numpy.arange(50), starts)
-        packed = gather_packed([part], lengths, memory)
-        assert numpy.array_equal(packed, pack(expected.sequences()).values)
-        packed[...] = 1
-
-
-@pytest.mark.parametrize("longest", [1, 9, 400])
-def test_a_batch_from_several_arrays(longest):
-    generator = numpy.random.default_rng(longest)
-    arrays = [generator.integers(1, 100, (1000, 8)), generator.integers(1, 100, (500, 8)), numpy.zeros((0, 8), dtype=int)]
-    which = generator.integers(0, 3, 50)
-    lengths = generator.integers(0, longest + 1, 50).astype(numpy.int32)
-    lengths[which == 2] = 0
-    starts = numpy.where(which == 2, 0, generator.integers(0, 500 - longest + 1, 50))
-    parts = []
-    for number, array in enumerate(arrays):
-        rows = numpy.flatnonzero(which == number)
-        parts.append(FileSlice(array, rows, starts[rows]))
-    sequences = [arrays[one][start : start + length] for one, start, length in zip(which, starts, lengths, strict=True)]
-    assert numpy.array_equal(gather(parts, lengths, Memory()), pad(sequences).values)
-    assert numpy.array_equal(gather_packed(parts, lengths, Memory()), pack(sequences).values)
+        expected, packed = pad(sequences), pack(sequences)
+        assert numpy.array_equal(gathered(array, starts, lengths), expected.values)
+        assert numpy.array_equal(gather_packed(array, starts, lengths).values, packed.values)
+        for values in (expected.values, packed.values):
+            values[...] = 1
 
 
 def test_the_last_sequence_may_be_shorter_than_the_longest():

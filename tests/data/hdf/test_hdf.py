@@ -75,19 +75,23 @@ def test_further_keys_of_a_later_file_are_ignored(tmp_path: Path) -> None:
 
     dataset = open_hdf([write(tmp_path / "one.hdf", without_targets), write(tmp_path / "two.hdf")])
     assert list(dataset.streams) == list(dataset.sequence(3)) == ["data"]
-    with pytest.raises(DataError, match=r"one.hdf: expected the data key 'classes' as in .*two.hdf, got only 'data'"):
+    with pytest.raises(
+        DataError, match=r"expected the data key 'classes' of .*two.hdf .file 0. in .*one.hdf .file 1., got data$"
+    ):
         open_hdf([tmp_path / "two.hdf", tmp_path / "one.hdf"])
 
 
 def test_files_of_other_dimensions_do_not_go_together(tmp_path: Path) -> None:
     wider = put("inputs", numpy.zeros((5, 3), numpy.float32))
-    with pytest.raises(DataError, match=r"two.hdf: expected dimension 2 and frames of shape \(2,\) in 'data' as in .*one.hdf"):
+    with pytest.raises(
+        DataError, match=r"'data': expected .* dimension 2 as in .*one.hdf .*, got .* dimension 3 in .*two.hdf .file 1.$"
+    ):
         open_hdf([write(tmp_path / "one.hdf"), write(tmp_path / "two.hdf", wider)])
 
     def more_classes(file: h5py.File) -> None:
         file["targets/size"].attrs["classes"] = [5, 1]
 
-    with pytest.raises(DataError, match=r"three.hdf: expected dimension 4 .* in 'classes' .*, got dimension 5"):
+    with pytest.raises(DataError, match=r"'classes': expected .* dimension 4 as in .*, got .* dimension 5 in .*three.hdf"):
         open_hdf([tmp_path / "one.hdf", write(tmp_path / "three.hdf", more_classes)])
 
 

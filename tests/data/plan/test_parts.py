@@ -50,6 +50,7 @@ def test_an_epoch_opens_its_own_files_only_and_a_full_one_goes_through_all(paths
     value = {"class": "FilesDataset", "files": paths, "seq_ordering": "random", "partition_epoch": 3, "partition_by": "files"}
     dataset, keys = opened(value)
     assert isinstance(dataset, FilesDataset)
+    pool = dataset._dataset._pool
     by_full_epoch = []
     for full_epoch in range(2):
         seen: list[int] = []
@@ -64,7 +65,7 @@ def test_an_epoch_opens_its_own_files_only_and_a_full_one_goes_through_all(paths
             with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
                 read = [index for batch in batches for index in batch.indices.tolist()]
             assert read == indices
-            assert dataset.num_open == len(used)
+            assert pool.num_open == len(used)
             seen += indices
             files.append(used)
         assert sorted(seen) == list(range(sum(SIZES)))

@@ -1,4 +1,4 @@
-"""Which files are open in HDF5: few at a time, and for one thread at a time."""
+"""Which files are open: few at a time, and for one thread at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
-import h5py
-
 MOST_OPEN = 64
 
 
@@ -20,13 +18,13 @@ class Opened(ExitStack):
     HDF5 keeps the chunks that it has decompressed as long as their dataset is open.
     """
 
-    handle: h5py.File
+    handle: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.members: dict[str, Any] = {}
 
-    def member(self, name: str) -> h5py.Dataset:
+    def member(self, name: str) -> Any:
         """A dataset of the file."""
         if name not in self.members:
             self.members[name] = self.handle[name]
@@ -42,15 +40,21 @@ class File(Protocol):
 
 
 class Handles:
-    """The files that this process reads through h5py, at most `MOST_OPEN` at a time; shared by the files of a dataset.
+    """The files of a dataset that this process has open, at most `most` at a time.
 
     Handles of h5py do not survive a fork: a new process opens its files anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most or MOST_OPEN
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._open: OrderedDict[int, Opened] = OrderedDict()  # by id, so that files without a user are closed at once
+
+    @property
+    def num_open(self) -> int:
+        """The number of files that are open now."""
+        return len(self._open)
 
     @contextmanager
     def use(self, file: File) -> Iterator[Opened]:
@@ -58,10 +62,10 @@ class Handles:
         if self._process != os.getpid():
             for inherited in self._open.values():
                 inherited.pop_all()
-            Handles.__init__(self)
+            Handles.__init__(self, self.most)
         with self._lock:
             if id(file) not in self._open:
-                while len(self._open) >= MOST_OPEN:
+                while len(self._open) >= self.most:
                     self._open.popitem(last=False)[1].close()
                 self._open[id(file)] = file.open()
             self._open.move_to_end(id(file))

@@ -36,7 +36,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, part_of
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.randomness import ALONE
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
-from hvdtrain.data.views import Redrawn
+from hvdtrain.data.views import PartsOfSequences, Redrawn
 from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -306,7 +306,6 @@ class Feed:
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
         mix = self.dataset.mix
-        is_whole = self.chunks is None and not self.batch_keys.frame_batches
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
@@ -314,8 +313,7 @@ class Feed:
                 few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
                 some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
-                    is_redrawn = is_whole and dataset.is_stochastic
-                    draws = share.draws(number) if isinstance(share, Share) and is_redrawn else None
+                    draws = share.draws(number) if isinstance(share, Share) and self.dataset.is_stochastic else None
                     batch = self._read_batch(dataset, check, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
@@ -341,7 +339,10 @@ class Feed:
         packed = self.packed_keys
 
         def read(rows: slice | Array) -> Batch:
-            around = dataset if draws is None or not draws[rows].any() else Redrawn(dataset, draws[rows])
+            around = dataset
+            if draws is not None and draws[rows].any():
+                again = draws[rows]
+                around = dataset.drawn(again) if isinstance(dataset, PartsOfSequences) else Redrawn(dataset, again)
             batch = around.batch(indices[rows], packed)
             if self.broken.limit:
                 check_finite(batch)

@@ -10,6 +10,8 @@ from copy import copy
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import numpy
+
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.randomness import ALONE
@@ -153,6 +155,39 @@ class Redrawn(ChangedSequences):
             rows = (self._draws == draw).nonzero()[0].tolist()
             found.update(zip(rows, self._dataset.redrawn(draw).sequences([indices[row] for row in rows]), strict=True))
         return [found[row] for row in range(len(indices))]
+
+
+class PartsOfSequences(Dataset):
+    """A dataset whose batches consist of parts of the sequences of another one.
+
+    A sequence is read once for all of its parts in a batch, and in the next batch if it continues there.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._draws: Array | None = None
+        self._latest: dict[tuple[int, int], dict[str, Array]] = {}
+
+    def drawn(self, draws: Array | None) -> Self:
+        """The dataset for a batch, given for every part how often the epoch had its sequence before; None: it does not matter."""
+        changed = copy(self)
+        changed._draws = draws
+        return changed
+
+    def whole(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """The sequence of every part of the batch. Raises: DataError."""
+        draws = [0] * len(indices) if self._draws is None else self._draws.tolist()
+        keys = list(zip(draws, indices, strict=True))
+        new = [key for key in dict.fromkeys(keys) if key not in self._latest]
+        around = Redrawn(self._dataset, numpy.array([draw for draw, _ in new])) if any(draws) else self._dataset
+        read = dict(zip(new, around.sequences([index for _, index in new]) if new else [], strict=True))
+        found = {key: read[key] if key in read else self._latest[key] for key in keys}
+        self._latest.clear()
+        self._latest.update(found)
+        return [found[key] for key in keys]
+
+    def close(self) -> None:
+        self._dataset.close()
 
 
 def _alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

@@ -1,6 +1,9 @@
 """The count of broken sequences."""
 
+import io
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -9,7 +12,7 @@ from opened_data import opened
 
 import hvdtrain
 from hvdtrain.data.broken import BrokenSequences
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
@@ -98,6 +101,25 @@ def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
     with pytest.raises(BrokenSequence, match=r"train: item 2 is gone \(skip_broken = N lets a training continue"):
         batches_of(dataset, 0)
     dataset.close()
+
+
+def test_rows_that_are_broken_while_lengths_are_counted_are_no_sequences(tmp_path: Path) -> None:
+    (tmp_path / "units").write_text("a\nb\n")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(6):
+            about = tarfile.TarInfo(f"seq-{number}.txt")
+            about.size = 3
+            archive.addfile(about, io.BytesIO(b"\xff\xfe\xfa" if number in (0, 3) else b"aba"))
+    value = {"class": "TarDataset", "files": [str(tmp_path / "a.tar")], "vocabulary": {"txt": str(tmp_path / "units")}}
+    for _ in range(2):  # the second time, lengths are known
+        limited = BrokenSequences("train", 2)
+        dataset = opened(value, scanning=Scanning(tmp_path / "lengths", broken=limited))
+        assert dataset.tags(range(4)) == [tag.decode() for tag in dataset.tag_bytes(0, 4)] == ["seq-1", "seq-2", "seq-4", "seq-5"]
+        assert dataset.file_bounds().tolist() == [0, dataset.num_sequences] == [0, 4]
+        assert [dataset.sequence(index)["txt"].tolist() for index in range(4)] == [[0, 1, 0]] * 4
+        assert limited.warnings()[0].startswith("2 broken sequences are left out")
+    with pytest.raises(BrokenSequence, match="at most 1 broken sequences .*, got 2 broken"):
+        opened(value, scanning=Scanning(broken=BrokenSequences("train", 1)))
 
 
 def test_all_chunks_of_a_broken_sequence_are_left_out() -> None:

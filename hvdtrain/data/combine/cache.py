@@ -27,23 +27,26 @@ class Budget:
 
     Args:
         within: a larger budget that this one shares with others.
+        processes: how many have a budget of this size each.
 
     Attributes:
-        size: the smaller of the two limits.
+        size: the smaller of the two limits, for one process.
         used: the bytes in use.
         caches: the datasets that draw on this budget.
     """
 
-    def __init__(self, size: int | None, within: Budget | None = None) -> None:
+    def __init__(self, size: int | None, within: Budget | None = None, processes: int = 1) -> None:
         self._limit = size
         self._within = within
+        self._processes = processes
         self.used = 0
         self.caches: list[CachedDataset] = []
 
     @property
     def size(self) -> int | None:
-        sizes = [size for size in (self._limit, self._within.size if self._within is not None else None) if size is not None]
-        return min(sizes, default=None)
+        outer = None if self._within is None else self._within.size
+        sizes = [self._limit, None if outer is None else outer // self._processes]
+        return min((size for size in sizes if size is not None), default=None)
 
     def is_cut(self, wanted: int) -> bool:
         """Whether the larger budget leaves less than both this one's limit and the wanted bytes."""
@@ -54,16 +57,28 @@ class Budget:
         """Take some bytes; False if fewer are left."""
         if self._limit is not None and self.used + size > self._limit:
             return False
-        if self._within is not None and not self._within.take(size):
+        if self._within is not None and self._processes == 1 and not self._within.take(size):
             return False
         self.used += size
         return True
+
+    def reserve(self, wanted: int) -> None:
+        """Take what several processes may need to cache a dataset, or what is left: once forked, none knows what others use."""
+        if self._within is not None and self._processes > 1:
+            self._limit = (self._limit or 0) + self._within.take_up_to(self._processes * wanted) // self._processes
+
+    def take_up_to(self, wanted: int) -> int:
+        """Take some bytes, or as many as are left. Returns their number."""
+        left = wanted if self._limit is None else min(wanted, self._limit - self.used)
+        taken = left if self._within is None else self._within.take_up_to(left)
+        self.used += taken
+        return taken
 
     def part(self, count: int) -> Budget:
         """The budget of each of `count` processes that are forked later."""
         if count == 1 or self.size is None:
             return self
-        part = Budget(self.size // count)
+        part = Budget(None, within=self, processes=count)
         part.caches = self.caches
         return part
 
@@ -90,6 +105,7 @@ class CachedDataset(ChangedSequences):
         self._varies = threading.Event()
         self._cached: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
         budget.caches.append(self)
+        budget.reserve(self.size())
 
     @property
     def num_cached(self) -> int:

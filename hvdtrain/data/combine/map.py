@@ -14,6 +14,7 @@ import numpy
 
 from hvdtrain.config.source import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
+from hvdtrain.data.combine.parts import refuse_selection
 from hvdtrain.data.combine.user_code import Mapped, UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning, ended_iterator_error
 from hvdtrain.data.randomness import EPOCH, own_numbers
@@ -168,6 +169,8 @@ def _open_steps(
 ) -> Dataset:
     """Open a MapDataset with a list of steps. Raises: DataError."""
     dataset = datasets["dataset"]
+    for name in keys.datasets:
+        refuse_selection(f"{where}.datasets.{name}", datasets[name], "a step takes any of its sequences")
 
     def call(function: Callable[..., Any], arrays: Mapping[str, Array], draw: Draw) -> Any:
         given = {"epoch": draw.epoch, "index": draw.index, "rng": draw.rng}

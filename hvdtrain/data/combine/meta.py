@@ -11,6 +11,7 @@ from typing import Self
 import numpy
 
 from hvdtrain.data.combine.keys import MetaDatasetKeys
+from hvdtrain.data.combine.parts import refuse_selection
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Padded
 from hvdtrain.data.views import ChangedSequences
@@ -261,6 +262,9 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
     used = {name: dataset for name, dataset in datasets.items() if name in needed}
     positions: dict[str, Array | None] = {keys.ordered_by: None}
     others = [name for name in used if name != keys.ordered_by]
+    for name in others:
+        control = f"seq_order_control_dataset, here {keys.ordered_by}, says which sequences an epoch takes"
+        refuse_selection(f"{where}.datasets.{name}", used[name], control)
     if others:
         index = TagIndex(f"{where}.datasets.{keys.ordered_by}", used[keys.ordered_by])
         positions |= {name: index.positions_in(f"{where}.datasets.{name}", used[name]) for name in others}

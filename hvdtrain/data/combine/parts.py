@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+
+def refuse_selection(where: str, dataset: Dataset, reason: str) -> None:
+    """Raises: DataError, if a dataset selects some of its sequences for an epoch, where that would not count.
+
+    Args:
+        where: its config key.
+    """
+    if dataset.selected(1) is not None:
+        raise DataError(f"{where}: expected a dataset without sampling_sizes, got them ({reason})")
 
 
 def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iterator[tuple[int, Array, Array]]:

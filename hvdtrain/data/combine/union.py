@@ -11,7 +11,7 @@ from typing import Self
 import numpy
 
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
-from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
+from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, refuse_selection, split
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.padding import are_short, merge_batches
@@ -187,11 +187,7 @@ def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Data
 def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a MixingDataset. Raises: DataError."""
     for name, dataset in datasets.items():
-        if dataset.selected(1) is not None:
-            raise DataError(
-                f"{where}.datasets.{name}: expected a dataset without sampling_sizes, got them (weights and stop say how many "
-                "sequences an epoch takes)"
-            )
+        refuse_selection(f"{where}.datasets.{name}", dataset, "weights and stop say how many sequences an epoch takes")
     made = concatenate(where, datasets)
     ends = numpy.cumsum([dataset.num_sequences for dataset in datasets.values()]).tolist()
     bounds = dict(zip(datasets, zip([0, *ends[:-1]], ends, strict=True), strict=True))

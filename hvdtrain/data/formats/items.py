@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -17,10 +17,11 @@ from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.index import IndexFile
+from hvdtrain.data.indexed import UNREADABLE, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 
 TAG = "seq_tag"
 """The entry of an item that holds its name, not data."""
@@ -175,10 +176,11 @@ class ItemsDataset(Dataset):
         self.kind = type(items)
         self.draws = False
         self._repeats = True
+        self._used = numpy.arange(self._size)
         if not self._size:
             return
         self._form = ItemForm(where)
-        tag, first = self._first()
+        tag, first = self._first(scanning.broken.limit)
         before = generator_states()
         self.reads_for_tags = tag is not None
         self.streams = self._form.streams
@@ -187,17 +189,20 @@ class ItemsDataset(Dataset):
         if given is not None:
             self.lengths = self._given_lengths(given() if callable(given) else given, first)
         else:
-            self.lengths, largest = self._count(scanning)
+            found, largest = self._count(scanning)
             dims = {key: int(most) + 1 for key, most in largest.items()} | dims
+            self._used = rows_to_use(found.values(), scanning.broken, self._messages(found))
+            self.lengths = {key: column[self._used] for key, column in found.items()}
         self.draws = self.draws or generator_states() != before
         self.streams = self._form.with_classes(dims, dict(getattr(items, "labels", {})))
 
     @property
     def num_sequences(self) -> int:
-        return self._size
+        return len(self._used)
 
     def sequence(self, index: int) -> dict[str, Array]:
-        _, arrays = self._arrays(index)
+        number = int(self._used[index])
+        _, arrays = self._arrays(number)
         for key, values in arrays.items():
             if len(values) != self.lengths[key][index]:
                 advice = "an item must have the same lengths whenever it is read"
@@ -205,26 +210,34 @@ class ItemsDataset(Dataset):
                     self._lengths_path.unlink(missing_ok=True)
                     advice += f"; if the data has changed, start again: {self._lengths_path}, which had its lengths, is removed"
                 raise DataError(
-                    f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {index}, as when lengths were "
-                    f"counted or given, got {len(values)} ({advice})"
+                    f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {number}, as when lengths "
+                    f"were counted or given, got {len(values)} ({advice})"
                 )
         return arrays
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        if not self.reads_for_tags:
-            return [f"seq-{index}" for index in indices]
-        return [str(self._arrays(index)[0]) for index in indices]
+        numbers = self._used[list(indices)].tolist()
+        return [str(self._arrays(number)[0]) if self.reads_for_tags else f"seq-{number}" for number in numbers]
 
     def warnings(self) -> list[str]:
         return [*([] if self._repeats else [f"item 0 {OTHER_NUMBERS}"]), *batch_warnings(self.lengths)]
 
-    def _first(self) -> tuple[str | None, dict[str, Array]]:
-        """The first item, read twice with the same random numbers. Raises: DataError."""
-        found = []
-        for _ in range(2):
+    def _first(self, most: int) -> tuple[str | None, dict[str, Array]]:
+        """The first item that can be read, read twice with the same random numbers. Raises: DataError.
+
+        Args:
+            most: the number of broken items that it may come after.
+        """
+        found, number = list[tuple[str | None, dict[str, Array]]](), 0
+        while len(found) < 2:
             with own_numbers(ITEM):
                 before = generator_states()
-                found.append(self._arrays(0))
+                try:
+                    found.append(self._arrays(number))
+                except BrokenSequence:
+                    number += 1
+                    if number > min(most, self._size - 1):
+                        raise
                 self.draws = self.draws or generator_states() != before
         (_, first), (_, again) = found
         self._repeats = all(same_values(first[key], again[key]) for key in first)
@@ -291,7 +304,10 @@ class ItemsDataset(Dataset):
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
         items, checksum = self._items, 0
         for index in sorted({place * (self._size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
-            tag, arrays = self._arrays(index)
+            try:
+                tag, arrays = self._arrays(index)
+            except BrokenSequence:
+                continue
             lengths = {key: len(values) for key, values in sorted(arrays.items())}
             checksum = zlib.crc32(repr((index, tag, lengths)).encode("utf-8"), checksum)
             for key in sorted(key for key, stream in self.streams.items() if stream.sparse):
@@ -301,14 +317,27 @@ class ItemsDataset(Dataset):
         return f"items {made_of} {self._size} {self.streams} {checksum}"
 
     def _count_block(self, block: range) -> Counted:
-        lengths = {key: numpy.zeros(len(block), numpy.int32) for key in self.streams}
+        lengths = {key: numpy.full(len(block), UNREADABLE, numpy.int32) for key in self.streams}
         largest = dict.fromkeys(self.streams, 0)
         for place, index in enumerate(block):
-            for key, values in self._arrays(index)[1].items():
+            try:
+                arrays = self._arrays(index)[1]
+            except BrokenSequence:
+                continue  # reading it again gives the message
+            for key, values in arrays.items():
                 lengths[key][place] = len(values)
                 if self.streams[key].sparse and len(values):
                     largest[key] = max(largest[key], int(values.max()))
         return lengths, largest
+
+    def _messages(self, lengths: Mapping[str, Array]) -> Iterator[str]:
+        """A message for each item that could not be read."""
+        for number in numpy.flatnonzero(next(iter(lengths.values())) < 0).tolist():
+            try:
+                self._arrays(number)
+                yield f"{self._where}, item {number}: expected an item that can be read, got none when lengths were counted"
+            except BrokenSequence as error:
+                yield str(error)
 
 
 def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:

@@ -71,11 +71,9 @@ class Shards(SequenceSource, Sequence[Item]):
             return [f"row-{index}" for index in indices]
         return [tag.decode("utf-8") for tag in self._tags[numpy.asarray(indices, dtype=numpy.int64)].tolist()]
 
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        """As in `Dataset.tag_bytes`."""
-        if self._tags is None:
-            return numpy.array([f"row-{index}" for index in range(start, stop)], dtype=bytes)
-        return self._tags[start:stop]
+    def tag_bytes(self, indices: Array) -> Array:
+        """The names of some items as UTF-8: numpy bytes."""
+        return numpy.array(self.tags(indices.tolist()), dtype=bytes) if self._tags is None else self._tags[indices]
 
     def identity(self) -> str:
         """A text that differs if the files do."""
@@ -110,13 +108,13 @@ class ShardedItems(ItemsDataset):
         self.reads_for_tags = False
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._shards.tags(indices)
+        return self._shards.tags(self._used[list(indices)].tolist())
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._shards.tag_bytes(start, stop)
+        return self._shards.tag_bytes(self._used[start:stop])
 
     def file_bounds(self) -> Array:
-        return self._shards.bounds
+        return numpy.searchsorted(self._used, self._shards.bounds)
 
     def how_read(self) -> str:
         return f"{len(self._shards)} items of {len(self._shards.paths)} files"

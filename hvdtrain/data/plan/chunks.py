@@ -20,6 +20,7 @@ from hvdtrain.data.files import text_lines
 from hvdtrain.data.plan.batch_keys import Limit
 from hvdtrain.data.plan.chunk_keys import FRAMES_END, ChunkKeys, Context, Tail, limit_of, parse, parse_context
 from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.views import PartsOfSequences
 from hvdtrain.errors import DataError
 
 
@@ -206,16 +207,12 @@ def _with_zeros(values: Array, start: int, stop: int) -> Array:
     return numpy.pad(inside, [missing, *[(0, 0)] * (values.ndim - 1)]) if any(missing) else inside
 
 
-class ChunkedDataset(Dataset):
-    """The chunks of a dataset's sequences as a dataset; its batches give the indices of the sequences, not of the chunks.
-
-    A sequence is read once for all of its chunks in a batch, and in the next batch if it continues there.
-    """
+class ChunkedDataset(PartsOfSequences):
+    """The chunks of a dataset's sequences as a dataset; its batches give the indices of the sequences, not of the chunks."""
 
     def __init__(self, dataset: Dataset, chunks: Chunks) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         self._chunks = chunks
-        self._read: dict[int, dict[str, Array]] = {}
         self.streams = dataset.streams
         self.lengths = chunks.lengths
 
@@ -227,11 +224,7 @@ class ChunkedDataset(Dataset):
         return self.sequences([index])[0]
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        owners = self._chunks.sequences[list(indices)].tolist()
-        new = [owner for owner in dict.fromkeys(owners) if owner not in self._read]
-        made = dict(zip(new, self._dataset.sequences(new), strict=True))
-        self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
-        return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
+        return list(map(self._part, indices, self.whole(self._chunks.sequences[list(indices)].tolist())))
 
     def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
         data = self.packed(indices, packed) if packed else self.padded(indices)
@@ -249,6 +242,3 @@ class ChunkedDataset(Dataset):
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(self._chunks.sequences[list(indices)].tolist())
-
-    def close(self) -> None:
-        self._dataset.close()

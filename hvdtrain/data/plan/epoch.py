@@ -63,14 +63,18 @@ class Plan:
 
     @cached_property
     def draws(self) -> Array | None:
-        """For every element of `order`, how often the epoch has it before, int64 of the same shape; None: each is there once."""
-        if not len(self.order) or numpy.bincount(self.order).max() <= 1:
+        """For every element of `order`, how often the epoch has it (of a piece: its sequence) before, int64 of shape (elements,);
+        None: each is there once.
+        """
+        elements = self.order[:, 0] if self.cuts_frames else self.order
+        is_new = self.order[:, 1] == 0 if self.cuts_frames else numpy.ones(len(elements), dtype=bool)
+        if not len(elements) or numpy.bincount(elements[is_new]).max(initial=0) <= 1:
             return None
-        by_index = numpy.argsort(self.order, kind="stable")
-        places, ordered = numpy.arange(len(by_index)), self.order[by_index]
+        by_index = numpy.argsort(elements, kind="stable")
+        counts, ordered = numpy.cumsum(is_new[by_index]), elements[by_index]
         begins = numpy.append(True, ordered[1:] != ordered[:-1])
         draws = numpy.empty(len(by_index), dtype=numpy.int64)
-        draws[by_index] = places - numpy.maximum.accumulate(numpy.where(begins, places, 0))
+        draws[by_index] = counts - numpy.maximum.accumulate(numpy.where(begins, counts, 0))
         return draws
 
     @property

@@ -17,6 +17,7 @@ from hvdtrain.data.padding import join
 from hvdtrain.data.plan.batch_keys import Limit, Limits
 from hvdtrain.data.plan.bounds import NO_LIMIT
 from hvdtrain.data.types import Array, Batch, UnlikeError
+from hvdtrain.data.views import PartsOfSequences
 from hvdtrain.errors import DataError
 
 
@@ -104,18 +105,15 @@ def _merge(row: Array, other: Array) -> Array:
     return numpy.insert(row, places[is_new], other[is_new])
 
 
-class FrameDataset(Dataset):
+class FrameDataset(PartsOfSequences):
     """A dataset whose batches are pieces of sequences, joined to one row: arrays of shape (1, frames, ...).
-
-    The last sequence of a batch is kept, as the next batch may continue with it.
 
     Args:
         names: the data keys of the batches.
     """
 
     def __init__(self, dataset: Dataset, names: Sequence[str]) -> None:
-        self._dataset = dataset
-        self._last: dict[int, dict[str, Array]] = {}
+        super().__init__(dataset)
         self.streams = {name: dataset.streams[name] for name in names}
         self.lengths = {name: dataset.lengths[name] for name in names}
 
@@ -133,7 +131,7 @@ class FrameDataset(Dataset):
         """A batch of pieces, int64 of shape (pieces, 3). Raises: DataError."""
         pieces = indices
         owners = pieces[:, 0].tolist()
-        sequences = self._sequences(owners)
+        sequences = self.whole(owners)
 
         def describe(name: str, number: int) -> str:
             return f"sequence {self.tags([owners[number]])[0]!r}, data key {name!r}"
@@ -142,7 +140,7 @@ class FrameDataset(Dataset):
         for name, planned in self.lengths.items():
             parts = []
             for number, (owner, start, stop) in enumerate(pieces.tolist()):
-                values = sequences[owner][name]
+                values = sequences[number][name]
                 if len(values) != planned[owner]:
                     raise UnlikeError(
                         f"{describe(name, number)}: expected {planned[owner]} frames, as the batches were planned with, got "
@@ -151,12 +149,3 @@ class FrameDataset(Dataset):
                 parts.append(values[start:stop])
             data[name] = join(parts, partial(describe, name))
         return Batch(data, pieces[:, 0].copy(), partial(self.tags, owners), joined=frames_of(pieces))
-
-    def _sequences(self, indices: Sequence[int]) -> dict[int, dict[str, Array]]:
-        new = [index for index in dict.fromkeys(indices) if index not in self._last]
-        found = self._last | (dict(zip(new, self._dataset.sequences(new), strict=True)) if new else {})
-        self._last = {indices[-1]: found[indices[-1]]}
-        return found
-
-    def close(self) -> None:
-        self._dataset.close()

@@ -210,7 +210,8 @@ cache_size = ["100K", 5000, 0]
     opened = feeds(tmp_path, more)
     assert [feed.budget.size for feed in opened if feed.budget is not None] == [100 << 10, 5000, 0, 0]
     assert [len(feed.budget.caches) for feed in opened if feed.budget is not None] == [1, 1, 0, 0]
-    assert opened[0].budget.caches[0]._budget.size == 50 << 10  # each worker process keeps what it reads
+    inner = opened[0].budget.caches[0]
+    assert inner._budget.size == inner.size() == opened[0].budget.used / 2  # each worker process keeps what it reads
     assert numbers(opened[0], 1) == numbers(opened[0], 2) == list(range(20))
     for feed in opened:
         feed.dataset.close()
@@ -223,6 +224,12 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: Dataset) -> None:
     assert (train.take(500), dev.take(600), dev.take(400), train.take(101), train.take(100)) == (True, False, True, False, True)
     assert [Budget(own, within=host).is_cut(2000) for own in (None, 10, 1500)] == [True, False, True]
     assert not Budget(None, within=host).is_cut(900)
+    host = Budget(1000)
+    workers, more = Budget(None, within=host).part(2), Budget(None, within=host).part(3)
+    assert (workers.size, more.size) == (500, 333)
+    workers.reserve(300)
+    more.reserve(300)  # the first ones may cache all of their dataset
+    assert [workers.take(300), workers.take(1), more.take(133), more.take(1), host.used] == [True, False, True, False, 1000]
     memory = host_memory()
     assert memory is not None
     assert 1 << 20 < memory < 1 << 50

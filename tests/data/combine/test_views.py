@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array, Stream
@@ -60,6 +63,11 @@ def test_a_selection_inside_counts_and_dump_plans_like_a_training(tmp_path: Path
     nested = {"class": "ConcatDataset", "datasets": [other, sampled]}
     dataset = opened(nested)
     assert [dataset.selected(epoch).tolist() for epoch in (1, 3)] == [[*range(9)], [0, 1, 2, 3, 4, 13, 14, 5, 6]]
+    joined = {"class": "MetaDataset", "datasets": {"all": one, "some": sampled}, "data_map": {"data": ("some", "data")}}
+    with pytest.raises(
+        DataError, match=r"^train.datasets.some: expected a dataset without sampling_sizes, got them .*here all"
+    ):
+        opened(joined)
     assert dumped(nested, tmp_path / "nested.hdf", 3) == [100, 101, 102, 103, 104, 8, 9, 0, 1]
     with pytest.raises(DataError, match="sampling_sizes here or in a dataset inside, got both"):
         opened({**sampled, "datasets": {"one": sampled}}).selected(1)
@@ -217,4 +225,10 @@ def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(wo
     assert len({value % 1 for value in found}) == 9
     assert values(packed=True) == values(max_seqs=9) == found
     assert values(position=2) == found[4:]
+    order = {"seq_ordering": "default", "repeat_epoch": 3}
+    in_chunks = replace(feed_of(dataset, order=order, max_seqs=3), chunks=cut(dataset.lengths, ChunkKeys(chunking=1)))
+    for feed in (in_chunks, feed_of(dataset, order=order, batch_size=5, frame_batches=True)):  # sequences of two frames
+        with feed.read(feed.share(feed.plan(1)), 1) as batches:
+            frames = numpy.concatenate([batch.data["data"].values.reshape(-1) for batch in batches])
+        assert frames.tolist() == numpy.repeat(found, 2).tolist()
     dataset.close()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import datasets
 import h5py
+import lhotse
 import numpy
 import pyarrow
 import pyarrow.parquet
@@ -194,6 +195,39 @@ def kaldi(folder: Path, corpus: int) -> dict[str, Any]:
     return {"class": "KaldiFolder", "folder": str(folder / "train"), "vocabulary_from": str(folder / "train" / "text")}
 
 
+def cuts(folder: Path, corpus: int) -> dict[str, Any]:
+    """The sound and the texts of a Kaldi folder as cuts of Lhotse."""
+    write_folder(folder / "train")
+    texts = [line.partition(" ") for line in (folder / "train" / "text").read_text().splitlines()]
+    recordings = lhotse.RecordingSet.from_dir(folder / "train" / "audio", "*.wav")
+    supervisions = [
+        lhotse.SupervisionSegment(id=name, recording_id=name, start=0, duration=recordings[name].duration, text=text)
+        for name, _, text in texts
+    ]
+    segments = lhotse.SupervisionSet.from_segments(supervisions)
+    lhotse.CutSet.from_manifests(recordings, segments).to_file(folder / "cuts.jsonl")
+    return {
+        "class": "LhotseDataset",
+        "cuts": str(folder / "cuts.jsonl"),
+        "vocabulary_from": str(folder / "train" / "text"),
+    }
+
+
+def next_gen(folder: Path, corpus: int) -> dict[str, Any]:
+    """Two files with a dataset for every sequence."""
+    for number, some in enumerate((items(corpus)[:3], items(corpus)[3:])):
+        with h5py.File(folder / f"{number}.hdf", "w") as file:
+            file["seq_names"] = [tag for tag, _ in some]
+            for key, parser in (("data", "feature_sequence"), ("classes", "sparse")):
+                stream = file.create_group(f"streams/{key}")
+                stream.attrs["parser"] = parser
+                stream["feature_names"] = [str(label) for label in range(11)]
+                for tag, arrays in some:
+                    stream[f"data/{tag}"] = arrays[key]
+    paths = [str(folder / f"{number}.hdf") for number in range(2)]
+    return {"class": "NextGenHDFDataset", "files": paths, "input_stream_name": "data"}
+
+
 SOURCES: dict[str, Callable[[Path, int], Any]] = {
     "HDF": lambda folder, corpus: write_hdf(folder / "one.hdf", items(corpus)),
     "HDF, compressed": unaligned,
@@ -223,10 +257,16 @@ SOURCES: dict[str, Callable[[Path, int], Any]] = {
     "foreign": lambda folder, corpus: {"class": Foreign, "corpus": corpus},
     "iterable": lambda folder, corpus: {"class": "IterableDataset", "iterable": Iterated(corpus)},
     "KaldiFolder": kaldi,
+    "LhotseDataset": cuts,
+    "NextGenHDFDataset": next_gen,
+    "ReturnnDataset": lambda folder, corpus: {
+        "class": "ReturnnDataset",
+        "dataset": {"class": "HDFDataset", "files": files(folder, corpus)},
+    },
 }
 """By name, a function that writes one of two corpora into a folder, with the same names, and returns the dataset of a config."""
 
-OTHER_VALUES = ("KaldiFolder", "FolderDataset")
+OTHER_VALUES = ("KaldiFolder", "LhotseDataset", "FolderDataset")
 """Those that do not have the sequences of `items`, or not with the same types."""
 
 UNNAMED = ("items", "iterable")
@@ -259,14 +299,17 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     },
     "MixingDataset": lambda inside: {"class": "MixingDataset", "datasets": {"one": inside}},
 }
-READ_IN_ORDER = {"iterable": ("alone", "MapDataset")}
+READ_IN_ORDER = dict.fromkeys(("iterable", "ReturnnDataset"), ("alone", "MapDataset"))
 """The views that a source can be in that is read from beginning to end."""
 
 ROWS = [(source, view) for source in SOURCES for view in VIEWS if view in READ_IN_ORDER.get(source, VIEWS)]
 
 
 def made(tag: str, arrays: dict[str, numpy.ndarray]) -> Made:
-    parts = [(key, str(values.dtype), values.shape, values.tobytes()) for key, values in sorted(arrays.items())]
+    parts = [
+        (key, str(values.dtype), values.shape, values.tolist() if values.dtype == object else values.tobytes())
+        for key, values in sorted(arrays.items())
+    ]
     return tag, repr(parts).encode()
 
 

@@ -64,9 +64,7 @@ def test_a_selection_inside_counts_and_dump_plans_like_a_training(tmp_path: Path
     dataset = opened(nested)
     assert [dataset.selected(epoch).tolist() for epoch in (1, 3)] == [[*range(9)], [0, 1, 2, 3, 4, 13, 14, 5, 6]]
     joined = {"class": "MetaDataset", "datasets": {"all": one, "some": sampled}, "data_map": {"data": ("some", "data")}}
-    with pytest.raises(
-        DataError, match=r"^train.datasets.some: expected a dataset without sampling_sizes, got them .*here all"
-    ):
+    with pytest.raises(DataError, match=r"^train.datasets.some: expected a dataset without sampling_sizes, got them .*here all"):
         opened(joined)
     assert dumped(nested, tmp_path / "nested.hdf", 3) == [100, 101, 102, 103, 104, 8, 9, 0, 1]
     with pytest.raises(DataError, match="sampling_sizes here or in a dataset inside, got both"):

@@ -1,0 +1,43 @@
+"""The steps of small_steps.py with hvdtrain: `python -m hvdtrain benchmarks/loops/steps_config.py`, ++backend tensorflow for Keras."""
+
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_steps import BATCH, CLASSES, EPOCHS, FEATURES, Clock, Frames
+
+import hvdtrain
+
+train = Frames()
+backend = config.value("backend", "torch")
+max_seqs = BATCH
+num_epochs = EPOCHS
+num_threads = 1
+optimizer = {"class": "sgd"}
+learning_rate = 0.01
+callbacks = Clock()
+
+if backend == "torch":
+    import torch
+
+    def get_model(**_):
+        return torch.nn.Linear(FEATURES, CLASSES)
+
+    def train_step(*, model, extern_data, **_):
+        data, classes = extern_data["data"], extern_data["classes"]
+        scores = model(data.raw_tensor)[data.mask]
+        losses = torch.nn.functional.cross_entropy(scores, classes.raw_tensor[data.mask], reduction="none")
+        hvdtrain.get_run_ctx().mark_as_loss(losses, "ce", use_normalized_loss=True)
+
+else:
+    import tensorflow as tf
+
+    def get_model(**_):
+        return tf.keras.Sequential([tf.keras.Input((None, FEATURES)), tf.keras.layers.Dense(CLASSES)])
+
+    def train_step(*, model, extern_data, **_):
+        data, classes = extern_data["data"], extern_data["classes"]
+        scores, labels = model(data.raw_tensor, training=True)[data.mask], classes.raw_tensor[data.mask]
+        losses = tf.keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True)
+        hvdtrain.get_run_ctx().mark_as_loss(losses, "ce", use_normalized_loss=True)

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""What a step costs besides its computation: hvdtrain against loops and other trainers, in microseconds per step.
+
+    python benchmarks/step_cost.py                                # one rank and two, PyTorch and Keras
+    python benchmarks/step_cost.py --peers OTHER_VENV/bin/python  # with Accelerate and Lightning, where that Python has them
+
+A linear layer of 9 units is trained on batches of 4 short sequences of the same map-style dataset (loops/small_steps.py), with one
+thread for computing, so that nearly all of a step is overhead. Every trainer runs once a round, in a process for each rank; the
+second of its two epochs counts. The CPU time of all threads is the figure to go by on a machine that others use, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from measuring import ROOT, machine
+
+LOOPS = ROOT / "benchmarks/loops"
+HVDTRAIN = ["-m", "hvdtrain", str(LOOPS / "steps_config.py")]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is compared.
+
+    Attributes:
+        words: of its command, after the Python.
+        ranks: on how many it runs.
+        starts: how two ranks are started: torchrun, mpirun, or '' if it starts them itself.
+        against: the loop of the same framework.
+        package: of the second environment; None: it runs in this one.
+    """
+
+    words: list[str]
+    ranks: tuple[int, ...]
+    starts: str
+    against: str = "loop"
+    package: str | None = None
+
+
+def loop(name: str) -> list[str]:
+    return [str(LOOPS / "small_steps.py"), name]
+
+
+TRAINERS = {
+    "loop": Trainer(loop("loop"), (1, 2), "torchrun"),
+    "hvdtrain": Trainer(HVDTRAIN, (1, 2), ""),
+    "accelerate": Trainer(loop("accelerate"), (1, 2), "torchrun", package="accelerate"),
+    "lightning": Trainer(loop("lightning"), (1, 2), "torchrun", package="lightning"),
+    "horovod loop": Trainer(loop("horovod"), (2,), "mpirun", "horovod loop"),
+    "hvdtrain, horovod": Trainer([*HVDTRAIN, "++use_horovod", "1"], (2,), "mpirun", "horovod loop"),
+    "keras loop": Trainer(loop("keras"), (1, 2), "mpirun", "keras loop"),
+    "hvdtrain, keras": Trainer([*HVDTRAIN, "++backend", "tensorflow", "++use_horovod", "1"], (1, 2), "mpirun", "keras loop"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TRAINERS, default=list(TRAINERS), help="the trainers to compare (all)")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="numbers of ranks (1 2)")
+    parser.add_argument("--rounds", type=int, default=11, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="of an epoch (%(default)s)")
+    parser.add_argument("--peers", default=sys.executable, help="the Python with Accelerate and Lightning (this one)")
+    options = parser.parse_args()
+    packages = {TRAINERS[name].package for name in options.only} - {None}
+    missing = [one for one in packages if subprocess.run([options.peers, "-c", f"import {one}"], capture_output=True).returncode]
+    for package in missing:
+        print(f"{package}: not installed in {options.peers} (pip install -e '.[peers]')")
+    for ranks in options.ranks:
+        names = [name for name in options.only if ranks in TRAINERS[name].ranks and TRAINERS[name].package not in missing]
+        print(f"\n{machine()}\n")
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for number in range(options.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                found[name].append(measure(TRAINERS[name], ranks, options.steps, options.peers))
+        print_table(found, ranks)
+    return 0
+
+
+def measure(trainer: Trainer, ranks: int, steps: int, peers: str) -> dict[str, float]:
+    """Train once: microseconds per step of the slowest rank, of CPU time and as they passed."""
+    with tempfile.TemporaryDirectory(prefix="step_cost.") as folder:
+        python = sys.executable if trainer.package is None else peers
+        command = [python, *trainer.words]
+        if trainer.words[: len(HVDTRAIN)] == HVDTRAIN:
+            command += ["++model", f"{folder}/model", *(["++ngpu", str(ranks)] if ranks > 1 and not trainer.starts else [])]
+        if ranks > 1 and trainer.starts == "torchrun":
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        elif ranks > 1 and trainer.starts:
+            yields = ["--mca", "mpi_yield_when_idle", "1"]
+            command = ["mpirun", "--bind-to", "none", "--oversubscribe", *yields, "-np", str(ranks), *command]
+        environment = os.environ | {
+            "STEPS_OF_EPOCH": str(steps),
+            "STEPS_RECORD": f"{folder}/record",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        records = [path.read_text().splitlines() for path in Path(folder).glob("record.*")]
+        if done.returncode or len(records) != ranks:
+            raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        last = [json.loads(lines[-1]) for lines in records]
+    return {what: 1e6 * max(one[what] for one in last) / steps for what in ("cpu", "wall")}
+
+
+def print_table(found: dict[str, list[dict[str, float]]], ranks: int) -> None:
+    """Medians with ranges, and the difference to the loop within a round."""
+    print(f"| {ranks} rank(s) | CPU us a step | us a step | over the loop, CPU us | over the loop, us |\n|---|---|---|---|---|")
+    for name, runs in found.items():
+        columns = [summary([run[what] for run in runs]) for what in ("cpu", "wall")]
+        for what in ("cpu", "wall"):
+            pairs = zip(runs, found.get(TRAINERS[name].against, ()), strict=False)
+            columns.append(summary([own[what] - other[what] for own, other in pairs]))
+        print(f"| {name} | {' | '.join(columns)} |", flush=True)
+
+
+def summary(values: list[float]) -> str:
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})" if values else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

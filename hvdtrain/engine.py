@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.data.feed import naming
+from hvdtrain.data.feed import Naming
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
@@ -164,7 +164,7 @@ class Engine:
                 for step in steps:
                     batch = self._next(batches, current)
                     has_batch = has_batch or batch is not None
-                    with self._timer.span("compute"), naming(batch, self._train.source):
+                    with self._timer.span("compute"), Naming(batch, self._train):
                         self._learner.backward(batch, is_last_microbatch=step == steps[-1])
                         if step == steps[-1]:
                             self._update(epoch, begun)

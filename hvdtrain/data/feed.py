@@ -10,9 +10,9 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os.path import abspath
+from types import TracebackType
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
@@ -51,7 +51,9 @@ Line = tuple[int, str]
 class ReadAhead(Generic[T]):
     """A context manager that reads ahead from an iterator in a background thread, up to `depth` values.
 
-    An exception of the iterator is raised in place of the value. Leaving the context stops the thread.
+    The thread reads until there are so many, and then waits until half of them are used: for small values, switching between two
+    threads takes longer than reading. An exception of the iterator is raised in place of the value. Leaving the context stops
+    the thread.
 
     Args:
         begin: called with every value by the consuming thread, one value ahead: for the next value before the current one is
@@ -61,7 +63,9 @@ class ReadAhead(Generic[T]):
     def __init__(self, values: Iterable[T], depth: int = 8, begin: Callable[[T], T] | None = None) -> None:
         self._values = values
         self._begin = begin
-        self._ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=depth)
+        self._depth = depth
+        self._ready: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
+        self._has_room = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="read-ahead", daemon=True)
 
@@ -71,21 +75,28 @@ class ReadAhead(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        while self._thread.is_alive():  # drain the queue: the thread may be waiting for room
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.05)
+        self._has_room.set()
+        self._thread.join()
 
     def _fill(self) -> None:
         try:
             for value in self._values:
                 self._ready.put(("value", value))
+                if self._ready.qsize() >= self._depth:
+                    self._wait_for_room()
                 if self._stop.is_set():
                     return
             self._ready.put(("end", None))
         except BaseException as error:
             self._ready.put(("error", error))
+
+    def _wait_for_room(self) -> None:
+        self._has_room.clear()
+        if not self._is_half_empty() and not self._stop.is_set():  # neither has become true just before
+            self._has_room.wait()
+
+    def _is_half_empty(self) -> bool:
+        return self._ready.qsize() <= self._depth // 2
 
     def _take(self) -> Iterator[T]:
         ahead: tuple[str, T | BaseException | None] | None = None  # the next value, after `begin`
@@ -96,17 +107,20 @@ class ReadAhead(Generic[T]):
             if kind == "end":
                 return
             ahead = None
-            if self._begin is not None:
-                with suppress(queue.Empty):
-                    ahead = self._begin_value(self._ready.get_nowait())
+            if self._begin is not None and not self._ready.empty():
+                ahead = self._begin_value(self._next())
             yield value  # type: ignore[misc]  # it is a T
 
     def _next(self) -> tuple[str, T | BaseException | None]:
         """The next value; waits for it."""
-        with suppress(queue.Empty):
-            return self._ready.get_nowait()
-        with ALONE.while_waiting():
-            return self._ready.get()
+        if self._ready.empty():
+            with ALONE.while_waiting():
+                entry = self._ready.get()
+        else:
+            entry = self._ready.get()
+        if not self._has_room.is_set() and self._is_half_empty():
+            self._has_room.set()
+        return entry
 
     def _begin_value(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
         kind, value = entry
@@ -538,24 +552,27 @@ PACKED_TENSORS = (
 )
 
 
-@contextmanager
-def naming(batch: Batch | None, source: str = "") -> Iterator[None]:
-    """Wraps calls of the config's functions: the traceback of an exception ends with a description of the batch, and advice.
+class Naming:
+    """A context for calls of the config's functions: the traceback of an exception ends with a description of the batch, and
+    advice.
 
     Args:
-        source: the dataset and its files, as in `Feed.source`: a data key that is not in the batch may be missing in a file.
+        feed: of the batch; a data key that is not in the batch may be missing in its files.
     """
-    try:
-        yield
-    except HvdtrainError:
-        raise
-    except Exception as error:
-        if batch is not None:
-            error.add_note(batch_text(batch) + (f"; of {source}" if source else ""))
-            advice = _advice(error, batch)
-            if advice is not None:
-                error.add_note(advice)
-        raise
+
+    def __init__(self, batch: Batch | None, feed: Feed | None = None) -> None:
+        self._batch = batch
+        self._feed = feed
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._batch is None or not isinstance(error, Exception) or isinstance(error, HvdtrainError):
+            return
+        error.add_note(batch_text(self._batch) + ("" if self._feed is None else f"; of {self._feed.source}"))
+        advice = _advice(error, self._batch)
+        if advice is not None:
+            error.add_note(advice)
 
 
 def _advice(error: Exception, batch: Batch) -> str | None:

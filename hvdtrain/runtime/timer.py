@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,20 +30,9 @@ class Timer:
         self._open: list[str] = []
         self._since = 0.0
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """Count the seconds of the `with` block under `name`."""
-        self._switch()
-        self._open.append(name)
-        try:
-            if self.ranges is None:
-                yield
-            else:
-                with self.ranges(name):
-                    yield
-        finally:
-            self._switch()
-            self._open.pop()
+        return _Span(self, name)
 
     def waits(self, name: str, values: Iterable[T]) -> Iterator[T]:
         """Yield `values`, and count the seconds spent waiting for each of them under `name`."""
@@ -80,13 +69,41 @@ class Timer:
         """All seconds by name so far, taken or not."""
         return _added(self._taken, self.seconds)
 
-    def _switch(self) -> None:
-        """Count the time since the last switch under the innermost open name."""
+    def _begin(self, name: str) -> None:
+        self._count()
+        self._open.append(name)
+
+    def _end(self) -> None:
+        self._count()
+        self._open.pop()
+
+    def _count(self) -> None:
+        """Count the time since the last call under the innermost open name."""
         now = self.clock()
         if self._open:
             name = self._open[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
+
+
+class _Span(AbstractContextManager[None]):
+    """A span of a timer. (Not a generator with `contextmanager`, which takes several times as long: a step has some of them.)"""
+
+    def __init__(self, timer: Timer, name: str) -> None:
+        self._timer = timer
+        self._name = name
+        self._range: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        if self._timer.ranges is not None:
+            self._range = self._timer.ranges(self._name)
+            self._range.__enter__()
+        self._timer._begin(self._name)
+
+    def __exit__(self, *error: Any) -> None:
+        self._timer._end()
+        if self._range is not None:
+            self._range.__exit__(*error)
 
 
 def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -100,10 +117,8 @@ class CpuClock:
         self._timer = Timer()
         self._taken = 0.0
 
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        with self._timer.span("step"):
-            yield
+    def span(self) -> AbstractContextManager[None]:
+        return self._timer.span("step")
 
     def take(self) -> float:
         """The seconds since the last call."""

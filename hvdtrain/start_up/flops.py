@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvdtrain.data.feed import Feed, naming
+from hvdtrain.data.feed import Feed, Naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import StepCost
@@ -20,7 +20,7 @@ def first_batch(session: Session, feed: Feed, plan: Plan, epoch: int) -> Iterato
     """This rank's first batch of an epoch, which errors in the `with` block describe; None: it has none, or a broken one."""
     with feed.read(feed.share(plan)[:1], epoch, session.learner.staging) as batches:
         batch = next((found for one in batches if (found := one.if_any) is not None), None)
-        with naming(batch, feed.source):
+        with Naming(batch, feed):
             yield batch
 
 

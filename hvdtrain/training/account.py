@@ -19,6 +19,9 @@ from hvdtrain.errors import DataError
 
 MODULUS = 1 << 64
 
+TOGETHER = 64
+"""How many batches are counted together."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -71,13 +74,22 @@ class Account:
         self._plan = plan
         self._position = position
         self._used = Usage()
+        self._uncounted: list[Array] = []  # batches that are counted together, which takes as long as counting one
 
     def add(self, indices: Array) -> None:
         """Count a batch."""
-        self._used += usage_of_indices(1, indices)
+        self._uncounted.append(indices)
+        if len(self._uncounted) >= TOGETHER:
+            self._count()
+
+    def _count(self) -> None:
+        if self._uncounted:
+            self._used += usage_of_indices(len(self._uncounted), numpy.concatenate(self._uncounted))
+            self._uncounted = []
 
     def take(self, position: int) -> Entry:
         """What was used and planned since the last call. `position`: the number of batches that are done now."""
+        self._count()
         counts_plan = self._feed.rank == 0 or self._feed.distribution != "shard"
         planned = usage_of_plan(self._feed, self._plan, self._position, position) if counts_plan else Usage()
         entry = self._used, planned

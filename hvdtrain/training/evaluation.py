@@ -10,7 +10,7 @@ import numpy
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.feed import Feed, naming
+from hvdtrain.data.feed import Feed, Naming
 from hvdtrain.errors import TrainingError, first_few
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import NotFinite
@@ -55,7 +55,7 @@ def evaluate(
                 feed.broken.add(batch.broken)
                 batch = batch.if_any
             if batch is not None:
-                with naming(batch, feed.source):
+                with Naming(batch, feed):
                     learner.evaluate(batch)
             step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator, together, together_with_message
 from hvdtrain.config.source import as_function
-from hvdtrain.data.feed import Feed, naming
+from hvdtrain.data.feed import Feed, Naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
@@ -83,7 +83,7 @@ def forward(
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 batch = next(batches, None)
                 if batch is not None:
-                    with naming(batch, feed.source):
+                    with Naming(batch, feed):
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         if searched is not None and number == 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from hvdtrain.comm.base import Communicator, all_reduce
-from hvdtrain.data.feed import Feed, naming
+from hvdtrain.data.feed import Feed, Naming
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import Learner
 from hvdtrain.runtime import log
@@ -33,7 +33,7 @@ def recompute_statistics(comm: Communicator, learner: Learner, watchdog: Watchdo
                 if batch is None:
                     yield None
                 else:
-                    with naming(batch, feed.source):
+                    with Naming(batch, feed):
                         yield batch
 
         layers = learner.fresh_statistics(batches(), partial(all_reduce, comm, op="sum", name="statistics"))

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from hvdtrain.data.feed import naming
+from hvdtrain.data.feed import Naming
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.torch.tensors import tensors_of
@@ -26,14 +26,14 @@ TEXT = (
 
 
 def test_the_traceback_ends_with_the_batch() -> None:
-    with pytest.raises(ValueError, match="broken") as caught, naming(BATCH):
+    with pytest.raises(ValueError, match="broken") as caught, Naming(BATCH):
         raise ValueError("broken")
     assert "".join(traceback.format_exception(caught.value)).endswith(f"ValueError: broken\n{TEXT}\n")
 
 
 def test_class_indices_of_another_type_are_reported() -> None:
     scores, targets = torch.zeros(7, 3), torch.tensor(DATA["classes"].values[:, 0])
-    with pytest.raises(RuntimeError) as caught, naming(BATCH):
+    with pytest.raises(RuntimeError) as caught, Naming(BATCH):
         torch.nn.functional.cross_entropy(scores, targets)
     hint = "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
     assert caught.value.__notes__ == [TEXT, hint]
@@ -57,7 +57,7 @@ TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,)
     ],
 )
 def test_how_a_data_key_or_its_tensor_is_asked_for(work: Callable[[Any], object], advice: str | None) -> None:
-    with pytest.raises((KeyError, AttributeError, TypeError, IndexError)) as caught, naming(BATCH):
+    with pytest.raises((KeyError, AttributeError, TypeError, IndexError)) as caught, Naming(BATCH):
         work(tensors_of(BATCH))
     assert caught.value.__notes__ == [TEXT, *([advice] if advice else [])]
 
@@ -65,7 +65,7 @@ def test_how_a_data_key_or_its_tensor_is_asked_for(work: Callable[[Any], object]
 def test_one_label_per_sequence_has_a_time_axis() -> None:
     labels = numpy.zeros((7, 1), numpy.int64)
     batch = replace(BATCH, data={**DATA, "classes": Padded(labels, numpy.ones(7, numpy.int32))})
-    with pytest.raises(RuntimeError) as caught, naming(batch):
+    with pytest.raises(RuntimeError) as caught, Naming(batch):
         torch.nn.functional.cross_entropy(torch.zeros(7, 3), torch.tensor(labels))
     assert caught.value.__notes__[1:] == [
         "classes is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
@@ -73,10 +73,10 @@ def test_one_label_per_sequence_has_a_time_axis() -> None:
 
 
 def test_a_message_for_users_stays_as_it_is() -> None:
-    with pytest.raises(ConfigError) as caught, naming(BATCH):
+    with pytest.raises(ConfigError) as caught, Naming(BATCH):
         raise ConfigError(["train_step: expected another name"])
     assert not hasattr(caught.value, "__notes__")
-    with pytest.raises(ValueError, match="no batch") as other, naming(None):
+    with pytest.raises(ValueError, match="no batch") as other, Naming(None):
         raise ValueError("no batch")
     assert not hasattr(other.value, "__notes__")
 
@@ -85,7 +85,7 @@ def test_the_error_stays_where_the_tags_cannot_be_read() -> None:
     def tags() -> list[str]:
         raise DataError("the file has changed")
 
-    with pytest.raises(ValueError, match="broken") as caught, naming(replace(BATCH, seq_tags=tags)):
+    with pytest.raises(ValueError, match="broken") as caught, Naming(replace(BATCH, seq_tags=tags)):
         raise ValueError("broken")
     assert caught.value.__notes__ == [TEXT.partition("; sequences")[0]]
 
@@ -94,6 +94,6 @@ def test_items_that_are_batches() -> None:
     images = Padded(numpy.zeros((2, 32, 1, 28, 28), numpy.float32), numpy.array([32, 32], numpy.int32))
     labels = Padded(numpy.zeros((2, 32), numpy.int64), numpy.array([32, 32], numpy.int32))
     batch = Batch({"data": images, "classes": labels}, numpy.arange(2))
-    with pytest.raises(RuntimeError) as caught, naming(batch):
+    with pytest.raises(RuntimeError) as caught, Naming(batch):
         torch.nn.Conv2d(1, 2, 3)(torch.from_numpy(images.values))
     assert "if items have 32 frames because they are batches: hvdtrain makes the batches" in caught.value.__notes__[1]

@@ -4,9 +4,9 @@
     python benchmarks/step_cost.py                                # one rank and two, PyTorch and Keras
     python benchmarks/step_cost.py --peers OTHER_VENV/bin/python  # with Accelerate and Lightning, where that Python has them
 
-A linear layer of 9 units is trained on batches of 4 short sequences of the same map-style dataset (loops/small_steps.py), with one
-thread for computing, so that nearly all of a step is overhead. Every trainer runs once a round, in a process for each rank; the
-second of its two epochs counts. The CPU time of all threads is the figure to go by on a machine that others use, too.
+A linear layer of 9 units is trained on batches of 4 short sequences of the same map-style dataset (loops/small_steps.py), with
+one thread for computing, so that nearly all of a step is overhead. Every trainer runs once a round, in a process for each rank;
+the second of its two epochs counts. The CPU time of all threads is the figure to go by on a machine that others use, too.
 """
 
 from __future__ import annotations

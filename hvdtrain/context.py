@@ -11,8 +11,7 @@ The terms for the parts of a training, here and everywhere else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,11 +173,15 @@ def get_run_ctx() -> RunContext:
         ) from None
 
 
-@contextmanager
-def running(context: RunContext) -> Iterator[RunContext]:
-    """Make `context` what `get_run_ctx()` returns inside the `with` block."""
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+class Running:
+    """Makes `context` what `get_run_ctx()` returns inside a `with` block."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> RunContext:
+        self._before = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._before)

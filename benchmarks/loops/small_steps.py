@@ -186,7 +186,7 @@ def keras():
             )
             loss = tf.reduce_mean(losses)
         variables = model.trainable_variables
-        optimizer.apply_gradients(zip(wrapped(tape).gradient(loss, variables), variables))
+        optimizer.apply_gradients(zip(wrapped(tape).gradient(loss, variables), variables, strict=True))
         return loss
 
     generator = numpy.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The steps of small_steps.py with hvdtrain: `python -m hvdtrain benchmarks/loops/steps_config.py`, ++backend tensorflow for Keras."""
+"""The steps of small_steps.py with hvdtrain: `python -m hvdtrain steps_config.py`, ++backend tensorflow for Keras."""
 
 # ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 import sys

@@ -34,7 +34,7 @@ WIDER = {"uint16": "int32", "uint32": "int64"}
 
 def widen(values: Array) -> Array:
     """The same values in a type that frameworks support."""
-    wider = WIDER.get(values.dtype.name)
+    wider = WIDER.get(values.dtype.name) if values.dtype.kind == "u" else None  # asking for the name takes microseconds
     return values if wider is None else values.astype(wider)
 
 

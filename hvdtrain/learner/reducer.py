@@ -135,11 +135,11 @@ class GradientExchange:
         Args:
             owners: for each gradient, the only rank that needs the result; None: all ranks need all results.
         """
-        return self.compressor.start(gradients, self.op, name=name, owners=owners) if self.is_active else gradients
+        return self.compressor.start(gradients, self.op, name=name, owners=owners) if self.is_sent else gradients
 
     def finish(self, handle: Any) -> list[Tensor]:
         """Wait for the gradients that the optimizer applies."""
-        if not self.is_active:
+        if not self.is_sent:
             own: list[Tensor] = handle
             return own
         with self._timer.span("communication"):

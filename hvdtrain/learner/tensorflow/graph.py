@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from hvdtrain.context import Loss, RunContext, running
+from hvdtrain.context import Loss, RunContext, Running
 from hvdtrain.data.types import Batch, Packed
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.epoch_scores import with_statistics
@@ -297,7 +297,7 @@ class StepGraphs:
         """The graph of `forward`."""
         if self._functions.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
-        with running(RunContext(epoch, step, False)) as context:
+        with Running(RunContext(epoch, step, False)) as context:
             tensors = {key: of_key for key, of_key in data.items() if key != PARTS}
             self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(tensors, self._packed))
         check_marked_outputs(context.outputs)
@@ -308,7 +308,7 @@ class StepGraphs:
         self.traces += 1
         parts = data.get(PARTS)
         data = {key: tensors for key, tensors in data.items() if key != PARTS}
-        with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
+        with Running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
             self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data, self._packed))
         check_marked_losses(context.losses, lambda value: True)  # any value is accepted: TensorFlow converts numbers to tensors
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)

@@ -16,7 +16,7 @@ from hvdtrain.context import Loss
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange, buckets
-from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
+from hvdtrain.learner.torch.tensors import Factor, counts_of, terms_of, total_of
 
 
 class Gradients:
@@ -122,7 +122,7 @@ class Gradients:
     def _count(self, losses: dict[str, Loss], normal: NormalizedLosses) -> None:
         """Add the numbers of elements of a batch."""
         if normal.names:
-            counts = torch.stack([count_of(losses[name], self._device) for name in normal.names])
+            counts = counts_of([losses[name] for name in normal.names], self._device)
             self._counts = counts if self._counts is None else self._counts + counts
 
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:

@@ -8,13 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.config.source import as_function
-from hvdtrain.context import Loss, RunContext, running
+from hvdtrain.context import Loss, RunContext, Running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
@@ -113,7 +114,7 @@ class ConfigFunctions:
             self.model.train(train)
         for metric in self.metrics:
             metric.take()  # what a batch left that did not fit into memory
-        run_context = running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
+        run_context = Running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -126,7 +127,7 @@ class ConfigFunctions:
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
+        run_context = Running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -508,11 +509,11 @@ def _meter(
 ) -> Meter:
     on_cpu = device.type == "cpu"
 
-    def read(tensors: list[torch.Tensor]) -> list[float]:
-        return torch.cat(tensors).tolist()
+    def read(copies: list[AsyncCopy]) -> list[float]:
+        return torch.cat([copy.values() for copy in copies]).tolist()
 
-    from_gpu = Transfer(lambda copies: read([copy.values() for copy in copies]), AsyncCopy, AsyncCopy.has_arrived, MAX_PENDING)
-    transfer = Transfer(read) if on_cpu else from_gpu
+    from_gpu = Transfer(read, AsyncCopy, AsyncCopy.has_arrived, MAX_PENDING)
+    transfer = Transfer(lambda lists: list(chain.from_iterable(lists))) if on_cpu else from_gpu
     return Meter(
         transfer,
         state.named_parameters,

@@ -25,6 +25,8 @@ from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
 
+PLAIN_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
 
 def skips_by_itself(optimizer: object) -> bool:
     """Whether an optimizer itself skips an update on the device if its `found_inf` is 1, as torch.optim's do with fused=True."""
@@ -149,6 +151,11 @@ class Update:
         self._noise = noise
         self._on_device = skips.on_device
         self._seed = seed
+        # That of PyTorch's optimizers does nothing else, but within a range for profilers, which takes longer than a small step's
+        # backward.
+        self._drops_plainly = not isinstance(optimizer, ShardedOptimizer) and all(
+            getattr(type(one), "zero_grad", None) is PLAIN_ZERO_GRAD for one in members_of(optimizer)
+        )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
@@ -194,10 +201,11 @@ class Update:
         Raises:
             TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
         """
-        if not self._gradients():  # on any rank: all batches were left out (skip_broken)
+        gradients = self._gradients()
+        if not gradients:  # on any rank: all batches were left out (skip_broken)
             return
         if self._check.scale is not None:
-            torch._foreach_div_(self._gradients(), self.loss_factor)
+            torch._foreach_div_(gradients, self.loss_factor)
         if not self._check.is_needed or self._should_apply(step):
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
@@ -211,7 +219,15 @@ class Update:
             if not self._has_applied:
                 check_plain(inner)
             self._has_applied = True
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        if not self._drops_plainly:
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _should_apply(self, step: int) -> bool:
         """Decide whether to apply the update; True if the optimizer can skip it itself. Until one is applied, the host decides:

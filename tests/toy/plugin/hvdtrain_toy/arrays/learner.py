@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.source import as_function
-from hvdtrain.context import RunContext, running
+from hvdtrain.context import RunContext, Running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
@@ -149,7 +149,7 @@ class ArrayLearner(Learner):
         raise ConfigError.of("unsupported", "backend: expected a framework with outputs for the task forward")
 
     def _run(self, batch: Batch, train: bool) -> None:
-        with running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags)) as context:
+        with Running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags)) as context:
             self._train_step(model=self.model, extern_data=batch.data)
         values = [loss.value for loss in context.losses.values()]
         numbers = numpy.array([*(value.sum() for value in values), *(value.size for value in values)], numpy.float64)

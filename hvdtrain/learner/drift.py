@@ -29,10 +29,11 @@ def check_weights(comm: Communicator, state: StateBase, facts: Mapping[str, str]
     Raises:
         ConfigError: they differ; on all ranks, with the names.
     """
-    tensors = state.tensors("parameters")
-    own = dict(zip(tensors, state.sums("parameters"), strict=True))
-    if len(set(comm.gather(mix_seed(*own.values()), name="weights"))) == 1:
+    sums = state.sums("parameters")
+    if len(set(comm.gather(mix_seed(*sums), name="weights"))) == 1:
         return
+    tensors = state.tensors("parameters")
+    own = dict(zip(tensors, sums, strict=True))
     first = comm.gather(own if comm.rank == 0 else {}, name="weights_of_first")[0]
     differing = set().union(*comm.gather({name for name in own if own[name] != first[name]}, name="weights_that_differ"))
     names = [name for name in own if name in differing]

@@ -345,6 +345,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(INTEGERS[real.element_size()])
+    """The same bits, in integers of 64 where possible: they are added up four times as fast as those of 32."""
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().flatten()
+    if real.numel() * real.element_size() % 8:
+        return real.view(INTEGERS[real.element_size()])
+    is_aligned = real.storage_offset() * real.element_size() % 8 == 0
+    return (real if is_aligned else real.clone()).view(torch.int64)

@@ -21,7 +21,8 @@ loss, optimizer, number of threads and mpirun flags:
 
 A run has two epochs of --steps steps. The first one is a warm-up; the second one is timed from before the first batch is read
 until after the last update. For hvdtrain this is `elapsed` in scores.jsonl, which includes planning the epoch and gathering its
-scores, but not saving checkpoints. The slowest rank determines the speed of a job.
+scores, but not saving checkpoints. The slowest rank determines the speed of a job. The CPU time is that of all threads of all
+ranks; waiting for other programs on the machine is not in it, but waiting for another rank is where a transport polls.
 
 A pair is one run of each variant, in immediate succession, so that the state of the machine is about the same; the order rotates
 from pair to pair. The result is the ratio within a pair, and its median over the pairs. Every run checks that all variants
@@ -44,6 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
+from measuring import machine
 
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.feed import Feed
@@ -98,9 +100,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: the rate of the whole job and the mean loss in the timed epoch."""
+    """The result of a run: the rate of the whole job, its CPU seconds and the mean loss in the timed epoch."""
 
     sequences_per_second: float
+    cpu: float
     loss: float
 
 
@@ -206,15 +209,21 @@ def run(job: Job, variant: str) -> Result:
         shutil.rmtree(job.folder / "hvdtrain", ignore_errors=True)
         keys = {**HVDTRAIN[variant], **hvdtrain_keys(job.data, job.folder, job.batch, job.channels)}
         overrides = [word for name, value in keys.items() for word in (f"++{name}", value)]
-        start([*command, "-m", "hvdtrain", *map(str, CONFIGS), *overrides], job.threads)
-        return read_scores(job.folder / "hvdtrain/scores.jsonl")
+        epochs = reports_in(start([*command, "-m", "hvdtrain", *map(str, CONFIGS), *overrides], job.threads))
+        cpu = sum(epoch["cpu"] for epoch in epochs if epoch["epoch"] == EPOCHS)
+        return read_scores(job.folder / "hvdtrain/scores.jsonl", cpu)
     loop = LOOPS / ("ddp_loop.py" if variant == "ddp" else "horovod_loop.py")
     arguments = [str(job.data), str(job.batches), "--reading", job.reading, "--channels", str(job.channels)]
-    printed = start([*command, str(loop), *arguments], job.threads)
-    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert len(reports) == job.ranks, f"{variant}: expected a report of each of {job.ranks} ranks, got\n{printed}"
+    reports = reports_in(start([*command, str(loop), *arguments], job.threads))
+    assert len(reports) == job.ranks, f"{variant}: expected a report of each of {job.ranks} ranks, got {reports}"
     slowest = min(report["sequences_per_second"] for report in reports)
-    return Result(slowest * job.ranks, statistics.mean(report["loss"] for report in reports))
+    cpu = sum(report["cpu"] for report in reports)
+    return Result(slowest * job.ranks, cpu, statistics.mean(report["loss"] for report in reports))
+
+
+def reports_in(printed: str) -> list[dict[str, float]]:
+    """The lines of JSON that the ranks printed."""
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def start(command: list[str], threads: int) -> str:
@@ -229,11 +238,11 @@ def start(command: list[str], threads: int) -> str:
     return done.stdout
 
 
-def read_scores(path: Path) -> Result:
+def read_scores(path: Path, cpu: float) -> Result:
     """Read the timed epoch from hvdtrain's scores.jsonl."""
     epoch = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     assert epoch["epoch"] == EPOCHS, f"{path}: expected {EPOCHS} epochs, got {epoch['epoch']}"
-    return Result(epoch["num_sequences"] / epoch["elapsed"], epoch["scores"]["train_loss_ctc"])
+    return Result(epoch["num_sequences"] / epoch["elapsed"], cpu, epoch["scores"]["train_loss_ctc"])
 
 
 def free_port() -> int:
@@ -244,12 +253,19 @@ def free_port() -> int:
 
 
 def print_table(job: Job, pairs: list[dict[str, Result]]) -> None:
-    """Print the ratio of hvdtrain's rate to each of the loops': the median over the pairs and all values."""
+    """Print the ratio of hvdtrain's rate, and of the rates per CPU second, to each of the loops': the median and all values."""
+    print(machine())
     for ours in [variant for variant in job.variants if variant in HVDTRAIN]:
-        print(f"\n{f'{ours} against':>16}  median  pairs")
-        for variant in LOOP_VARIANTS:
-            ratios = [pair[ours].sequences_per_second / pair[variant].sequences_per_second for pair in pairs]
-            print(f"{variant:>16}  {statistics.median(ratios):6.3f}  {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
+        for what in ("", ", CPU"):
+            print(f"\n{f'{ours}{what} against':>22}  median  pairs")
+            for variant in LOOP_VARIANTS:
+                ratios = [ratio(pair[ours], pair[variant], of_cpu=bool(what)) for pair in pairs]
+                print(f"{variant:>22}  {statistics.median(ratios):6.3f}  {' '.join(f'{one:.3f}' for one in ratios)}")
+
+
+def ratio(own: Result, other: Result, of_cpu: bool) -> float:
+    """Above 1, the first is faster, or takes less CPU time."""
+    return other.cpu / own.cpu if of_cpu else own.sequences_per_second / other.sequences_per_second
 
 
 def losses_agree(job: Job, pairs: list[dict[str, Result]]) -> bool:

@@ -27,7 +27,7 @@ def main() -> None:
 
     step = 0
     for batches in epochs:  # the first epoch is a warm-up, the last one is timed
-        started = time.perf_counter()
+        started, cpu_before = time.perf_counter(), time.process_time()
         losses = []
         for indices in batches:
             batch = words.batch(indices)
@@ -40,8 +40,8 @@ def main() -> None:
             schedule.step()
             losses.append(loss.item())
             step += 1
-        elapsed = time.perf_counter() - started
-    shared.report(rank, sum(map(len, batches)), elapsed, sum(losses) / len(losses))
+        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu_before
+    shared.report(rank, sum(map(len, batches)), elapsed, cpu, sum(losses) / len(losses))
     distributed.destroy_process_group()
 
 

@@ -136,8 +136,8 @@ def mean_loss(config: dict[str, Any], model: torch.nn.Module, batch: Batch) -> t
     return loss / len(batch.letters)
 
 
-def report(rank: int, num_sequences: int, elapsed: float, loss: float) -> None:
-    """Print the rate and the mean loss of a rank in the last epoch as a line of JSON."""
+def report(rank: int, num_sequences: int, elapsed: float, cpu: float, loss: float) -> None:
+    """Print the rate, the CPU seconds of all threads and the mean loss of a rank in the last epoch as a line of JSON."""
     rate = num_sequences / elapsed
-    line = json.dumps({"rank": rank, "sequences_per_second": rate, "elapsed": elapsed, "loss": loss})
+    line = json.dumps({"rank": rank, "sequences_per_second": rate, "elapsed": elapsed, "cpu": cpu, "loss": loss})
     print(f"{line}\n", end="", flush=True)  # in one write, as the ranks print at the same time

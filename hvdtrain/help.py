@@ -115,7 +115,7 @@ def anchor(section: type, key: Key) -> str:
     """The anchor of a key in docs/keys.md: its name, after that of the dict or of the class of dataset that it is in.
 
     >>> sections = [SECTIONS[0], DATASET_SECTIONS[0], DICTS["torch_distributed"]]
-    >>> [anchor(section, next(declared_keys(section))) for section in sections]
+    >>> [anchor(section, declared_keys(section)[0]) for section in sections]
     ['task', 'HDFDataset.files', 'torch_distributed.backend']
     """
     of_class = re.search(r'"class": "(\w+)"', _title(section))

@@ -161,11 +161,13 @@ def closest(name: str, keys: Iterable[str]) -> str | None:
     >>> closest("learinng_rate", ["learning_rates", "learning_rate"]), closest("trian", ["train"]), closest("hidden", ["train"])
     ('learning_rate', 'train', None)
     """
-    candidates = list(keys)
-    close = get_close_matches(name, candidates, n=1, cutoff=CLOSE)
+    long = len(name)
+    alike = [key for key in keys if 2 * min(long, len(key)) >= CLOSE * (long + len(key))]  # difflib would ask for each, slowly
+    close = get_close_matches(name, alike, n=1, cutoff=CLOSE)
     if close:
         return close[0]
-    return next((key for key in candidates if sorted(key) == sorted(name)), None)  # letters in another order
+    letters = sorted(name)
+    return next((key for key in alike if len(key) == long and sorted(key) == letters), None)  # in another order
 
 
 def did_you_mean(name: str, keys: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -146,16 +146,24 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared_keys(section: type) -> Iterator[Key]:
+def declared_keys(section: type) -> tuple[Key, ...]:
     """The keys that a section class declares, in the order of declaration."""
-    hints = _types(section)
+    return _declared_keys(section)
+
+
+@cache
+def _declared_keys(section: type) -> tuple[Key, ...]:
+    """Cached, as evaluating annotations is slow."""
+    hints = get_type_hints(section)
+    keys = []
     for field in dataclasses.fields(section):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         names = field.metadata["names"] or (field.name,)
         found = {**field.metadata, "names": names, "field": field.name}
-        yield Key(names[0], hints[field.name], default, section=section.__name__, **found)
+        keys.append(Key(names[0], hints[field.name], default, section=section.__name__, **found))
+    return tuple(keys)
 
 
 def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,12 +177,6 @@ def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
         elif not dot and name in values:
             found[name] = values[name]
     return found
-
-
-@cache
-def _types(section: type) -> dict[str, Any]:
-    """The types of a section's fields; cached, as evaluating annotations is slow."""
-    return get_type_hints(section)
 
 
 class Sections:

@@ -249,7 +249,7 @@ def load(
         types: types of the declared keys, which determine how text is parsed.
         builtins: None: Python's.
         origin: of the overrides, which are text only if they come from the command line.
-        spellings: the names of each key that has several; an entry of a dict is spelled with a dot.
+        spellings: the names of each key; an entry of a dict is spelled with a dot.
 
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
@@ -257,6 +257,7 @@ def load(
     from hvdtrain.config.children import let_children_import  # here: multiprocessing would make `--help` slower
 
     let_children_import(MODULE_NAME, load, configs, overrides, types, builtins, origin, spellings)
+    spellings = [names for names in spellings if len(names) > 1]
     parse: Callable[[Any, Any], Any] = text_value if origin == COMMAND_LINE else lambda value, expected: value
     top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
@@ -492,10 +493,11 @@ def _override(
         ConfigError: an override that only such functions can read does not reach them.
     """
     constants = _constants(tree)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)] if overrides else []
     for name, value in overrides.items():
         if name in constants:
             names[name] = value
-        for module in _imported_from(tree, name, names.get("__package__")):
+        for module in _imported_from(imports, name, names.get("__package__")):
             inner = vars(sys.modules.get(module, object))
             found = inner.get(name)
             if found is None or callable(found):
@@ -514,14 +516,14 @@ def _override(
                 )
 
 
-def _imported_from(tree: ast.Module, name: str, package: str | None) -> Iterator[str]:
-    """The modules from which a Python file imports a name.
+def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | None) -> Iterator[str]:
+    """The modules from which a Python file with these imports imports a name.
 
-    >>> list(_imported_from(ast.parse("from a import *; from b import c; from .d import c; from e import c as f"), "c", "g"))
+    >>> list(_imported_from(ast.parse("from a import *; from b import c; from .d import c; from e import c as f").body, "c", "g"))
     ['a', 'b', 'g.d']
     """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name in ("*", name) and not alias.asname for alias in node.names):
+    for node in imports:
+        if any(alias.name in ("*", name) and not alias.asname for alias in node.names):
             yield importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
 
 

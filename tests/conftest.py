@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import numpy
@@ -25,7 +24,7 @@ from leftovers import TestProcess
 from object_store import ObjectStore, object_store
 from terminal import Terminal
 from times import Times
-from trainings import Run, Trained, runs_named
+from trainings import Trained, named_by, names_in
 
 from hvdtrain.config.source import SELDOM
 from hvdtrain.data import remote
@@ -154,10 +153,7 @@ def trained(request: pytest.FixtureRequest, corpus: Path, shared_folder: Path) -
     """What the trainings of the collected modules left (trainings.py)."""
     modules = {item.path for item in request.session.items}
     slow = {item.path for item in request.session.items if item.get_closest_marker("slow") is not None}
-    named: dict[Path, set[Run]] = {module: set() for module in modules}
-    for item in request.session.items:
-        if isinstance(item, pytest.Function):
-            named[item.path] |= runs_named(item)
+    named = [named_by(item) for item in request.session.items if isinstance(item, pytest.Function)]
     return Trained(corpus, shared_folder / "trained", modules, slow, named, request.config.getoption("--soak"))
 
 
@@ -260,9 +256,3 @@ def starts_programs(item: pytest.Item) -> bool:
             if callable(used) and (used in STARTERS or getattr(used, "__module__", None) == function.__module__):
                 waiting.append(used)
     return False
-
-
-def names_in(code: CodeType) -> set[str]:
-    """The global names in a function's code, and in that of functions inside of it."""
-    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)

@@ -13,7 +13,7 @@ def run_forked(arguments: Sequence[object], seconds: int = 60) -> Finished:
     """What `python -m hvdtrain ARGUMENTS` prints and returns. A status below 0 is a signal's.
 
     Args:
-        seconds: of a core that it may take; it may wait for twice as long.
+        seconds: of a core that it may take; it may wait for six times as long, beside other programs.
     """
     from inside import run_inside  # here, as it imports PyTorch
 
@@ -23,7 +23,7 @@ def run_forked(arguments: Sequence[object], seconds: int = 60) -> Finished:
         try:
             os.close(reader)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(2 * seconds)
+            signal.alarm(6 * seconds)
             used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime + resource.getrusage(resource.RUSAGE_SELF).ru_stime)
             resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -33,6 +33,7 @@ def without_processes(folder: Path) -> Shell:
     return run
 
 
+@pytest.mark.again  # the same, with more data and on a cluster
 @pytest.mark.slow
 def test_the_commands_on_a_laptop_print_what_the_page_shows(tmp_path: Path) -> None:
     page = PAGE.read_text()

@@ -11,8 +11,8 @@ top what it wants trained, and a test looks at what came out:
         results = trained(trainings, Run("torch", "horovod", 2))
         assert not same(results.weights("plain"), results.weights("clipped"))
 
-The first test that asks starts the launch, with the trainings of all modules whose tests were collected, in the runs that these
-tests name: `pytest -k` and `pytest -m` train no more than they need. What a test asks for beside that is launched by itself. The
+The first test that asks starts the launch, with the trainings that the collected tests name, in the runs that these name:
+`pytest -k` and `pytest -m` train no more than they need. What a test asks for beside that is launched by itself. The
 other workers of pytest-xdist wait for it, and look at the same files. What the launch itself does (an exit status, a crash, what
 is printed before the ranks are connected) is not for this; see launching.py.
 """
@@ -22,9 +22,10 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
@@ -174,23 +175,41 @@ def model_of(folder: Path, name: str, given: dict[str, object]) -> Path:
     return Path(str(given.get("model", folder / str(given.get("saved_as", name)) / "model")))
 
 
-def runs_named(item: pytest.Item) -> set[Run]:
-    """The runs that a test names: in its parameters, and as variables of its module in its code and in that of its fixtures."""
-    found: set[Run] = set()
-    names, functions = set(), [item.function]  # type: ignore[attr-defined]
-    functions += [one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several]  # type: ignore[attr-defined]
-    for function in functions:
-        if getattr(function, "__module__", None) == item.module.__name__:  # type: ignore[attr-defined]
-            names |= set(function.__code__.co_names)
-    values: list[Any] = [*getattr(getattr(item, "callspec", None), "params", {}).values()]
-    values += [vars(item.module).get(name) for name in names]  # type: ignore[attr-defined]
+def named_by(item: pytest.Function) -> tuple[set[Trainings], set[Run]]:
+    """The trainings and the runs that a test names: in its parameters, and as variables of its module in its code and in that of
+    the fixtures and functions of the module that it uses.
+    """
+    if "trained" not in item.fixturenames:
+        return set(), set()
+    trainings: set[Trainings] = {item.module.trainings} if "results" in item.fixturenames else set()
+    runs: set[Run] = set()
+    registered = {request.function for request in REQUESTS}
+    fixtures = [one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several]
+    values: list[Any] = [item.function, *fixtures, *getattr(getattr(item, "callspec", None), "params", {}).values()]
+    seen: list[Any] = []
+    is_alone = False
     while values:
         value = values.pop()
+        if any(value is one for one in seen):
+            continue
+        seen.append(value)
         if isinstance(value, Run):
-            found.add(value)
+            runs.add(value)
         elif isinstance(value, (tuple, list)):
             values += value
-    return found | {run.alone for run in found if "alone" in names}
+        elif isinstance(value, FunctionType) and value in registered:
+            trainings.add(value)
+        elif isinstance(value, FunctionType) and value.__module__ == item.module.__name__:
+            names = names_in(value.__code__)
+            values += [value.__globals__.get(name) for name in names]
+            is_alone |= "alone" in names
+    return trainings, runs | ({run.alone for run in runs} if is_alone else set())
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The global names in a function's code, and in that of functions inside of it."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 ResultsOf = Callable[[Run], Results]
@@ -203,18 +222,27 @@ class Trained:
         folder: which all workers share.
         modules: whose tests were collected.
         slow: those of them with tests marked slow.
-        named: by module, the runs that its tests name.
+        named: what each test names.
     """
 
     def __init__(
-        self, corpus: Path, folder: Path, modules: set[Path], slow: set[Path], named: Mapping[Path, set[Run]], soak: bool
+        self,
+        corpus: Path,
+        folder: Path,
+        modules: set[Path],
+        slow: set[Path],
+        named: Sequence[tuple[set[Trainings], set[Run]]],
+        soak: bool,
     ) -> None:
         self._corpus = corpus
         self._folder = folder
-        self._named = named
         wanted = [request for request in REQUESTS if request.module in modules]
         wanted = [replace(one, runs=(*one.runs, *one.slow)) if one.module in slow else one for one in wanted]
         self._requests = [replace(one, runs=(*one.runs, *one.again)) if soak else one for one in wanted]
+        self._named = {(function, run) for functions, runs in named for function in functions for run in runs}
+        for request in reversed(self._requests):  # what continues comes after what it continues with
+            if request.after is not None and any((request.function, run) in self._named for run in request.runs):
+                self._named.add((self._before(request).function, request.after))
         self._errors: dict[str, str | None] = {}
         self._begun: set[str] = set()
 
@@ -228,8 +256,12 @@ class Trained:
 
     def _launch_of(self, request: Request, run: Run) -> str:
         """The name of the launch to which trainings belong."""
-        is_alone = request.apart or run not in (self._named[request.module] or request.runs)
+        is_alone = request.apart or (request.function, run) not in self._named
         return f"{run.framework}-{run.size}" + (f"-{request.name}" if is_alone else "")
+
+    def _before(self, request: Request) -> Request:
+        """That which has to come before one with `after`."""
+        return next(one for one in self._requests if one.module == request.module and request.after in one.runs)
 
     def _of(self, request: Request, run: Run) -> Path:
         return self._folder / str(run) / request.name
@@ -260,8 +292,7 @@ class Trained:
             for request in self._requests:
                 if same in request.runs and self._launch_of(request, same) == folder.name:
                     if request.after is not None:
-                        before = next(one for one in self._requests if one.module == request.module and request.after in one.runs)
-                        self._launch(request.after, before)
+                        self._launch(request.after, self._before(request))
                     jobs += self._jobs(request, same)
         folder.mkdir(parents=True)
         (folder / "jobs.json").write_text(json.dumps(jobs))

@@ -165,12 +165,30 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
 
 
+LONG = (
+    "cluster/test_tutorial",
+    "cluster/test_elastic",
+    "returnn_layer/test_networks",
+    "returnn_layer/",
+    "ranks/test_networks",
+    "ranks/test_slow_ranks",
+    "cluster/",
+    "test_benchmarks",
+    "test_wheel",
+    "init/",
+    "ranks/test_groups",
+    "doctor/",
+)
+"""What takes more than a minute or two in a file or, where tests of a file go to several workers, in a test."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run one after the other in the same worker: those of a file, which share fixtures, and of all files those that
     wait for the same trainings: a group for each framework. These largest groups come first in their workers, and those of
-    TensorFlow first in the group. Files whose trainings are launched apart, others on several ranks, and those on a cluster, of
-    which each worker has its own, go wherever there is time.
+    TensorFlow first in the group; then the LONG ones, so that no worker is left with one of them at the end. Files whose trainings
+    are launched apart, others on several ranks, and those on a cluster, of which each worker has its own, go wherever there is
+    time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -202,8 +220,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return re.search(r"ranks=|, 2\)|torchrun\(|mpirun", text_of(file)) is not None
 
     def waits(group: str) -> int:
-        """First come the large groups; then what waits for processes, which leaves time for others; then the rest."""
-        return 0 if group.startswith("trainings") else 1 if starts_ranks(group.split("::")[0]) else 2
+        """First come the large groups, then the long ones; then what waits for processes, which leaves time for others; then the
+        rest.
+        """
+        long = [number for number, name in enumerate(LONG) if group.startswith(f"tests/{name}")]
+        return -1 if group.startswith("trainings") else min(long, default=len(LONG) + (not starts_ranks(group.split("::")[0])))
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

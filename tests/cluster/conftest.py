@@ -34,10 +34,7 @@ REASON = why_not()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of this folder run only where they are asked for: make test-launchers. The longest begin first, so that no worker
-    is left with one of them at the end.
-    """
-    items.sort(key=lambda item: item.path != HERE / "test_elastic.py")
+    """The tests of this folder run only where they are asked for: make test-launchers."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)

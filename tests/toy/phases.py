@@ -1,8 +1,9 @@
-"""On top of config.py: one event in one place of a training, and what callbacks and train_step find there.
+"""On top of config.py: an event in places of a training, and what callbacks and train_step find there.
 
 `event` is "signal" (to the last rank), "stop" (a callback's request of the last rank), "fail" (an error on every rank, after
-which the training is started again), or "sleep" (until a time limit of a second is over). `place` is a method of callbacks,
-"train" or "evaluate", and the number of steps before it.
+which the training is started again), or "sleep" (until a time limit of a second is over). Each of `places` is a method of
+callbacks, "train" or "evaluate", and the number of steps before it: the event happens in the first one, after the next start in
+the second one, and so on.
 """
 
 # ruff: noqa: F821  `config` is defined while hvdtrain runs this file
@@ -20,8 +21,10 @@ from hvdtrain.runtime.goodput import process_began
 
 EVENTS = "train_begin epoch_begin step_end evaluation_begin evaluation_end epoch_end save stop".split()
 
-event, place, at = config.list("event", ["", "", -1])
+event, places = config.value("event", ""), config.list("places", [])
 notes = f"{Path(config.value('model')).parent}.notes.{hvdtrain.rank()}"
+number = len([*Path(notes).parent.glob(f"{Path(notes).name}.done*")])  # of events before this start
+place, at = [*places[2 * number :], "", -1][:2]
 evaluates = config.bool("evaluates", True)
 num_epochs, log_verbosity = 2, 3
 train["partition_epoch"] = 4  # epochs of five steps
@@ -80,7 +83,7 @@ def note(*what):
 
 
 def happens(where, step, training=None):
-    done = Path(f"{notes}.done")
+    done = Path(f"{notes}.done{number}")
     if (where, step) != (place, int(at)) or done.exists():
         return
     if event in ("signal", "stop") and hvdtrain.rank() < hvdtrain.size() - 1:

@@ -186,7 +186,7 @@ LONG = (
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run one after the other in the same worker: those of a file, which share fixtures, and of all files those that
     wait for the same trainings: a group for each framework. These largest groups come first in their workers, and those of
-    TensorFlow first in the group; then the LONG ones, so that no worker is left with one of them at the end. Files whose trainings
+    TensorFlow first in the group; then the LONG ones, so that no worker ends with one of them. Files whose trainings
     are launched apart, others on several ranks, and those on a cluster, of which each worker has its own, go wherever there is
     time.
     """

@@ -48,6 +48,12 @@ def folder_of(release: str) -> Path:
     return ROOT / "tests" / "releases" / release
 
 
+def config_of(release: str, name: str) -> Path:
+    """Configs that are as in the release before are stored there."""
+    releases = RELEASES[: RELEASES.index(release) + 1]
+    return next(path for one in reversed(releases) if (path := folder_of(one) / "configs" / name).exists())
+
+
 def expected(release: str, name: str) -> list[dict[str, float]]:
     """The scores of all epochs of a training that was not stopped, with that release."""
     scores: list[dict[str, float]] = json.loads((folder_of(release) / "expected.json").read_text())[name]
@@ -63,7 +69,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
             model = folder / f"{name}-{release}" / "model"
             if not model.parent.exists():
                 shutil.copytree(folder_of(release) / name, model.parent)
-            made[f"{name}-{release}"] = {"configs": [folder_of(release) / config], "model": model, **KEYS.get(name, {})}
+            made[f"{name}-{release}"] = {"configs": [folder_of(RELEASES[0]) / config], "model": model, **KEYS.get(name, {})}
     return made
 
 
@@ -86,7 +92,7 @@ def test_an_old_checkpoint_is_evaluated_with_the_same_numbers(tmp_path: Path, re
     """On one rank, however many trained it."""
     shutil.copytree(folder_of(release) / name, tmp_path / name)
     overrides = {"task": "eval", "load_epoch": 1, "model": tmp_path / name / "model", **KEYS.get(name, {})}
-    finished = hvdtrain(folder_of(release) / "with_torch.py", overrides)
+    finished = hvdtrain(folder_of(RELEASES[0]) / "with_torch.py", overrides)
     assert finished.status == 0, finished.err
     [found] = re.findall(r"^epoch 1 evaluation: dev: ce (\S+), fer (\S+)$", finished.out, re.MULTILINE)
     scores = expected(release, name)[0]
@@ -109,9 +115,10 @@ SHOWN = "log_verbosity "
 def test_an_old_config_means_the_same(release: str, config: str) -> None:
     """Of the first config, all keys with their defaults are compared."""
     kept = {line for line in kept_keys(release)[config] if not line.startswith(SHOWN)}
+    path = config_of(release, config)
     with nothing_changes():
-        text = print_config(read_settings([folder_of(release) / "configs" / config], {}))
-    assert kept - set(text.replace(str(folder_of(release)), "FOLDER").splitlines()) == set()
+        text = print_config(read_settings([path], {}))
+    assert kept - set(text.replace(str(path.parent.parent), "FOLDER").splitlines()) == set()
 
 
 PRINT_ALL = """
@@ -128,10 +135,10 @@ for config in sys.argv[1:]:
 @pytest.mark.slow
 def test_an_old_config_with_tensorflow_means_the_same() -> None:
     """In a process that does not import PyTorch."""
-    configs = [(release, folder_of(release) / "configs" / name) for release in RELEASES for name in TENSORFLOW]
+    configs = [(release, config_of(release, name)) for release in RELEASES for name in TENSORFLOW]
     finished = launch(["-c", PRINT_ALL, *(str(config) for _, config in configs)])
     assert finished.status == 0, finished.err
     printed = re.split(r"^of .*\n", finished.out, flags=re.MULTILINE)[1:]
     for (release, config), text in zip(configs, printed, strict=True):
-        lines = text.replace(str(folder_of(release)), "FOLDER").splitlines()
+        lines = text.replace(str(config.parent.parent), "FOLDER").splitlines()
         assert [line for line in kept_keys(release)[config.name] if line not in lines] == []

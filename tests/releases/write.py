@@ -3,7 +3,7 @@
 FOLDER is a checkout of that release. Its program trains every case to the end, for the scores in expected.json, and once more
 until a crash in the second epoch; what is left then goes into tests/releases/VERSION/CASE. It also prints the keys in effect
 of the configs in tests/releases/VERSION/configs, which are copies of that release's: all keys of the first one, including the
-defaults, and of the others what they set, as keys.json.
+defaults, and of the others what they set, as keys.json. Then it removes those that an earlier release has, too.
 
 Run it once, when a version is released, with the configs in place, and add the version to RELEASES in
 tests/ranks/test_old_releases.py.
@@ -41,7 +41,7 @@ CRASH = 9  # one step after a checkpoint within the second of three epochs of si
 def train(release: Path, name: str, model: Path, crash_at: int) -> int:
     config, ranks, keys = CASES[name]
     mpirun = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe"]
-    arguments = [str(Path(__file__).parent / sys.argv[1] / config), "++use_horovod", "1", "++model", str(model), *keys]
+    arguments = [str(Path(__file__).parent / "0.1.0" / config), "++use_horovod", "1", "++model", str(model), *keys]
     command = [*mpirun, sys.executable, "-m", "hvdtrain", *arguments, "++crash_at", str(crash_at)]
     return subprocess.run(command, env=program(release), cwd=model.parents[2]).returncode
 
@@ -82,6 +82,10 @@ def main() -> None:
         keys = keys_in_effect(release, target, folder)
     (target / "keys.json").write_text(json.dumps(keys, indent=1) + "\n")
     (target / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    for config in (target / "configs").iterdir():
+        earlier = [path.read_text() for path in sorted(target.parent.glob(f"*/configs/{config.name}")) if path != config]
+        if config.read_text() in earlier[-1:]:
+            config.unlink()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A config as it was with hvdtrain 0.1.0, whose checkpoints are in the folders beside it. It stays as it is."""
+"""A config as it was with hvdtrain 0.1.0, and later ones, whose checkpoints are in the folders beside it. It stays as it is."""
 
 import numpy
 import torch

@@ -9,15 +9,14 @@ import numpy
 import pytest
 from launching import TOY, hvdtrain
 from speech_files import write_table
-from trainings import CONFIGS, Results, Run, Trained, assert_alike, assert_same, marked, trains
+from trainings import Results, Run, Trained, assert_alike, assert_same, trains
 
 KALDI = TOY.with_name("kaldi.py")
 BROKEN = range(6, 12)
-"""In training: on two and on three ranks, all of the first batch of the last rank."""
+"""In training: on two ranks, all of the first batch of the last rank."""
 
 BROKEN_IN_DEV = [3]
-RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3)]
-TENSORFLOW = Run("tensorflow", "horovod", 2)
+RUNS = ONE, TWO = Run("torch", "horovod", 1), Run("torch", "horovod", 2)
 LOCAL: dict[str, object] = {"horovod_reduce_type": "param", "horovod_param_sync_step": 2}
 BROKEN_IN_MIX = [2, 4, 6]
 """Of seven sequences of one part of a mix; the other part has none."""
@@ -60,22 +59,22 @@ def write_folders(folder: Path, in_train: int = 30, broken_in_train: range = BRO
     return folder
 
 
-@trains(*RUNS[:2], slow=[RUNS[2], TENSORFLOW])
+@trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     keys: dict[str, object] = {
-        "configs": [CONFIGS[run.framework], KALDI],
+        "configs": [TOY, KALDI],
         "folder": write_folders(folder / "folders"),
         "skip_broken": len(BROKEN),
         "losses": "mean",
         "num_epochs": 2,
         "record": True,
     }
-    if run == TENSORFLOW:
-        return {"whole": keys}
-    made = {"whole": keys, "stopped": keys | {"fault": f"SIGTERM,{run.size - 1},1", "save_interval_steps": 1}}
-    if run != RUNS[2]:
-        made["mixed"] = keys | {"mixed": True, "skip_broken": len(BROKEN_IN_MIX)}
-    if run != RUNS[1]:
+    made = {
+        "whole": keys,
+        "stopped": keys | {"fault": f"SIGTERM,{run.size - 1},1", "save_interval_steps": 1},
+        "mixed": keys | {"mixed": True, "skip_broken": len(BROKEN_IN_MIX)},
+    }
+    if run == ONE:
         return made
     broken = write_folders(folder / "last", LAST.stop, LAST)
     without = shutil.copytree(broken, folder / "without", dirs_exist_ok=True)
@@ -92,9 +91,9 @@ def trained_well(results: Results, name: str) -> None:
     assert [report["num_sequences"] for report in results.reports(name)] == [30, 30]
 
 
-@pytest.mark.parametrize("of", [*RUNS[:2], *marked(RUNS[2:], pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("of", RUNS, ids=str)
 def test_any_number_of_ranks_learns_the_same_and_a_stop_changes_nothing(trained: Trained, of: Run) -> None:
-    results, alone = trained(trainings, of), trained(trainings, RUNS[0])
+    results, alone = trained(trainings, of), trained(trainings, ONE)
     for name in ("whole", "stopped"):
         trained_well(results, name)
     assert_alike(results.weights("whole"), alone.weights("whole"))
@@ -107,7 +106,7 @@ def test_any_number_of_ranks_learns_the_same_and_a_stop_changes_nothing(trained:
 
 def test_a_batch_that_is_broken_counts_in_no_average_of_models(trained: Trained) -> None:
     """The weights are bit for bit those of a training without its sequences."""
-    results = trained(trainings, RUNS[1])
+    results = trained(trainings, TWO)
     assert [report["broken"] for report in results.reports("local")] == [len(LAST), len(LAST)]
     for rank in range(2):
         assert_same(results.weights("local", rank), results.weights("local without"))
@@ -115,7 +114,7 @@ def test_a_batch_that_is_broken_counts_in_no_average_of_models(trained: Trained)
 
 
 def test_each_is_named_in_the_log(trained: Trained) -> None:
-    out = trained(trainings, RUNS[1]).out("whole")
+    out = trained(trainings, TWO).out("whole")
     assert "train: 6 broken sequences so far, at most 6 are left out (skip_broken)" in out
     assert "feats.scp, line 7, 'utt06': expected an array of Kaldi, got no file" in out
     assert "feats.scp, line 9, 'utt08': expected finite numbers, got nan in frame 1" in out
@@ -125,7 +124,7 @@ def test_each_is_named_in_the_log(trained: Trained) -> None:
 
 def test_a_broken_sequence_of_a_mix_counts_once(trained: Trained) -> None:
     """An epoch draws 19 of each part: those of the one with broken sequences two or three times."""
-    alone, several = trained(trainings, RUNS[0]), trained(trainings, RUNS[1])
+    alone, several = trained(trainings, ONE), trained(trainings, TWO)
     for results in (alone, several):
         used = results.trained_on("mixed")
         assert {number for _, number in used} == {*range(18), 100, 101, 103, 105, 106}
@@ -141,11 +140,6 @@ def test_a_broken_sequence_of_a_mix_counts_once(trained: Trained) -> None:
     for one, other in zip(several.scores("mixed"), alone.scores("mixed"), strict=True):
         assert {"train_loss_ce.whole", "train_loss_ce.damaged"} <= one.keys()
         assert one == pytest.approx(other, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_tensorflow(trained: Trained) -> None:
-    trained_well(trained(trainings, TENSORFLOW), "whole")
 
 
 def test_too_many_end_the_training_on_all_ranks(tmp_path: Path) -> None:

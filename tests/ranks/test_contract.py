@@ -8,7 +8,7 @@ tests/toy/config.py in CONFIGS. SEVERAL covers every framework, transport and nu
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy
@@ -120,7 +120,6 @@ def named(run: Run, names: Iterable[str]) -> dict[str, dict[str, object]]:
 
 
 Case = tuple[Trainings, Run]
-OfCase = Callable[[Case], Results]
 FAST: list[Case] = [(trainings, TORCH), (trainings, TENSORFLOW)]
 SLOW: list[Case] = [(trainings, DISTRIBUTED), (more_of_tensorflow, TENSORFLOW)]
 OF_SOAK: list[Case] = [(trainings, run) for run in AGAIN]

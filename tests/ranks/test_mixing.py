@@ -4,16 +4,15 @@ from pathlib import Path
 
 import pytest
 from launching import TOY
-from trainings import CONFIGS, Run, Trained, assert_alike, assert_same, marked, trains
+from trainings import Run, Trained, assert_alike, assert_same, trains
 
-ONE, TWO, THREE = (Run("torch", "horovod", size) for size in (1, 2, 3))
-TENSORFLOW = Run("tensorflow", "horovod", 2)
+ONE, TWO = (Run("torch", "horovod", size) for size in (1, 2))
 
 
-@trains(ONE, TWO, slow=[THREE, TENSORFLOW])
+@trains(ONE, TWO)
 def mixed(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     keys: dict[str, object] = {
-        "configs": [CONFIGS[run.framework], TOY.with_name("mix.py")],
+        "configs": [TOY, TOY.with_name("mix.py")],
         "num_epochs": 2,
         "max_seqs": 12 // run.size,
         "record": True,
@@ -24,9 +23,8 @@ def mixed(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
-@pytest.mark.parametrize("run", [TWO, *marked([THREE], pytest.mark.slow)], ids=str)
-def test_ranks_train_the_same_model(trained: Trained, run: Run) -> None:
-    alone, several = trained(mixed, ONE), trained(mixed, run)
+def test_ranks_train_the_same_model(trained: Trained) -> None:
+    alone, several = trained(mixed, ONE), trained(mixed, TWO)
     assert several.trained_on("whole") == alone.trained_on("whole")
     assert sum(alone.trained_on("whole").values()) == 400
     assert_alike(several.weights("whole"), alone.weights("whole"))
@@ -42,10 +40,9 @@ def test_a_resumed_epoch_mixes_the_same(trained: Trained) -> None:
     assert_same(results.weights("stopped"), results.weights("whole"))
 
 
-@pytest.mark.parametrize("run", [TWO, *marked([TENSORFLOW], pytest.mark.slow)], ids=str)
-def test_reports_have_the_scores_of_each_dataset(trained: Trained, run: Run) -> None:
+def test_reports_have_the_scores_of_each_dataset(trained: Trained) -> None:
     """The mean of all is that of the parts, weighted by their frames."""
-    for scores in trained(mixed, run).scores("whole"):
+    for scores in trained(mixed, TWO).scores("whole"):
         for score in ("train_loss_ce", "train_loss_fer", "dev_loss_ce"):
             large, small = scores[f"{score}.large"], scores[f"{score}.small"]
             assert min(large, small) < scores[score] < max(large, small)

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.copies import A_COPY
+from hvdtrain.data.types import Array
 
 SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
 
@@ -98,10 +100,12 @@ class _Walk:
             name = f"{getattr(value, '__module__', None) or owner.__module__}.{value.__qualname__}"
             code = getattr(value, "__code__", None)
             return name if code is None else f"{name} {self._code_text(value, code)}"
-        if hasattr(value, "__array__") and (array := numpy.asarray(value)).dtype != object:
-            rows = max(1, ENDS // max(1, array[:1].nbytes)) if array.ndim else None
-            parts = [array] if array.nbytes <= 2 * ENDS else [array[:rows], array[-rows:]]  # type: ignore[operator]
-            return repr((array.dtype.str, array.shape, [zlib.crc32(numpy.ascontiguousarray(part).data) for part in parts]))
+        if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object:
+            return _array_text(numpy.asarray(value))
+        if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+            with suppress(Exception):  # a quantized or sparse one, or one without values
+                numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return f"{value.dtype} {tuple(value.shape)} {_array_text(numbers)}"
         return self._object(value)
 
     def _object(self, value: Any) -> str:
@@ -111,6 +115,9 @@ class _Walk:
             return f"{kind.__qualname__} {_without_addresses(value)[:LONG]} {getattr(value, 'nbytes', '')}"
         if isinstance(mark := getattr(value, "_fingerprint", None), str):  # that of the package `datasets`
             return f"{kind.__qualname__} {mark}"
+        if kind.__module__.partition(".")[0] == "h5py":  # its datasets may be all of the data, too
+            with suppress(AttributeError, ValueError):  # no group or dataset, or a closed one
+                return f"{kind.__qualname__} {value.name} {_without_addresses(value)} {self.text(value.file.filename)}"
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:  # it cannot be pickled: a lock, an open file, or what its own methods refuse
@@ -118,7 +125,8 @@ class _Walk:
         if reduced is None:
             return f"{self.text(kind)} {_without_addresses(value)} {self.text(getattr(value, '__dict__', {}))}"
         made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
-        parts = [list(part) if number > 1 and part is not None else part for number, part in enumerate(made_of)]
+        iterators = (2, 3)  # over members; what follows may be a function
+        parts = [list(part) if number in iterators and part is not None else part for number, part in enumerate(made_of)]
         return f"{self.text(kind)} {self.text(parts)}"
 
     def _code_text(self, function: Any, code: CodeType) -> str:
@@ -146,6 +154,12 @@ class _Walk:
                 if (code := getattr(function, "__code__", None)) is not None:
                     found[f"{each.__qualname__}.{name}"] = code
         return f" {self.text(found)}" if found else ""
+
+
+def _array_text(array: Array) -> str:
+    rows = max(1, ENDS // max(1, array[:1].nbytes)) if array.ndim else None
+    parts = [array] if array.nbytes <= 2 * ENDS else [array[:rows], array[-rows:]]  # type: ignore[operator]
+    return repr((array.dtype.str, array.shape, [zlib.crc32(numpy.ascontiguousarray(part).data) for part in parts]))
 
 
 def _without_addresses(value: Any) -> str:

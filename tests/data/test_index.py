@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import h5py
 import numpy
 import pytest
 from launching import ROOT
@@ -70,6 +72,33 @@ def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path
         assert printed.splitlines() == found
     (tmp_path / "file").write_text("more")
     assert fingerprint_of(str(tmp_path / "file")) not in found
+
+
+class Restored:
+    """An object whose state is set by a function."""
+
+    def __init__(self, state: int) -> None:
+        self.state = state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (), self.state, None, None, setattr
+
+
+def test_what_is_no_array_of_numpy(tmp_path: Path) -> None:
+    """A model's parameters of any type, datasets of files, which are not read, and objects that say how they are made."""
+    import torch  # here, as other processes import this file
+
+    values: list[Any] = [Restored(1), Restored(2)]
+    for factor in (1.0, 2.0):
+        parameter = torch.nn.Parameter(factor * torch.ones(3))
+        values += [parameter, parameter.bfloat16(), torch.tensor(factor), parameter.detach().to_sparse()]
+        with h5py.File(tmp_path / f"{factor}.hdf", "w") as file:
+            file["inputs"] = numpy.full(3, factor)
+        values.append(h5py.File(tmp_path / f"{factor}.hdf")["inputs"])
+    found = [fingerprint_of([value]) for value in values]
+    assert len(set(found)) == len(found)
+    with patch.object(h5py.Dataset, "__array__", side_effect=MemoryError):
+        assert [fingerprint_of([value]) for value in values] == found
 
 
 def test_code_that_a_function_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:

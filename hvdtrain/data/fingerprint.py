@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import re
+import stat
 import sys
 import zlib
 from collections.abc import Mapping
@@ -63,7 +64,8 @@ class _Walk:
         if isinstance(value, (str, os.PathLike)):
             with suppress(OSError, ValueError):
                 about = os.stat(value)
-                return f"{os.path.abspath(value)!r} ({about.st_size} bytes, {about.st_mtime_ns})"
+                if stat.S_ISREG(about.st_mode) or os.sep in str(value):  # no folder that is named as a data key is
+                    return f"{os.path.abspath(value)!r} ({about.st_size} bytes, {about.st_mtime_ns})"
             return repr(str(value))
         if id(value) not in self._known:
             self._known[id(value)] = value, "..."  # it contains itself
@@ -88,7 +90,7 @@ class _Walk:
         if isinstance(value, functools.partial):
             return f"partial({self.text([value.func, value.args, value.keywords])})"
         if isinstance(value, CodeType):
-            return self.text([value.co_code, value.co_names, value.co_consts])
+            return f"{value.co_code!r} {value.co_names} {self.text(value.co_consts)}"
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, type):

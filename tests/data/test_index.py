@@ -101,7 +101,15 @@ def test_what_is_no_array_of_numpy(tmp_path: Path) -> None:
         assert [fingerprint_of([value]) for value in values] == found
 
 
-def test_code_that_a_function_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_a_function_calls_counts_and_no_files_with_its_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = fingerprint_of([in_set, Lines(["a"], {"eins"})])
+    for name in ("files", "helper"):  # of an attribute and a function
+        (tmp_path / name).write_text("")
+    (tmp_path / "eins").mkdir()
+    assert fingerprint_of([in_set, Lines(["a"], {"eins"})]) == before
+    (tmp_path / "a").write_text("a file that is read")
+    assert fingerprint_of([in_set, Lines(["a"], {"eins"})]) != before
     before = fingerprint_of(in_set)
     monkeypatch.setitem(globals(), "SIZE", 3)
     after = fingerprint_of(in_set)

@@ -22,6 +22,9 @@ from hvdtrain.data.types import Array
 
 SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
 
+CONSTANTS = (str, *SIMPLE, list, tuple, dict, set, frozenset)
+"""Values of a module or a class that count if code uses them."""
+
 LONG = 1000
 """Members of a list from which on it is taken as a whole, and texts in it for no names of files."""
 
@@ -138,24 +141,29 @@ class _Walk:
             with suppress(ValueError):  # it is still empty
                 cells.append(cell.cell_contents)
         outside = {}
-        for name in code.co_names:
+        for name in _names_in(code):
             found = function.__globals__.get(name)
             own = getattr(found, "__module__", None) == function.__module__ and isinstance(found, (type, *Functions))
-            if own or (found is not None and isinstance(found, (str, *SIMPLE))):
+            if own or (found is not None and isinstance(found, CONSTANTS)):
                 outside[name] = found
         return self.text([code, function.__defaults__, function.__kwdefaults__, cells, outside])
 
     def _code_of_class(self, kind: type) -> str:
-        """The code of the methods of a class and of those that it derives from, but for Python's own."""
-        found = {}
+        """The methods and constants of a class and of those that it derives from, but for Python's own."""
+        found: dict[str, Any] = {}
         for each in kind.__mro__:
             if each.__module__ in ("builtins", "abc", "typing", "collections.abc"):
                 continue
             for name, member in vars(each).items():
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if (code := getattr(function, "__code__", None)) is not None:
-                    found[f"{each.__qualname__}.{name}"] = code
+                function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
+                if hasattr(function, "__code__") or (isinstance(member, CONSTANTS) and not name.startswith("__")):
+                    found[f"{each.__qualname__}.{name}"] = function
         return f" {self.text(found)}" if found else ""
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names in code and in the functions within it."""
+    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _array_text(array: Array) -> str:

@@ -25,11 +25,13 @@ from hvdtrain.data.index import UNUSED, IndexFile, Kept
 class Lines:
     """An iterable of files, with a member that cannot be pickled, and itself."""
 
+    ENDS = (1,)
+
     def __init__(self, files: list[str], words: set[str]) -> None:
         self.files, self.words, self.lock, self.again = files, words, threading.Lock(), self
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self.files
+    def __iter__(self, count: int = 3) -> Iterator[str]:
+        yield from (file + suffix for file in self.files for suffix in SUFFIXES)
 
 
 def in_set(word: str) -> bool:
@@ -41,6 +43,7 @@ def helper() -> int:
 
 
 SIZE = 2
+SUFFIXES = [""]
 
 
 def nested(function: Callable[[], int]) -> Callable[[], int]:
@@ -110,10 +113,16 @@ def test_code_that_a_function_calls_counts_and_no_files_with_its_names(monkeypat
     assert fingerprint_of([in_set, Lines(["a"], {"eins"})]) == before
     (tmp_path / "a").write_text("a file that is read")
     assert fingerprint_of([in_set, Lines(["a"], {"eins"})]) != before
-    before = fingerprint_of(in_set)
-    monkeypatch.setitem(globals(), "SIZE", 3)
-    after = fingerprint_of(in_set)
-    assert before != after
+    found = {fingerprint_of([in_set, Lines([], set())])}
+    for change in (
+        partial(monkeypatch.setitem, globals(), "SIZE", 3),
+        partial(monkeypatch.setitem, globals(), "SUFFIXES", ["", "."]),
+        partial(monkeypatch.setattr, Lines, "ENDS", (1, 2)),
+        partial(monkeypatch.setattr, Lines.__iter__, "__defaults__", (4,)),
+    ):
+        change()
+        found.add(fingerprint_of([in_set, Lines([], set())]))
+    assert len(found) == 5
 
 
 def test_the_folder_of_a_file_counts_unless_it_is_a_copy(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from hvdtrain.data.types import Array
 
 SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
 
-CONSTANTS = (str, *SIMPLE, list, tuple, dict, set, frozenset)
+MEMBERS = (list, tuple, set, frozenset)
+
+CONSTANTS = (str, *SIMPLE, dict, *MEMBERS)
 """Values of a module or a class that count if code uses them."""
 
 LONG = 1000
-"""Members of a list from which on it is taken as a whole, and texts in it for no names of files."""
+"""Members of a list or dict from which on texts in it are no names of files, and characters of a text that is kept as it is."""
 
 ENDS = 32 << 20
 """The bytes at both ends of a large array that count."""
@@ -60,22 +62,27 @@ class _Walk:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}
+        self._names_files = True
 
     def text(self, value: Any) -> str:
         if isinstance(value, SIMPLE):
             return repr(value)
         if isinstance(value, (str, os.PathLike)):
             with suppress(OSError, ValueError):
-                about = os.stat(value)
-                if stat.S_ISREG(about.st_mode) or os.sep in str(value):  # no folder that is named as a data key is
+                about = os.stat(value) if self._names_files else None
+                # A folder may be named as a data key is, such as 'data'.
+                if about is not None and (stat.S_ISREG(about.st_mode) or os.sep in str(value)):
                     return f"{os.path.abspath(value)!r} ({about.st_size} bytes, {about.st_mtime_ns})"
             return repr(str(value))
         if id(value) not in self._known:
             self._known[id(value)] = value, "..."  # it contains itself
+            outside = self._names_files
+            self._names_files = outside and not (isinstance(value, (Mapping, *MEMBERS)) and len(value) > LONG)
             try:
                 found = self._compound(value)
             except RecursionError:
                 found = f"{type(value).__qualname__} {_without_addresses(value)}"
+            self._names_files = outside
             if len(found) > LONG:
                 found = f"{found[:60]}... {hashlib.sha256(found.encode('utf-8', 'surrogateescape')).hexdigest()}"
             self._known[id(value)] = value, found
@@ -85,7 +92,7 @@ class _Walk:
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{key!r}: {self.text(value[key])}" for key in sorted(value, key=repr)) + "}"
         if isinstance(value, (list, tuple)):
-            if len(value) > LONG and all(isinstance(member, (str, *SIMPLE)) for member in value):
+            if not self._names_files and _is_plain(value):
                 return repr(value)
             return "[" + ", ".join(map(self.text, value)) + "]"
         if isinstance(value, (set, frozenset)):  # whose order differs from process to process
@@ -159,6 +166,10 @@ class _Walk:
                 if hasattr(function, "__code__") or (isinstance(member, CONSTANTS) and not name.startswith("__")):
                     found[f"{each.__qualname__}.{name}"] = function
         return f" {self.text(found)}" if found else ""
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, *SIMPLE)) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -125,6 +125,14 @@ def test_code_that_a_function_calls_counts_and_no_files_with_its_names(monkeypat
     assert len(found) == 5
 
 
+@pytest.mark.parametrize(
+    "table", [20_000 * ["word"], 2000 * [("id", "text")], {str(number): {"text": "word"} for number in range(2000)}]
+)
+def test_texts_of_a_table_are_no_names_of_files(table: Any) -> None:
+    with patch("os.stat", side_effect=AssertionError):
+        fingerprint_of([table])
+
+
 def test_the_folder_of_a_file_counts_unless_it_is_a_copy(tmp_path: Path) -> None:
     found = {}
     for name in ("train/0.tar", "dev/0.tar", "train/0123456789abcdef-0.tar", "dev/0123456789abcdef-0.tar"):

@@ -86,7 +86,8 @@ class IterableDataset(SequenceSource):
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
         refuse_batches(where, self._iterable)
         varies = self._epoch_size is not None or takes_epoch(self._iterable)
-        identity = fingerprint_of([self._iterable, self._epoch_size, self.dims, self.labels])
+        made_of = [self._iterable, self._epoch_size, self.dims, self.labels]
+        identity = fingerprint_of(made_of) if scanning.folder is not None else ""
         source = Streamed(
             partial(self._reading, where, scanning.seed),
             f"iterable {identity}",

@@ -76,7 +76,8 @@ class ReturnnDataset(SequenceSource):
 def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> Dataset:
     """Open a dataset of RETURNN to train or evaluate on. Raises: DataError."""
     can_skip = not _contains(options, ALWAYS_FROM_THE_BEGINNING)
-    return open_streamed(where, Streamed(lambda: Reading(options), fingerprint_of(options), can_skip), scanning, num_workers)
+    identity = fingerprint_of(options) if scanning.folder is not None else ""
+    return open_streamed(where, Streamed(lambda: Reading(options), identity, can_skip), scanning, num_workers)
 
 
 def _contains(value: Any, name: str) -> bool:

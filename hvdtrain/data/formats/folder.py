@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ class FolderDataset(Shards):
     ) -> None:
         if units not in ("characters", "words"):
             raise ConfigError.of("unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset")
-        self._folder = Path(folder)
-        self._files = _files(self._folder)
+        self._files = _files(Path(folder))
+        self._transcript = transcript
         self._texts: dict[str, list[str]] = {}
         self._vocabulary = Vocabulary("", [])
         self._rate: int | None = None
@@ -88,6 +88,9 @@ class FolderDataset(Shards):
         if tag in self._texts:
             arrays["classes"] = self._vocabulary.classes(self._texts[tag])
         return arrays
+
+    def files(self) -> Sequence[str]:
+        return [str(self._files[tag]) for tag in self._names] + ([] if self._transcript is None else [self._transcript])
 
     def warnings(self) -> list[str]:
         text = self._vocabulary.misfit(list(self._texts.values())[:LOOKED_AT])

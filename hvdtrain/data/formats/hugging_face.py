@@ -70,7 +70,7 @@ class HuggingFaceDataset(Shards):
             raise ConfigError.of(
                 "unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"
             )
-        rows = _load(folder, part)
+        rows, self._stored = _load(folder, part)
         names = list(rows.column_names)
         columns = {name: name for name in names if name != tag} if columns is None else dict(columns)
         for what, name in [("tag", tag)] * (tag is not None) + [(f"columns.{key}", name) for key, name in columns.items()]:
@@ -99,6 +99,9 @@ class HuggingFaceDataset(Shards):
             for key, column in self._columns.items()
         }
 
+    def files(self) -> Sequence[str]:
+        return self._stored or self.paths
+
     def identity(self) -> str:
         return f"{super().identity()} {sorted((key, column.name) for key, column in self._columns.items())}"
 
@@ -111,12 +114,15 @@ class _Batches(RowFile):
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self.bounds = numpy.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        return self._read(number, columns)  # whatever the package has written into the folder meanwhile
+
     def _read(self, number: int, columns: Sequence[str]) -> Any:
         return self._batches[number]
 
 
-def _load(folder: str, part: str | None) -> Any:
-    """The dataset in a folder, or one of several. Raises: DataError."""
+def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
+    """The dataset in a folder, or one of several, and its files. Raises: DataError."""
     try:
         import datasets
     except ImportError:
@@ -130,7 +136,10 @@ def _load(folder: str, part: str | None) -> Any:
         expected = f"one of {', '.join(parts)}" if parts is not None else "none, as the folder holds one dataset"
         raise DataError(f"part: expected {expected}, got {part!r} in {folder}")
     rows = found if parts is None else found[part]
-    return rows if rows._indices is None else rows.flatten_indices(keep_in_memory=True)  # as early versions of the package wrote
+    files = [each["filename"] for each in rows.cache_files]
+    if rows._indices is not None:  # as early versions of the package wrote
+        rows = rows.flatten_indices(keep_in_memory=True)
+    return rows, files
 
 
 def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> Column:

@@ -77,7 +77,11 @@ class Shards(SequenceSource, Sequence[Item]):
 
     def identity(self) -> str:
         """A text that differs if the files do."""
-        return repr(list(map(fingerprint_of_file, self.paths)))
+        return repr(list(map(fingerprint_of_file, self.files())))
+
+    def files(self) -> Sequence[str]:
+        """All files that the items are read from."""
+        return self.paths
 
     def warnings(self) -> list[str]:
         """Messages for the log: which vocabularies do not fit the texts that were read."""

@@ -1,5 +1,6 @@
 """A folder of arrays or sound with a transcript becomes an HDF file."""
 
+import os
 import wave
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def test_arrays_come_in_the_order_of_the_transcript(arrays: Path) -> None:
         assert sequence["classes"].dtype == numpy.int32
     assert dataset[1][1]["data"].tolist() == [[1, 1], [1, 1]]
     assert [tag for tag, _ in dataset[1:]] == ["one", "empty"]
+    found = {dataset.identity()}
+    for name in ("files/b/two.npy", "text"):
+        os.utime(arrays / name, (0, 0))
+        found.add(dataset.identity())
+    assert len(found) == 3
 
 
 def test_without_a_transcript_the_files_come_by_name(arrays: Path) -> None:

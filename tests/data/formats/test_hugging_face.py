@@ -1,6 +1,7 @@
 """A folder of the Hugging Face package `datasets` becomes an HDF file."""
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,17 @@ def test_rows_are_looked_up_by_number(folder: Path) -> None:
     assert [tag for tag, _ in rows[1:3]] == ["row-1", "row-2"]
     with pytest.raises(IndexError):
         rows[SIZE]
+    before = rows.identity()
+    (folder / "all" / "cache-1.arrow").write_text("what another job has mapped")
+    assert (rows[-1][0], rows.identity()) == (f"row-{SIZE - 1}", before)
 
 
 def test_a_part_of_several_and_all_its_columns(folder: Path) -> None:
     rows = HuggingFaceDataset(str(folder / "parts"), part="test")
     ((tag, arrays),) = rows
+    before = rows.identity()
+    os.utime(next((folder / "parts" / "test").glob("*.arrow")), (0, 0))
+    assert rows.identity() != before
     assert (tag, {key: values.tolist() for key, values in arrays.items()}) == ("row-0", {"text": ["hé 1"], "token_ids": [0]})
 
 

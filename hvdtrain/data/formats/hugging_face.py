@@ -10,7 +10,7 @@ import numpy
 
 from hvdtrain.data.formats.conversions import Convert, TextClasses, numbers, sound
 from hvdtrain.data.formats.shards import Shards, text_conversions
-from hvdtrain.data.formats.tables import Group, RowFile, Rows
+from hvdtrain.data.formats.tables import FEW, Group, RowFile, Rows
 from hvdtrain.data.formats.vocabulary import Units
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
@@ -111,7 +111,7 @@ class _Batches(RowFile):
 
     def __init__(self, folder: str, table: Any) -> None:
         super().__init__(folder)
-        self._batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self._batches = [batch for batch in table.to_batches(FEW) if batch.num_rows]
         self.bounds = numpy.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def read(self, number: int, columns: Sequence[str]) -> Any:

@@ -32,7 +32,7 @@ KEPT = 512 << 20
 """Bytes of decoded row groups of parquet files that a rank keeps, besides the last one."""
 
 FEW = 256
-"""The rows that are read at once of a row group that pyarrow cannot read as a whole."""
+"""The rows that are read at once of a row group that pyarrow cannot read as a whole, or of a table that is open."""
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of an Arrow stream. pyarrow takes a stream without them for a complete one."""

@@ -258,7 +258,7 @@ class ParamSync:
 
     def set_anchor(self, state: ModelState) -> None:
         """Keep the parameters, which are the same on all ranks, as the anchor."""
-        tensors = _parameters(state)
+        _, tensors = _parameters(state)
         state.shared[ANCHOR] = copy_tensors(tensors)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         for name in self._moments:
@@ -275,23 +275,29 @@ class ParamSync:
     def share_frozen(self, state: ModelState) -> None:
         """Collective. Take frozen parameters from rank 0: if they are frozen only since a stop within an epoch, ranks may have
         different values, which no average would make equal."""
-        frozen = [list(state.tensors("parameters").items())[number] for number in state.frozen_now()]
-        state.set_tensors("parameters", changed(dict(frozen), partial(self._comm.broadcast, name="frozen_parameters")))
+        if not (numbers := state.frozen_now()):
+            return
+        named = list(state.tensors("parameters").items())
+        frozen = dict(named[number] for number in numbers)
+        state.set_tensors("parameters", changed(frozen, partial(self._comm.broadcast, name="frozen_parameters")))
 
     def average(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
         """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""
-        tensors, new = _parameters(state), dict[int, Tensor]()
+        if not parts:
+            return
+        names, tensors = _parameters(state)
+        new: dict[int, Tensor] = {}
         kept = _frozen_values(state, tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
             handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
             new |= self._new_parameters(state, part, self._compressor.finish(handle), kept)
-        _set_parameters(state, new)
+        state.set_tensors("parameters", {names[index]: tensor for index, tensor in new.items()})
 
     def send(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
         """Collective. Start to send some parts."""
-        tensors = _parameters(state)
+        _, tensors = _parameters(state)
         for part in parts:
             own = copy_tensors([tensors[index] for index in self._indices(part, tensors)])
             state.own[part.sent_name] = own
@@ -304,7 +310,10 @@ class ParamSync:
 
     def apply_averages(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
         """Add to some parts the change that a sync would have made when they were sent. Updates since then are kept."""
-        tensors, new = _parameters(state), dict[int, Tensor]()
+        if not parts:
+            return
+        names, tensors = _parameters(state)
+        new: dict[int, Tensor] = {}
         kept = _frozen_values(state, tensors)
         for part in parts:
             self.flush(state, part)
@@ -314,7 +323,7 @@ class ParamSync:
                 # Without updates since then, the target itself: sums would be rounded differently on each rank.
                 new[index] = tensors[index] + (target - old) if part.counts.updates else target
             part.age = -1
-        _set_parameters(state, new)
+        state.set_tensors("parameters", {names[index]: tensor for index, tensor in new.items()})
 
     def flush(self, state: ModelState, part: SyncBucket) -> None:
         """Wait for a part that is under way; its average is then among the tensors that are the same on all ranks."""
@@ -324,7 +333,8 @@ class ParamSync:
 
     def average_to_save(self, state: ModelState) -> dict[str, Tensor]:
         """Collective. The average of the ranks' current parameters, by name."""
-        names, tensors, averages = list(state.tensors("parameters")), _parameters(state), dict[str, Tensor]()
+        names, tensors = _parameters(state)
+        averages: dict[str, Tensor] = {}
         kept = _frozen_values(state, tensors)
         for part in self.parts:
             # The average includes the updates before it was sent.
@@ -395,13 +405,10 @@ class ParamSync:
         return "average.parameters" + (f".{part.number}" if len(self.parts) > 1 else "")
 
 
-def _parameters(state: ModelState) -> list[Tensor]:
-    return list(state.tensors("parameters").values())
-
-
-def _set_parameters(state: ModelState, values: Mapping[int, Tensor]) -> None:
-    names = list(state.tensors("parameters"))
-    state.set_tensors("parameters", {names[index]: tensor for index, tensor in values.items()})
+def _parameters(state: ModelState) -> tuple[list[str], list[Tensor]]:
+    """Their names and values, which some frameworks fetch: once for a sync."""
+    named = state.tensors("parameters")
+    return list(named), list(named.values())
 
 
 def _frozen_values(state: ModelState, tensors: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import DamagedCheckpoint
 from hvdtrain.learner.contents import AVERAGED, EXACT, OWN, SHARED, TRAINED, FileFormat
 from hvdtrain.learner.model_format import (
     SAFETENSORS,
@@ -23,7 +22,7 @@ from hvdtrain.learner.model_format import (
     header,
     is_safetensors,
     progress_of,
-    unreadable_error,
+    unreadable,
     verified_read,
 )
 from hvdtrain.learner.model_state import ROLES
@@ -92,8 +91,15 @@ def _write(file: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_progress(file: Path) -> dict[str, Any]:
-    """The plain values in a model's file. Raises: CheckpointError."""
-    return (_read_safetensors(file) if is_safetensors(file) else _read_arrays(file))[1]
+    """The plain values in a model's file, without reading its arrays or checking them. Raises: CheckpointError."""
+    with unreadable(file):
+        if is_safetensors(file):
+            from safetensors import safe_open
+
+            with safe_open(file, framework="numpy") as opened:
+                return progress_of(opened.metadata())
+        with numpy.load(file, allow_pickle=False) as stored:
+            return _values(stored[PROGRESS]) if PROGRESS in stored.files else {}
 
 
 def read_model(file: Path) -> dict[str, Any]:
@@ -147,14 +153,14 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
 
 def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     """Read what `_write_arrays` wrote, or any .npz file. Raises: CheckpointError."""
-    try:
-        with numpy.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
-        values = json.loads(arrays.pop(PROGRESS).tobytes()) if PROGRESS in arrays else {}
-        if not isinstance(values, dict):
-            raise ValueError(f"its array {PROGRESS!r} is not a dict")
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: expected a checkpoint's file, got: no such file") from None
-    except Exception as error:  # numpy and zipfile can raise anything for damaged bytes
-        raise unreadable_error(path, error) from None
-    return arrays, values
+    with unreadable(path), numpy.load(path, allow_pickle=False) as stored:
+        arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
+        return arrays, _values(arrays.pop(PROGRESS)) if PROGRESS in arrays else {}
+
+
+def _values(array: Array) -> dict[str, Any]:
+    """The plain values in the array `PROGRESS`."""
+    values = json.loads(array.tobytes())
+    if not isinstance(values, dict):
+        raise ValueError(f"its array {PROGRESS!r} is not a dict")
+    return values

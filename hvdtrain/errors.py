@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,9 @@ TO_BE_CONTINUED = 75
 
 BY_CTRL_C = 130
 """Exit status after Ctrl-C, as in shells: the training is not restarted."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""They stop a training with a checkpoint. They reach all its processes; those that are no ranks ignore them."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,13 @@ from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIME
 from hvdtrain.comm.fork_server import ForkedProcess, ForkServer
 from hvdtrain.comm.launchers import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
-from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, LaunchError
+from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED, LaunchError
 
 if TYPE_CHECKING:
     from hvdtrain.comm.keys import LaunchKeys
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 """The launcher for each value of dist_launcher."""
-
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 REPORTED = (1, 2, TO_BE_CONTINUED, PEER_FAILED, HUNG, BY_CTRL_C)
 """The exit statuses of processes that print themselves why they end."""
@@ -109,7 +107,7 @@ def run(
     restarts: RestartRule = lambda started, failed: [],
     *,
     program: Sequence[str] = PROGRAM,
-    signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
+    signals_to_forward: Sequence[signal.Signals] = STOP_SIGNALS,
     report: Callable[[str], object] = lambda text: sys.stderr.write(text),  # it may be None while this is imported
     while_waiting: Callable[[], None] = lambda: None,
     began: float | None = None,

@@ -27,7 +27,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launch
 from hvdtrain.config.source import MODULE_NAME, resolve
-from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure, TrainingError
+from hvdtrain.errors import STOP_SIGNALS, ConfigError, HvdtrainError, PeerFailure, TrainingError
 
 PROGRAM = ("-c", "import sys; from hvdtrain.comm.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
 """Python's arguments that start a rank."""
@@ -123,7 +123,7 @@ def call_on_ranks(
                 launch.environment(),
                 restarts,
                 program=PROGRAM,
-                signals_to_forward=local.FORWARDED_SIGNALS if signals and is_main else (),
+                signals_to_forward=STOP_SIGNALS if signals and is_main else (),
                 report=reported.append,
                 while_waiting=log.forward,
             )

@@ -12,12 +12,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.errors import TO_BE_CONTINUED, HvdtrainError, Outcome, Problem, problem
+from hvdtrain.errors import STOP_SIGNALS, TO_BE_CONTINUED, HvdtrainError, Outcome, Problem, problem
 
 UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR2)
 """Left alone where nohup ignores them, or the config handles them."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, *UNLESS_HANDLED)
 
 
 def seconds_of(limit: float | str) -> float:
@@ -104,7 +102,7 @@ class Stopped(HvdtrainError):
 class Interrupt:
     """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
-    `STOP_SIGNALS` and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
+    `STOP_SIGNALS`, of SIGINT the first one, are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
     `defer` is called, there is nothing to save yet: then SIGINT raises KeyboardInterrupt, and the others raise Stopped.
 
     Args:
@@ -129,7 +127,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
-            for number in (*STOP_SIGNALS, signal.SIGINT):
+            for number in STOP_SIGNALS:
                 if number not in UNLESS_HANDLED or signal.getsignal(number) == signal.SIG_DFL:
                     self._former[number] = signal.signal(number, self._record)
         return self

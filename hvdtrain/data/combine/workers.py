@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hvdtrain.data.randomness import ALONE
-from hvdtrain.errors import BrokenSequence, DataError, HvdtrainError
+from hvdtrain.errors import STOP_SIGNALS, BrokenSequence, DataError, HvdtrainError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -255,7 +255,7 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     if parent is not None:
         end_with(parent)
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
-    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for stopping in STOP_SIGNALS:
         signal.signal(stopping, signal.SIG_IGN)
     ALONE.has_them = True
     if (torch := sys.modules.get("torch")) is not None:

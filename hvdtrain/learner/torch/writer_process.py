@@ -26,9 +26,9 @@ import torch
 from hvdtrain.comm import launch
 from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
 from hvdtrain.data.combine.workers import end_with
+from hvdtrain.errors import STOP_SIGNALS
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
 from hvdtrain.learner.torch.model_file import place_of
-from hvdtrain.runtime.interrupt import STOP_SIGNALS
 
 ALIGNMENT = 64
 """The addresses of tensors are multiples of this number."""
@@ -166,7 +166,7 @@ class BackgroundWriter:
 def serve(connection: Connection, parent: int) -> None:
     """The other process: write what it is asked to, until its parent ends."""
     end_with(parent)  # a later start must not find it writing to the same files
-    for number in (signal.SIGINT, *STOP_SIGNALS):  # of the terminal, too: the training decides
+    for number in STOP_SIGNALS:  # of the terminal, too: the training decides
         signal.signal(number, signal.SIG_IGN)
     launch.put({"CUDA_VISIBLE_DEVICES": ""})
     rename(NAME)

@@ -102,8 +102,8 @@ class Stopped(HvdtrainError):
 class Interrupt:
     """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
-    `STOP_SIGNALS`, of SIGINT the first one, are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt. Before
-    `defer` is called, there is nothing to save yet: then SIGINT raises KeyboardInterrupt, and the others raise Stopped.
+    `STOP_SIGNALS` are recorded as the `reason` to stop; a second SIGINT raises KeyboardInterrupt. Before `defer` is called, there
+    is nothing to save yet: then SIGINT raises KeyboardInterrupt, and the others raise Stopped.
 
     Args:
         seconds: from now on, the time limit; None: no limit.

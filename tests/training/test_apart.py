@@ -40,7 +40,15 @@ class Corpus:
 def get_model(**_):
     layers = [nn.Tanh(), nn.ReLU()] if what == "modules" and own else [nn.ReLU(), nn.Tanh()]
     model = nn.Sequential(nn.Linear(2, 5), *layers, nn.Dropout(0.1 + 0.1 * own * (what == "dropout")))
-    return model
+    return Net(model, own if what in ("attribute", "walk") else 0)
+
+
+class Net(nn.Sequential):
+    def __init__(self, layers, own):
+        super().__init__(*layers)
+        self.own_rank = own
+        self.scale = 1.0 + own * (what == "attribute")
+        self.walk = [*layers][:: -1 if own and what == "walk" else 1]
 
 
 def train_step(*, model, extern_data, **_):
@@ -87,6 +95,8 @@ def trained(folder: Path, what: str, **keys: object) -> None:
         ("labels", "train: sequence 0: expected the same on all ranks, got "),
         ("modules", r"get_model: module 1: .* got \[2\] ReLU\(\) on rank 0 and \[2\] Tanh\(\) on rank 1"),
         ("dropout", r"module 3: .* Dropout\(p=0.1, .* on rank 1"),
+        ("attribute", r"module itself: .* Net\(scale=1.0, .* on rank 0 and .* Net\(scale=2.0, .* on rank 1"),
+        ("walk", r"module itself: .* walk=\[0, 1, 2, 3\]\) on rank 0 and .* walk=\[3, 2, 1, 0\]\) on rank 1"),
         ("rate", "the learning rate: expected the same on all ranks, got 0.01 on rank 0 and 0.005 on rank 1"),
         ("callback", r"0.weight: expected the same on all ranks, got the checksum \w+ on rank 0"),
     ],
@@ -95,6 +105,13 @@ def test_what_differs_is_named_and_nothing_is_saved(what: str, message: str, tmp
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, what)
     assert not list(tmp_path.glob("model.0*"))
+
+
+def test_data_is_compared_where_each_rank_has_its_own_order(tmp_path: Path) -> None:
+    keys = {"horovod_dataset_distribution": "random_seed_offset", "batching": "random"}
+    with pytest.raises(ConfigError, match="train: sequence 0: expected the same on all ranks"):
+        trained(tmp_path, "labels", **keys)
+    trained(tmp_path, "", **keys)
 
 
 @pytest.mark.parametrize("what", ["", "rounding", "tiny", "augmented"])

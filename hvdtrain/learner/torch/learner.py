@@ -38,6 +38,7 @@ from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.attributes import kinds_of_modules
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.cost import compute_dtype, step_cost
 from hvdtrain.learner.torch.device import (
@@ -260,10 +261,7 @@ class TorchLearner(Learner):
         yield from self.model.named_modules()
 
     def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
-        for name, module in self.model.named_modules():
-            kind = type(module)
-            settings = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""  # of others it may name the rank
-            yield name, f"{kind.__qualname__}({settings})"
+        return kinds_of_modules(self.model)
 
     def layers(self) -> Iterator[Layer]:
         return layers_of(self.model)

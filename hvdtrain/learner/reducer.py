@@ -152,12 +152,12 @@ class GradientExchange:
         all_values, all_indices = self.compressor.gather_rows([values, indices], name=name)
         return (all_values / self._comm.size if self.op == "average" else all_values), all_indices
 
-    def agree(self, value: T | None) -> T:
-        """The first value that is not None, by rank. Called a few times in a training."""
+    def agree(self, value: T | None, former: T | None = None) -> T:
+        """The first value that is not None, by rank; if all are None, the former one. Called a few times in a training."""
         values = (
             self._comm.gather(value, name="agree") if self.is_active else [value]
         )  # without an exchange, only a rank with a batch calls this
-        found = next((known for known in values if known is not None), None)
+        found = next((known for known in (*values, former) if known is not None), None)
         if found is None:
             error = BrokenSequence(
                 "train: expected sequences that can be read in the first step, got only broken ones on all ranks"

@@ -17,6 +17,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import NEW
 from hvdtrain.learner.torch.model_file import write_model
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, changed_scales_line
@@ -47,13 +48,16 @@ def batch(number: int) -> Batch:
     return Batch({"data": Padded(frames[None], lengths), "classes": Padded(classes[None], lengths)}, numpy.array([number]))
 
 
-def train(comm: Communicator, train_step: Callable[..., None], updates: int = 1, **keys: Any) -> dict[str, torch.Tensor]:
+def train(
+    comm: Communicator, train_step: Callable[..., None], updates: int = 1, per_epoch: int = 100, **keys: Any
+) -> dict[str, torch.Tensor]:
     """The parameters after some updates on all sequences; every rank has some of them, a rank with few none in the last step."""
     made = learner(comm, train_step, **keys)
-    made.begin_epoch(1, 0)
     own = list(range(comm.rank, len(FRAMES), comm.size))
     rounds = -(-len(FRAMES) // comm.size)
-    for _ in range(updates):
+    for update in range(updates):
+        if update % per_epoch == 0:
+            made.begin_epoch(1 + update // per_epoch, update * rounds)
         for step in range(rounds):
             made.backward(batch(own[step]) if step < len(own) else None, is_last_microbatch=step == rounds - 1)
         made.update(RATE)
@@ -122,14 +126,16 @@ def by_hand(weights: Sequence[tuple[float, float]]) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_weights_that_change_over_training_and_fade_to_zero() -> None:
-    """One rank takes four steps an update, two ranks two: the weights below are constant within an update for both."""
-    expected = by_hand([(1.0, 0.1), (1.0, 0.05), (1.0, 0.0)])
-    for size, steps in ((1, 4), (2, 2)):
-        fading = tasks(lambda step: 1.0, lambda step, steps=steps: max(0.0, 0.1 - 0.05 * (step // steps)))  # type: ignore[misc]
-        for found in each_size(partial(train, train_step=fading, updates=3), [size]):
-            for name, values in expected.items():
-                torch.testing.assert_close(found[name], values)
+def test_weights_that_change_over_training_and_from_or_to_zero() -> None:
+    """One rank takes four steps an update, two ranks two: the weights below are constant within an update for both. One
+    grows from zero with an epoch."""
+    for weights, per_epoch in (((0.1, 0.05, 0.0), 3), ((0.0, 0.05, 0.1), 1)):
+        expected = by_hand([(1.0, weight) for weight in weights])
+        for size, steps in ((1, 4), (2, 2)):
+            changing = tasks(lambda step: 1.0, lambda step, steps=steps, weights=weights: weights[step // steps])  # type: ignore[misc]
+            for found in each_size(partial(train, train_step=changing, updates=3, per_epoch=per_epoch), [size]):
+                for name, values in expected.items():
+                    torch.testing.assert_close(found[name], values)
 
 
 def test_a_weight_that_grows_from_zero_says_what_to_do() -> None:
@@ -172,7 +178,13 @@ def test_a_teacher_is_loaded_frozen_and_not_saved(tmp_path: Path) -> None:
         teacher.norm.running_mean.fill_(0.5)
     file = tmp_path / "teacher.pt"
     write_model(file, teacher.state_dict(), {"epoch": 3, "step": 7}, "pt")
-    keys = {"extra_models": {"teacher": {"get_model": lambda **_: Teacher(), "load": str(file)}}}
+    positions = set()
+
+    def get_teacher(*, epoch: int, step: int, **_: Any) -> Teacher:
+        positions.add((epoch, step))
+        return Teacher()
+
+    keys = {"extra_models": {"teacher": {"get_model": get_teacher, "load": str(file)}}}
     first, *others = each_size(partial(train, train_step=distill, updates=3, **keys))
     for other in others:
         for name, values in first.items():
@@ -191,6 +203,7 @@ def test_a_teacher_is_loaded_frozen_and_not_saved(tmp_path: Path) -> None:
     assert all(torch.equal(values, inner.state_dict()[name]) for name, values in teacher.state_dict().items())
     assert made.state.model_tensors().keys() == {"weight", "bias"}
     assert made.num_parameters == 9
+    assert positions == {NEW}, "as get_model gets them"
 
 
 def distill_teacher(**_: Any) -> torch.nn.Module:

@@ -14,12 +14,15 @@ from hvdtrain.learner.torch.model_file import read_file
 from hvdtrain.runtime import log
 
 
-def make_extra_models(entries: Mapping[str, Any], trained: torch.nn.Module, device: torch.device) -> dict[str, torch.nn.Module]:
+def make_extra_models(
+    entries: Mapping[str, Any], trained: torch.nn.Module, device: torch.device, position: tuple[int, int]
+) -> dict[str, torch.nn.Module]:
     """The models by name, loaded, frozen and in evaluation mode.
 
     Args:
         entries: the key's value.
         trained: the model that is trained.
+        position: the epoch and the step that its get_model gets, too.
 
     Raises:
         ConfigError: a get_model returns no module, or one that shares parameters with the trained model, which would freeze them.
@@ -27,9 +30,10 @@ def make_extra_models(entries: Mapping[str, Any], trained: torch.nn.Module, devi
     """
     own = {id(parameter): name for name, parameter in trained.named_parameters()}
     made: dict[str, torch.nn.Module] = {}
+    epoch, step = position
     for name, entry in entries.items():
         where = f"extra_models.{name}"
-        model = as_function(entry["get_model"], f"{where}.get_model")(epoch=1, step=0, device=str(device))
+        model = as_function(entry["get_model"], f"{where}.get_model")(epoch=epoch, step=step, device=str(device))
         if not isinstance(model, torch.nn.Module):
             raise ConfigError.of(
                 "wrong-result", f"{where}.get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"

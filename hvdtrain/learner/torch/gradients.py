@@ -46,6 +46,7 @@ class Gradients:
         self._stream = GradientStream(trained, exchange, bucket_bytes, owners)
         self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
+        self._begins_epoch = True
         self._counts: torch.Tensor | None = None  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
 
@@ -54,15 +55,19 @@ class Gradients:
         """Whether a rank without a batch applies the next update as well."""
         return self._exchange.is_active
 
+    def begin_epoch(self) -> None:
+        """The losses that are normalized may be others from the next step on."""
+        self._begins_epoch = self._counts is None
+
     def add(self, losses: dict[str, Loss] | None, scale: Factor, is_last_microbatch: bool) -> None:
-        """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.
+        """Add the gradients of one batch. Collective in the first step of an epoch and in the last of an update.
 
         Args:
             losses: the losses that train_step marked; None: this rank has no batch.
             scale: the factor on all losses.
 
         Raises:
-            ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the first step.
+            ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the epoch's first step.
         """
         normal = self._agree(losses)
         if losses is not None:
@@ -75,7 +80,7 @@ class Gradients:
     def add_piece(self, losses: dict[str, Loss], scale: Factor) -> None:
         """Add the gradients of one batch, or of a piece of it, and send none; changes nothing if memory does not suffice.
 
-        Collective in the first step of a training. The rest is as in `add`.
+        Collective in the first step of an epoch. The rest is as in `add`.
         """
         normal = self._agree(losses)
         names = () if normal.is_only_loss else normal.names
@@ -102,6 +107,7 @@ class Gradients:
         counts = self._stream.finish()
         if self._count_handle is not None:
             [counts] = self._exchange.finish(self._count_handle)
+            self._count_handle = None
         if counts is not None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             divisor = counts.clamp(min=TINY)[0]
@@ -113,8 +119,9 @@ class Gradients:
     def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
         marked = None if losses is None else normalized_losses(losses)
-        if self._normalized is None:
-            self._normalized = self._exchange.agree(marked)
+        if self._begins_epoch or self._normalized is None:
+            self._normalized = self._exchange.agree(marked, self._normalized)
+            self._begins_epoch = False
         if marked is not None:
             check_same_normalized(self._normalized, marked, losses or {})
         return self._normalized

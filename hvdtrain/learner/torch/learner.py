@@ -194,6 +194,7 @@ class TorchLearner(Learner):
     def begin_epoch(self, epoch: int, step: int) -> None:
         super().begin_epoch(epoch, step)
         self._begins_update = True
+        self._gradients.begin_epoch()
         self._freeze()  # reducers ask what is frozen before the first step
 
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
@@ -434,7 +435,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, seed)
-    extra_models = make_extra_models(keys.extra_models, model, device)
+    extra_models = make_extra_models(keys.extra_models, model, device, options.position)
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)
     state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import small_steps
 from small_steps import BATCH, CLASSES, EPOCHS, FEATURES, Clock, Frames
 
 import hvdtrain
 
+small_steps.RANK, small_steps.RANKS = hvdtrain.rank(), hvdtrain.size()
 train = Frames()
 backend = config.value("backend", "torch")
 max_seqs = BATCH

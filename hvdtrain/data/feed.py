@@ -324,21 +324,19 @@ class Feed:
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def batches() -> Iterator[Batch]:
             for number, indices in enumerate(share):
-                few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
-                some = ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
                     draws = share.draws(number) if isinstance(share, Share) and self.dataset.is_stochastic else None
                     batch = self._read_batch(dataset, check, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
                 except StopIteration as error:
-                    raise ended_iterator_error(f"{self.name}, sequences {some}", error) from error
+                    raise ended_iterator_error(f"{self.name}, sequences {_some(indices)}", error) from error
                 except UnlikeError as error:
                     raise DataError(f"{self.name}: {error}") from None
                 except HvdtrainError:
                     raise
                 except BaseException as error:
-                    error.add_note(f"in a batch of {self.name}, sequences {some}")
+                    error.add_note(f"in a batch of {self.name}, sequences {_some(indices)}")
                     raise
                 yield batch if staging is None else staging.pin(batch)
 
@@ -379,6 +377,12 @@ class Feed:
         some, left_out = indices[good], self.sequences_among(indices[~good])
         batch = check(read(good), some) if len(some) else Batch({}, self.sequences_of(some))
         return replace(batch, broken=broken, left_out=left_out)
+
+
+def _some(indices: Array) -> str:
+    """The first of a batch's indices."""
+    few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
+    return ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
 
 
 def check_files(feeds: Iterable[Feed]) -> None:

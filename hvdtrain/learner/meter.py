@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 
@@ -58,8 +58,7 @@ class NotFinite:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class NormalizedLosses:
+class NormalizedLosses(NamedTuple):
     """The losses of a train_step that are divided by their number of elements (use_normalized_loss).
 
     Attributes:
@@ -224,8 +223,7 @@ class Transfer:
     max_pending: int = 1
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A batch's sums and counts in transfer from the device, the losses' names and scales (0: not minimized), and whether those
     that are not finite are left out."""
 
@@ -345,11 +343,11 @@ class Meter:
         if not num_batches:
             return
         batches, self._pending = self._pending[:num_batches], self._pending[num_batches:]
-        values = iter(self._transfer.read([batch.numbers for batch in batches]))
+        values, done = self._transfer.read([batch.numbers for batch in batches]), 0
         for batch in batches:
-            totals = [next(values) for _ in batch.names]
-            for (name, loss_scale), total in zip(batch.names.items(), totals, strict=True):
-                count = next(values)
+            begin, middle, done = done, done + len(batch.names), done + 2 * len(batch.names)
+            totals, counts = values[begin:middle], values[middle:done]
+            for (name, loss_scale), total, count in zip(batch.names.items(), totals, counts, strict=True):
                 if batch.finite_only and not isfinite(total):
                     continue
                 self._scores.add(name, total, count, loss_scale)

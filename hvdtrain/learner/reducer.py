@@ -44,8 +44,7 @@ class EpochStart:
     is_resumed: bool
 
 
-@dataclass(frozen=True)
-class FinishedUpdate:
+class FinishedUpdate(NamedTuple):
     """An update that all ranks have finished.
 
     Attributes:

@@ -41,7 +41,9 @@ class Scores:
 
     def add(self, name: str, total: float, count: float, scale: float = 0.0) -> None:
         """Add a batch: `total` is the sum of `name` over `count` elements, minimized with `scale` unless that is zero."""
-        entry = self._sums.setdefault(name, Sum())
+        entry = self._sums.get(name)
+        if entry is None:
+            entry = self._sums[name] = Sum()
         entry.scale = scale or entry.scale
         entry.totals.append(total)
         entry.counts.append(count)

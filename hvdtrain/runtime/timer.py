@@ -69,14 +69,6 @@ class Timer:
         """All seconds by name so far, taken or not."""
         return _added(self._taken, self.seconds)
 
-    def _begin(self, name: str) -> None:
-        self._count()
-        self._open.append(name)
-
-    def _end(self) -> None:
-        self._count()
-        self._open.pop()
-
     def _count(self) -> None:
         """Count the time since the last call under the innermost open name."""
         now = self.clock()
@@ -98,10 +90,12 @@ class _Span(AbstractContextManager[None]):
         if self._timer.ranges is not None:
             self._range = self._timer.ranges(self._name)
             self._range.__enter__()
-        self._timer._begin(self._name)
+        self._timer._count()
+        self._timer._open.append(self._name)
 
     def __exit__(self, *error: Any) -> None:
-        self._timer._end()
+        self._timer._count()
+        self._timer._open.pop()
         if self._range is not None:
             self._range.__exit__(*error)
 

@@ -91,8 +91,10 @@ def completed_share(
         [sums] = all_reduce(comm, [tensor(done_by_rank.tolist())], "sum", name="completed")  # the same rate on all ranks
         done = numpy.asarray(sums)
 
+    last, whole = len(done) - 1, float(done[-1])
+
     def share_done(position: int) -> float:
-        return float(done[min(position, len(done) - 1)]) / float(done[-1]) if done[-1] else 0.0
+        return float(done[min(position, last)]) / whole if whole else 0.0
 
     return share_done
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED
@@ -16,7 +16,7 @@ from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.phase import Phase
 from hvdtrain.training.session import Session
 from hvdtrain.training.train_scores import TrainScores
-from hvdtrain.training.vote import Requests, Vote
+from hvdtrain.training.vote import NONE, Requests, Vote
 
 
 class Interval:
@@ -77,8 +77,7 @@ class Interval:
         self._is_requested, self._is_old_request = False, True
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What all ranks do next.
 
     Attributes:
@@ -147,12 +146,11 @@ class Control:
     def poll(self, phase: Phase) -> Decision:
         """Collective. Called after every update and every step of an evaluation."""
         own = self._checksum if self._keeps_ranks_alike and phase.dataset is None else None
-        counted = self._vote.step(self._requests, (phase.dataset, phase.is_trained), own)
-        if counted is not None:
-            self.save.count(counted.save)
-            self.evaluation.count(counted.evaluate)
-        else:
-            counted = Requests()
+        exchanged = self._vote.step(self._requests, (phase.dataset, phase.is_trained), own)
+        if exchanged is not None:
+            self.save.count(exchanged.save)
+            self.evaluation.count(exchanged.evaluate)
+        counted = exchanged or NONE
         status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
         return Decision(
             status, self.save.is_due(phase.step), self.evaluation.is_due(phase.step), bool(counted.report), bool(counted.compare)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
@@ -71,8 +71,7 @@ class ScoreBuffer:
         return Scores.merge(logged)
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(NamedTuple):
     """One finished step of a training or an evaluation.
 
     Attributes:

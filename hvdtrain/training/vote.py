@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 import numpy
 
@@ -42,8 +42,7 @@ def vote_interval(reducer: Reducer, grace: float | None) -> float:
     return LOCAL_UPDATES_INTERVAL if grace is None else min(LOCAL_UPDATES_INTERVAL, grace / 10)  # two of them, then it saves
 
 
-@dataclass(frozen=True)
-class Requests:
+class Requests(NamedTuple):
     """The requests of a rank (0 or 1 each), or the number of ranks that request it; whether their checksums differ.
 
     Attributes:
@@ -115,7 +114,7 @@ class Vote:
         self._exchanges += 1
         is_compared = checksum is not None and (self._exchanges & (self._exchanges - 1) == 0 or self._exchanges % COMPARED == 0)
         own = checksum() if checksum is not None and is_compared else 0
-        numbers = [*astuple(requests()), wanted if self._comm.rank == 0 else 0, own, own**2]
+        numbers = [*requests(), wanted if self._comm.rank == 0 else 0, own, own**2]
         self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
         self._steps, self._is_new_place = 0, False
         return counted
@@ -129,4 +128,4 @@ class Vote:
         *counts, every, total, squares = map(round, numpy.asarray(numbers).tolist())
         self._every = 1 if self._is_new_place else every
         # Numbers are all the same if, and only if, this is so (Cauchy and Schwarz).
-        return replace(Requests(*counts), compare=int(self._comm.size * squares != total**2))
+        return Requests(*counts)._replace(compare=int(self._comm.size * squares != total**2))

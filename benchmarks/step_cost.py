@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step costs besides its computation: hvdtrain against loops and other trainers, in microseconds per step.
+"""What a step costs besides its computation, and what a start and a process cost: hvdtrain against loops and other trainers.
 
     python benchmarks/step_cost.py                                # one rank and two, PyTorch and Keras
     python benchmarks/step_cost.py --peers OTHER_VENV/bin/python  # with Accelerate and Lightning, where that Python has them
@@ -7,6 +7,8 @@
 A linear layer of 9 units is trained on batches of 4 short sequences of the same map-style dataset (loops/small_steps.py), with
 one thread for computing, so that nearly all of a step is overhead. Every trainer runs once a round, in a process for each rank;
 the second of its two epochs counts. The CPU time of all threads is the figure to go by on a machine that others use, too.
+
+The second table has the time from the command to the first epoch, and the memory that a rank has after the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +89,7 @@ def main() -> int:
 
 
 def measure(trainer: Trainer, ranks: int, steps: int, peers: str) -> dict[str, float]:
-    """Train once: microseconds per step of the slowest rank, of CPU time and as they passed."""
+    """Train once: of the slowest rank, microseconds per step (CPU time, and as they passed), seconds of the start and MB."""
     with tempfile.TemporaryDirectory(prefix="step_cost.") as folder:
         python = sys.executable if trainer.package is None else peers
         command = [python, *trainer.words]
@@ -100,6 +103,7 @@ def measure(trainer: Trainer, ranks: int, steps: int, peers: str) -> dict[str, f
         environment = os.environ | {
             "STEPS_OF_EPOCH": str(steps),
             "STEPS_RECORD": f"{folder}/record",
+            "STEPS_BEGAN": str(time.time()),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -107,27 +111,44 @@ def measure(trainer: Trainer, ranks: int, steps: int, peers: str) -> dict[str, f
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         records = [path.read_text().splitlines() for path in Path(folder).glob("record.*")]
         if done.returncode or len(records) != ranks:
             raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
         last = [json.loads(lines[-1]) for lines in records]
-    return {what: 1e6 * max(one[what] for one in last) / steps for what in ("cpu", "wall")}
+    units = {"cpu": 1e6 / steps, "wall": 1e6 / steps, "start cpu": 1.0, "start": 1.0, "resident": 1e-6}
+    return {what: unit * max(one[what] for one in last) for what, unit in units.items()}
 
 
 def print_table(found: dict[str, list[dict[str, float]]], ranks: int) -> None:
-    """Medians with ranges, and the difference to the loop within a round."""
+    """Medians with ranges, and the difference to the loop within a round, or the ratio."""
     print(f"| {ranks} rank(s) | CPU us a step | us a step | over the loop, CPU us | over the loop, us |\n|---|---|---|---|---|")
     for name, runs in found.items():
         columns = [summary([run[what] for run in runs]) for what in ("cpu", "wall")]
         for what in ("cpu", "wall"):
-            pairs = zip(runs, found.get(TRAINERS[name].against, ()), strict=False)
-            columns.append(summary([own[what] - other[what] for own, other in pairs]))
+            columns.append(summary([own[what] - other[what] for own, other in against_loop(found, name)]))
+        print(f"| {name} | {' | '.join(columns)} |", flush=True)
+    print(f"\n| {ranks} rank(s) | CPU s to start | s to start | resident MB | over the loop's: CPU s | s | MB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        columns = [summary([run["start cpu"] for run in runs], 2), summary([run["start"] for run in runs], 2)]
+        columns.append(summary([run["resident"] for run in runs]))
+        for what in ("start cpu", "start", "resident"):
+            columns.append(summary([own[what] / other[what] for own, other in against_loop(found, name)], 2))
         print(f"| {name} | {' | '.join(columns)} |", flush=True)
 
 
-def summary(values: list[float]) -> str:
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})" if values else ""
+def against_loop(found: dict[str, list[dict[str, float]]], name: str) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Each run with that of the loop in the same round."""
+    return list(zip(found[name], found.get(TRAINERS[name].against, ()), strict=False))
+
+
+def summary(values: list[float], digits: int = 0) -> str:
+    if not values:
+        return ""
+    middle, least, most = (f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})"
 
 
 if __name__ == "__main__":

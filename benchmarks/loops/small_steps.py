@@ -1,7 +1,7 @@
 """Steps so small that they are nothing but overhead, trained by hand or by another trainer: `small_steps.py NAME`.
 
 A linear layer of 9 units classifies the frames of 4 short sequences. `steps_config.py` is the same for hvdtrain. Each process
-writes a line for every epoch to the file $STEPS_RECORD.RANK: its CPU seconds (all threads) and its seconds.
+writes a line for every epoch to the file $STEPS_RECORD.RANK: its CPU seconds (all threads), its seconds, and the memory then.
 """
 
 import json
@@ -40,13 +40,19 @@ class Frames:
 
 
 class Clock:
-    """A callback of hvdtrain, and for others two functions: what an epoch takes."""
+    """A callback of hvdtrain, and for others two functions: what an epoch takes, and what the start took before the first one."""
+
+    start = None
 
     def on_epoch_begin(self, training=None):
+        if not self.start:
+            self.start = {"start cpu": time.process_time(), "start": time.time() - float(os.environ["STEPS_BEGAN"])}
         self.began = time.process_time(), time.perf_counter()
 
     def on_epoch_end(self, training=None):
-        spent = {"cpu": time.process_time() - self.began[0], "wall": time.perf_counter() - self.began[1]}
+        spent = {"cpu": time.process_time() - self.began[0], "wall": time.perf_counter() - self.began[1], **self.start}
+        with open("/proc/self/statm") as file:
+            spent["resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         with open(f"{os.environ['STEPS_RECORD']}.{RANK}", "a") as file:
             print(json.dumps(spent), file=file)
 

@@ -58,6 +58,7 @@ from hvdtrain.returnn_layer.translate import translate
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
+from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.last_best import LastBestKeys, LastBestRule
 from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
@@ -237,6 +238,11 @@ class Settings:
     @property
     def train(self) -> DatasetSpec:
         return self.datasets[0]
+
+    @property
+    def records(self) -> Path:
+        """The folder with the training's records: scores.jsonl and so on."""
+        return records_of(Path(self.run.model))
 
     @property
     def measure(self) -> Measure:

@@ -24,7 +24,6 @@ from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
@@ -75,7 +74,7 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
     rules = parse_averages(settings.saving.average_checkpoints)
     if not rules or not session.progress.history:
         return []
-    folder, epoch = records_of(Path(settings.run.model)), session.progress.epoch
+    folder, epoch = settings.records, session.progress.epoch
     known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
     made: list[AverageScores] = []
     feeds = session.epochs.feeds(session.feeds, epoch)

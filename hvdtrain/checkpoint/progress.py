@@ -188,6 +188,7 @@ class BestModel:
         self.measure = measure
         self.within_epochs = within_epochs
         self._checkpoints = checkpoints
+        self._file = records_of(checkpoints.prefix) / BEST
         self._lock = Lock()  # a background thread may write a checkpoint while an epoch ends
 
     def records(self, progress: Progress) -> Sequence[EpochRecord]:
@@ -197,7 +198,7 @@ class BestModel:
     def update(self, history: Sequence[EpochRecord]) -> None:
         """Write the file atomically, if it has changed. A failure is logged, and training continues."""
         with self._lock:
-            path = records_of(self._checkpoints.prefix) / BEST
+            path = self._file
             found = self.summary(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:

@@ -6,7 +6,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
@@ -27,7 +26,6 @@ from hvdtrain.report.rows import end_row
 from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
-from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.start_up.job import checkpoint_folder
 from hvdtrain.training.limits import TrainingLimits
@@ -167,7 +165,7 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
     Args:
         num_epochs: the number of epochs that this start finished.
     """
-    folder = records_of(Path(settings.run.model))
+    folder = settings.records
     best = session.best.summary(session.best.records(session.progress)) if session.comm.rank == 0 else None
     total = session.goodput.spent().seconds if num_epochs else None
     words, of_best = end_row(total, best, str(folder), report_command(folder) if settings.process.is_own else None)
@@ -204,7 +202,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     """
     in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
     first, size = session.progress.epoch + 1, session.learner.num_parameters
-    folder = records_of(Path(settings.run.model))
+    folder = settings.records
     place = (settings.files[0] if settings.files else folder).absolute().parent
     commit = commit_of(place) if session.comm.rank == 0 else ""
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)

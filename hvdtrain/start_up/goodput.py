@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from hvdtrain.comm import launch
 from hvdtrain.report.ends import WRITTEN
@@ -12,7 +11,6 @@ from hvdtrain.report.runs import last_start
 from hvdtrain.runtime import log
 from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began, steady_time
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 
@@ -47,7 +45,7 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
     """
     if session.comm.rank != 0:
         return Goodput(session.timer)
-    launcher, progress, folder = launch.launcher(), session.progress, records_of(Path(settings.run.model))
+    launcher, progress, folder = launch.launcher(), session.progress, settings.records
     saved = Spent.from_state(progress.spent)
     # A training that starts from scratch is another one, unless it was the launcher that restarted it.
     recorded = Spent.from_state(last_start(folder).get("goodput")) if saved is not None or launcher.is_restart else None

@@ -55,7 +55,7 @@ from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log
 from hvdtrain.runtime.peers import print_through_mpirun
-from hvdtrain.runtime.records import claim_records, records_of
+from hvdtrain.runtime.records import claim_records
 from hvdtrain.runtime.relays import Layout
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
@@ -98,7 +98,7 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                         yield session
                     except Stopped as stopped:
                         if purpose == "train":
-                            record_stop(records_of(Path(settings.run.model)), connection.rank, stopped)
+                            record_stop(settings.records, connection.rank, stopped)
                         by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
                         if by_mpirun and print_through_mpirun(str(stopped)):
                             raise stopped.as_printed() from None
@@ -288,7 +288,7 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
     watchdog = Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
     stack.enter_context(watchdog)
     if purpose == "train":
-        folder = records_of(Path(settings.run.model))
+        folder = settings.records
         watchdog.record = partial(append_hang, folder, comm.rank)
         stack.enter_context(record_end(folder, comm.rank))
     return watchdog

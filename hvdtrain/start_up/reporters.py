@@ -30,7 +30,7 @@ from hvdtrain.report.trackers import (
 )
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.records import models_of, records_of
+from hvdtrain.runtime.records import models_of
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.settings import Settings
@@ -42,7 +42,7 @@ REPORTERS: Registry[Callable[[Settings], Reporter | None]] = Registry("reporters
 
 def open_reporters(settings: Settings, session: Session) -> Reporters:
     """Collective. The receivers of reports on epochs and steps; none on ranks other than 0. Raises: ConfigError."""
-    comm, progress, folder = session.comm, session.progress, records_of(Path(settings.run.model))
+    comm, progress, folder = session.comm, session.progress, settings.records
 
     def open_on_rank_zero() -> Reporters:
         epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
@@ -128,7 +128,7 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     boards: list[TensorBoard] = []
     if settings.trackers.writes_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
-        boards.append(TensorBoard(records_of(Path(settings.run.model)) / "tensorboard", session.progress.step, parameters))
+        boards.append(TensorBoard(settings.records / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
         trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
@@ -148,7 +148,7 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
     if not services and metrics_file is None:
         yield []
         return
-    folder, progress = records_of(Path(settings.run.model).absolute()), session.progress
+    folder, progress = settings.records.absolute(), session.progress
     name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
     ids = RunIds(folder)
     known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run

@@ -10,7 +10,6 @@ from pathlib import Path
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.runtime.records import records_of
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 from hvdtrain.training.trace import Profile, RankProfiler, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
@@ -32,7 +31,7 @@ def profile_steps(settings: Settings, session: Session, note: StepRecorder) -> I
     if number is None:
         yield note
         return
-    comm, folder = session.comm, records_of(Path(settings.run.model)) / "profile"
+    comm, folder = session.comm, settings.records / "profile"
     on_gpu = session.learner.device_name != "CPU"
     profile = Profile(
         note,

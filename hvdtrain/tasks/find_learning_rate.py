@@ -20,7 +20,6 @@ from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import silence
-from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
@@ -129,7 +128,7 @@ def find_learning_rate(settings: Settings) -> None:
         own = run_ramp(settings, session, ramp, first, limits)
         gathered = session.comm.gather(own, name="ramp")
         points = merge(ramp, gathered, rounds)
-        folder = records_of(Path(settings.run.model))
+        folder = settings.records
         on_rank_zero(session.comm, lambda: report(points, folder, updates=int(updates)), name="ramp_report")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from hvdtrain.comm.base import Communicator, together_with_message
 from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.errors import DataError
 from hvdtrain.runtime import log
@@ -39,7 +40,7 @@ def find_batch_size(settings: Settings) -> None:
     with open_communicator(settings) as comm, open_session(settings, "dry_run", comm) as session:
         epoch = session.progress.epoch + 1
         feed = session.epochs.feeds(session.feeds, epoch)[0]
-        search = Search(session, feed, epoch)
+        search = Search(session, feed, epoch, settings.batch)
         with silence(), _limited_memory(session):
             search.train_once(settings)
             found = search.run()
@@ -53,11 +54,30 @@ class Limit:
 
     Attributes:
         name: batch_size, packed_batch_size or max_seqs.
-        given: its value in the config, for the epoch.
+        given: its value for each rank, for the epoch.
+        key: the key of the config that it comes from, such as max_seqs_total.
+        ranks: the number of ranks that share the value of that key.
     """
 
     name: str
     given: int | Mapping[str, int]
+    key: str
+    ranks: int
+
+    @classmethod
+    def of(cls, name: str, given: int | Mapping[str, int], keys: BatchKeys, size: int) -> Limit:
+        """The limit with the key that sets it in training.
+
+        >>> Limit.of("max_seqs", 4, BatchKeys(max_seqs_total=8), 2).text(5)
+        'max_seqs_total = 10'
+        >>> Limit.of("max_seqs", 4, BatchKeys(max_seqs=8, max_seqs_train=4), 2).text(5)
+        'max_seqs_train = 5'
+        """
+        spellings = {f"{name}_train": 1, f"{name}_total": size}
+        return next(
+            (cls(name, given, key, ranks) for key, ranks in spellings.items() if getattr(keys, key, None) is not None),
+            cls(name, given, name, 1),
+        )
 
     @property
     def number(self) -> int:
@@ -70,11 +90,17 @@ class Limit:
             return number
         return {name: max(1, round(size * number / self.number)) for name, size in self.given.items()}
 
+    def text(self, number: int) -> str:
+        """The value of its key in a trial."""
+        value = self.at(number)
+        of_all = value * self.ranks if isinstance(value, int) else {name: size * self.ranks for name, size in value.items()}
+        return f"{self.key} = {of_all}"
+
 
 class Search:
     """Tries limits on batches: the largest batches of a plan, on every rank, without changing the model."""
 
-    def __init__(self, session: Session, feed: Feed, epoch: int) -> None:
+    def __init__(self, session: Session, feed: Feed, epoch: int, keys: BatchKeys) -> None:
         self._session = session
         self._comm: Communicator = session.comm
         self._feed = feed
@@ -82,7 +108,7 @@ class Search:
         limits = feed.batch_keys.limits(epoch)
         given = {name: getattr(limits, name) for name in ("batch_size", "packed_batch_size", "max_seqs")}
         [(name, value), *_] = [(name, value) for name, value in given.items() if value is not None]
-        self._limit = Limit(name, value)
+        self._limit = Limit.of(name, value, keys, session.comm.size)
 
     def train_once(self, settings: Settings) -> None:
         """Collective. Train on the smallest batches, so that the optimizer has its state, which takes memory, too."""
@@ -99,7 +125,7 @@ class Search:
         fits, fitting = self._try(low)
         if not fits:
             raise DataError(
-                f"{self._limit.name}: expected memory for single sequences, got too little for {fitting} (set "
+                f"{self._limit.key}: expected memory for single sequences, got too little for {fitting} (set "
                 "max_seq_length, or chunking)"
             ).on_all_ranks()
         high: int | None = None
@@ -109,12 +135,11 @@ class Search:
                 fits, largest = self._try(number)
                 low, high, fitting = (number, high, largest) if fits else (low, number, fitting)
             if high is None and self._is_whole(low):
-                return [f"find batch size: {self._limit.name} = {self._limit.at(low)} fits, {fitting}; no other batch is larger"]
+                return [f"find batch size: {self._limit.text(low)} fits, {fitting}; no other batch is larger"]
             number = 2 * low if high is None else (low + high) // 2
-        more = f"{self._limit.name} = {self._limit.at(high)} does not"
+        more = f"{self._limit.text(high)} does not"
         return [
-            f"find batch size: {self._limit.name} = {self._limit.at(low)} fits on every rank, {more}; the largest batch that "
-            f"fits: {fitting}",
+            f"find batch size: {self._limit.text(low)} fits on every rank, {more}; the largest batch that fits: {fitting}",
             "find batch size: memory also depends on the sequences that come together: leave some room, and try split_on_oom",
         ]
 

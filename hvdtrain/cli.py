@@ -37,14 +37,10 @@ COMMANDS: Registry[tuple[str, str]] = Registry(
         "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
         "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
         "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
-        "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
-        "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
         "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
         "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
-        "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
         "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
         "card": ("write a model card in the format of the Hugging Face Hub", "hvdtrain.report.card"),
-        "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
     },
 )
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose

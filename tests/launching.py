@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.doctor.packages import implementation
 from hvdtrain.errors import ConfigError, Problem
+from hvdtrain.plugins.doctor.packages import implementation
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.prove.compare import Record, sketch
+from hvdtrain.plugins.prove.compare import Record, sketch
 
 SHAPES = {"first": (40, 30), "bias": (30,), "last": (30, 5)}
 

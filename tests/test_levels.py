@@ -49,8 +49,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def unit(place: str) -> str:
-    """The root file or folder that a file belongs to: `data` for data/hdf/file.py, `run` for run.py."""
-    return place.split("/")[0].removesuffix(".py")
+    """The root file, folder or plug-in that a file belongs to: `data` for data/hdf/file.py, `run` for run.py."""
+    parts = place.removesuffix(".py").split("/")
+    return "/".join(parts[: 2 if parts[0] == "plugins" else 1])
 
 
 @cache
@@ -65,7 +66,8 @@ def units() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {unit(place): set() for place in sources()}
     for place, imported in imports_of_files().items():
         parts = [name.split(".") for name in imported]
-        names = {name[1] if name[1] in found else "__init__" for name in parts if name[0] == "hvdtrain" and len(name) > 1}
+        used = [unit("/".join(name[1:])) for name in parts if name[0] == "hvdtrain" and len(name) > 1]
+        names = {name if name in found else "__init__" for name in used if name != "plugins/"}  # that imports any of them
         found[unit(place)] |= names - {unit(place)}
     return found
 
@@ -90,9 +92,21 @@ def test_imports_go_down_only_and_levels_are_few() -> None:
         if name == "__init__":
             continue  # it hands on names of others: api.py's when they are asked for
         levels[name] = max((levels[other] + 1 for other in units()[name]), default=0)
-    assert max(levels.values()) <= LEVELS, levels
+    assert max(level for name, level in levels.items() if not name.startswith("plugins/")) <= LEVELS, levels
     assert units()["__init__"] <= {"api", "comm", "config", "context", "errors", "version"}, "what a config imports is light"
     assert not [name for name, others in units().items() if "__init__" in others], "the package itself is for configs"
+
+
+def test_only_a_plug_in_imports_itself() -> None:
+    importing = {(place, name) for place, imported in imports_of_files().items() for name in imported}
+    wrong = [
+        (place, name)
+        for place, name in importing
+        if name.startswith("hvdtrain.plugins.")
+        and name != "hvdtrain.plugins."
+        and unit("/".join(name.split(".")[1:])) != unit(place)
+    ]
+    assert wrong == []
 
 
 def test_files_do_not_import_each_other() -> None:
@@ -129,7 +143,7 @@ def test_only_returnns_layer_compares_the_backend_with_a_name() -> None:
                 continue
             if any(word in ast.unparse(node) for word in ("backend", "framework")):
                 comparing.add(place)
-    horovods = {"doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
+    horovods = {"plugins/doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
     assert comparing == {"returnn_layer/translate.py", "returnn_layer/values.py"} | horovods
 
 
@@ -140,7 +154,7 @@ def test_the_environment_is_read_in_one_place() -> None:
             named = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
             if named in ("environ", "environb", "getenv", "putenv", "unsetenv"):
                 readers.add(place)
-    assert readers == {"comm/launch.py", "doctor/build_horovod.py"}
+    assert readers == {"comm/launch.py", "plugins/doctor/build_horovod.py"}
 
 
 FORMATS_OF_RETURNN = [

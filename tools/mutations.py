@@ -344,17 +344,17 @@ MUTATIONS = [
     ),
     Mutation(
         "the folder of a submitted job is not quoted",
-        "submit/job.py",
+        "plugins/submit/job.py",
         "cd {shlex.join([job.folder])} || exit",
         "cd {job.folder} || exit",
-        ("tests/submit/test_nasty_values.py",),
+        ("tests/plugins/submit/test_nasty_values.py",),
     ),
     Mutation(
         "the doctor does not see that two hosts differ",
-        "doctor/findings.py",
+        "plugins/doctor/findings.py",
         "        if len(hosts) > 1:\n",
         "        if len(hosts) > 2:\n",
-        ("hvdtrain/doctor/findings.py",),
+        ("hvdtrain/plugins/doctor/findings.py",),
     ),
     Mutation(
         "hvdtrain dump leaves out the last sequence that was asked for",

@@ -18,7 +18,7 @@ TORCH_VERSION=2.13.0
 TENSORFLOW_VERSION=2.21.0
 
 # What the stamp must say for the environment to be up to date: this script, the package list, how Horovod is compiled.
-wanted=$(cat tools/setup.sh pyproject.toml setup.py hvdtrain/doctor/horovod_recipe.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
+wanted=$(cat tools/setup.sh pyproject.toml setup.py hvdtrain/plugins/doctor/horovod_recipe.py hvdtrain/plugins/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
     exit 0
 fi

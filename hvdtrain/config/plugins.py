@@ -1,4 +1,4 @@
-"""Plug-ins: what other distributions add to hvdtrain, each in the table of its kind.
+"""Plug-ins: what the folders of `hvdtrain/plugins/` and other distributions add to hvdtrain, each in the table of its kind.
 
 A distribution names its plug-in in pyproject.toml, and pip does the rest (docs/plugins.md):
 
@@ -114,8 +114,13 @@ def _imported(name: str, reference: str) -> Any:
 
 @cache
 def plugins() -> Mapping[str, Plugin]:
-    """The installed plug-ins by 'plug-in NAME of DISTRIBUTION'. Raises: ConfigError, if one cannot be imported."""
-    found: dict[str, Plugin] = {}
+    """The plug-ins by name, hvdtrain's own first, then those of distributions as 'plug-in NAME of DISTRIBUTION'.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    own = sorted(path.parent.name for path in (Path(__file__).parents[1] / "plugins").glob("*/__init__.py"))
+    found: dict[str, Plugin] = {f"plug-in {name}": import_module(f"hvdtrain.plugins.{name}").PLUGIN for name in own}
     for folder in _distributions():
         from importlib.metadata import PathDistribution  # here: its import takes as long as half of numpy's
 

@@ -25,7 +25,6 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.doctor.scaling import predict_speed, spread
 from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
@@ -44,6 +43,7 @@ from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.start_up.reporters import open_trackers
+from hvdtrain.tasks.scaling import predict_speed, spread
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward

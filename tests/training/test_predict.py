@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from hvdtrain.doctor.scaling import fit, lines
+from hvdtrain.tasks.scaling import fit, lines
 from hvdtrain.training.keys import Placement, parse_placements
 from hvdtrain.training.predict import (
     METHODS,

@@ -27,7 +27,7 @@ from hvdtrain.data.plan.frames import cut_frames
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Batch, Stream
 from hvdtrain.errors import DataError
-from hvdtrain.prove.compare import checksum
+from hvdtrain.plugins.prove.compare import checksum
 from hvdtrain.settings import read_settings
 from hvdtrain.training import agreement
 from hvdtrain.training.account import usage_of_indices, usage_of_plan

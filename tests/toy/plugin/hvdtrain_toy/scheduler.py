@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.submit.job import Job, Scheduler, background_lines, command, environment_lines
+from hvdtrain.plugins.submit.job import Job, Scheduler, background_lines, command, environment_lines
 
 
 def queue_script(job: Job) -> str:

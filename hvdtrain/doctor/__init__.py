@@ -1,1 +1,0 @@
-"""Checks of what training on several ranks and hosts needs: `hvdtrain doctor`."""

@@ -1,0 +1,353 @@
+"""The output of other programs; Python, the packages that training needs, how Horovod was built, and the MPIs in use."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm import launch
+from hvdtrain.learner.frameworks import libraries
+from hvdtrain.plugins.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.version import __version__
+
+OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
+"""Prefixes of the variables by which an MPI process joins its job; a child process must not inherit them."""
+
+
+def environment_alone() -> dict[str, str]:
+    """This process's environment without the variables that would make a child a rank of the same MPI job."""
+    return {name: value for name, value in launch.environment().items() if not name.startswith(OF_A_LAUNCHER)}
+
+
+def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str]:
+    """A command's exit status and output, stderr last; None and the reason if it cannot be run or takes too long."""
+    try:
+        done = subprocess.run(
+            command, env=environment_alone(), capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        return None, f"{command[0]}: not found"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]}: no answer within {seconds:.0f} s"
+    except OSError as error:
+        return None, f"{command[0]}: {error}"
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+class PythonProbe:
+    """A Python process that fills a dict, to test a framework without importing it in this process.
+
+    Args:
+        code: puts its results into the dict `found`.
+    """
+
+    def __init__(self, code: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import json\nfound = {{}}\n{code}\nprint('found:' + json.dumps(found))"],
+            env=environment_alone(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def result(self, seconds: float = 120) -> tuple[dict[str, Any] | None, str]:
+        """The dict, or None and the last line of the error."""
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return None, f"no answer within {seconds:.0f} s"
+        found = [line.removeprefix("found:") for line in out.splitlines() if line.startswith("found:")]
+        if found:
+            answer: dict[str, Any] = json.loads(found[-1])
+            return answer, ""
+        return None, (err.strip().splitlines() or [f"ended with status {self._process.returncode}"])[-1]
+
+
+AT_LEAST = {
+    "numpy": "1.26",
+    "h5py": "3.10",
+    "tqdm": "4.66",
+    "torch": "2.4",
+    "tensorflow": "2.18",
+    "horovod": "0.28.1",
+    "mpi4py": "4.0",
+}
+"""The oldest versions that are known to work; pyproject.toml has the same."""
+
+OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
+"""The distributions that provide a package."""
+
+
+def installed_version(package: str) -> str | None:
+    """A package's version, without importing it."""
+    for name in OTHER_NAMES.get(package, (package,)):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_older(one: str, other: str) -> bool:
+    """Whether one version is older than another.
+
+    >>> is_older("2.9.1", "2.13"), is_older("2.13.0+cpu", "2.13")
+    (True, False)
+    """
+    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (one, other)]
+    return numbers[0] < numbers[1]
+
+
+def facts() -> dict[str, str]:
+    """Versions that should be the same on all hosts."""
+    found = {"Python": platform.python_version(), "hvdtrain": __version__}
+    return found | {package: installed_version(package) or "none" for package in AT_LEAST}
+
+
+def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
+    """Whether the packages that are needed are installed and recent enough.
+
+    Args:
+        framework: the package that computes for the config's framework; None: any.
+        use_horovod: whether the config uses Horovod.
+    """
+    versions = {package: installed_version(package) for package in AT_LEAST}
+    needed = {"numpy", "h5py", "tqdm"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
+    findings = []
+    for package, found in versions.items():
+        if found is None and package in needed:
+            how = "python -m hvdtrain build-horovod" if package == "horovod" else f"pip install {package}"
+            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
+        elif found is not None and is_older(found, AT_LEAST[package]):
+            newer = f"pip install '{package}>={AT_LEAST[package]}'"
+            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
+    if framework is None and not any(map(installed_version, libraries())):
+        findings.append(problem("packages", f"expected {' or '.join(libraries())}, got none", "pip install torch"))
+    installed = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
+    return [
+        ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"),
+        *findings,
+    ]
+
+
+PROBE = """
+import gc
+gc.disable()  # a third of the time, with gc.freeze
+import {framework} as framework
+found["version"] = framework.__version__
+{gpu}
+try:
+    import horovod.{framework} as hvd
+    for name in ("mpi", "gloo", "nccl"):
+        found[name] = bool(getattr(hvd, name + "_built")())
+except Exception as error:
+    found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+gc.freeze()
+"""
+
+GPUS = {
+    "torch": 'found["cuda"], found["gpus"] = framework.version.cuda, framework.cuda.device_count()',
+    "tensorflow": 'found["cuda"] = framework.sysconfig.get_build_info().get("cuda_version")\n'
+    'found["gpus"] = len(framework.config.list_physical_devices("GPU"))',
+}
+
+
+def start_probes(framework: str | None) -> dict[str, PythonProbe]:
+    """Start processes that import the framework (None: each that is installed) and Horovod, which takes seconds."""
+    wanted = [framework] if framework else [*libraries()]
+    return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS.get(name, ""))) for name in wanted if installed_version(name)}
+
+
+def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: int) -> list[Finding]:
+    """Whether a framework can be imported and Horovod was built for it, with MPI, Gloo and, where there are GPUs, NCCL.
+
+    Args:
+        gpus: the number of GPUs that nvidia-smi lists on this host.
+    """
+    found, error = probe.result()
+    if found is None:
+        return [problem(framework, f"expected to be imported, got {error}", f"reinstall {framework}")]
+    findings = []
+    if gpus and not found["gpus"]:
+        what = f"expected to use the host's {gpus} GPUs, got none ({found['version']}, built for CUDA {found['cuda'] or 'none'})"
+        findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
+    rebuild = "python -m hvdtrain build-horovod --force"
+    if "error" in found:
+        if installed_version("horovod") is None and not use_horovod:
+            return [*findings, ok("Horovod", "not installed, and not asked for")]
+        level = problem if use_horovod else warning
+        return [*findings, level("Horovod", f"expected to work with {framework}, got {found['error']}", rebuild)]
+    built = [name for name, is_built in (("MPI", found["mpi"]), ("Gloo", found["gloo"]), ("NCCL", found["nccl"])) if is_built]
+    about = f"Horovod for {framework}"
+    if not found["mpi"] and not found["gloo"]:
+        findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
+    elif not found["mpi"]:
+        findings.append(
+            warning(about, "built without MPI: mpirun and srun --mpi cannot start it", f"horovodrun --gloo, or {rebuild}")
+        )
+    if gpus and not found["nccl"]:
+        what = "built without NCCL: gradients are copied through the host's memory"
+        findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
+    return findings or [ok(about, f"built with {', '.join(built)}")]
+
+
+OF_LIBRARY = """
+import ctypes
+text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+ctypes.CDLL({path!r}).MPI_Get_library_version(text, ctypes.byref(length))  # allowed before MPI is initialized
+found["version"] = text.value.decode()
+"""
+
+OF_MPI4PY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+found["version"] = MPI.Get_library_version()
+"""
+
+
+def implementation(text: str) -> tuple[str, str] | None:
+    """The name and version of an MPI, from the output of `mpirun --version` or MPI_Get_library_version.
+
+    >>> implementation("mpirun (Open MPI) 4.1.4"), implementation("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4")
+    (('Open MPI', '4.1.4'), ('Open MPI', '4.1.4'))
+    >>> implementation("HYDRA build details:\\n    Version:    4.0.2\\n"), implementation("MPICH Version:\\t4.0.2\\nMPICH ...")
+    (('MPICH', '4.0.2'), ('MPICH', '4.0.2'))
+    >>> implementation("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307")
+    ('Intel MPI', '2021.9')
+    >>> implementation("bash: mpirun: command not found") is None
+    True
+    """
+    patterns = (
+        ("Open MPI", r"\(?Open MPI\)? v?([\d.]+)"),
+        ("Open MPI", r"OpenRTE\)? v?([\d.]+)"),
+        ("Intel MPI", r"Intel\(R\) MPI Library.*Version ([\d.]+)"),
+        ("MVAPICH", r"MVAPICH2? Version\s*:\s*([\d.]+)"),
+        ("MPICH", r"HYDRA build details:\s+Version:\s+([\d.]+)"),
+        ("MPICH", r"MPICH Version:\s+([\d.]+)"),
+    )
+    for name, pattern in patterns:
+        match = re.search(pattern, text)
+        if match:
+            return name, match[1]
+    return None
+
+
+def mpi_library(ldd: str) -> str | None:
+    """The MPI library among those that a shared object needs, from the output of ldd.
+
+    >>> mpi_library("\\tlibmpi_cxx.so.40 => /lib/libmpi_cxx.so.40 (0x7f)\\n\\tlibmpi.so.40 => /lib/libmpi.so.40 (0x7f)")
+    '/lib/libmpi.so.40'
+    >>> mpi_library("\\tlibmpich.so.12 => not found")
+    'libmpich.so.12'
+    """
+    match = re.search(r"\b(libmpi(?:ch)?\.so[.\d]*)(?: => (/\S+))?", ldd)
+    return (match[2] or match[1]) if match else None
+
+
+def versions() -> dict[str, str]:
+    """The MPIs of `mpirun`, Horovod and mpi4py, such as 'Open MPI 4.1.4'; 'none' if one is not installed."""
+    probes = {}
+    library = _horovod_mpi_library()
+    if library is not None:
+        probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
+    if installed_version("mpi4py") is not None:
+        probes["mpi4py"] = PythonProbe(OF_MPI4PY)
+    found = {"mpirun": "none"}
+    if shutil.which("mpirun"):
+        _, said = output(["mpirun", "--version"])
+        found["mpirun"] = _words(said)
+    for name, probe in probes.items():
+        answer, error = probe.result()
+        found[name] = _words(answer["version"]) if answer else f"unusable: {error}"
+    return found
+
+
+def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
+    """Whether everything uses the same MPI.
+
+    Args:
+        found: the result of `versions`.
+        launcher: what started this process, as named in comm/launchers.py.
+
+    >>> print(check_mpi({"mpirun": "MPICH 4.0.2", "Horovod": "Open MPI 4.1.4"}, None)[0].level)
+    problem
+    """
+    findings = []
+    for name, what in found.items():
+        if what.startswith("unusable"):
+            how = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
+            findings.append(
+                problem("MPI", f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}", how)
+            )
+    usable = {name: what for name, what in found.items() if what != "none" and not what.startswith("unusable")}
+    if found["mpirun"] == "none" and launcher is None:
+        what = "mpirun is not in PATH: several ranks need it, or srun, torchrun, horovodrun"
+        findings.append(warning("MPI", what, "apt-get install openmpi-bin, or load your cluster's module"))
+    by_name = {name: what.rpartition(" ")[0] for name, what in usable.items()}
+    by_major = {name: what.split(".")[0] for name, what in usable.items()}
+    all_of = ", ".join(f"{name} of {what}" for name, what in usable.items())
+    if len(set(by_name.values())) > 1:
+        what = f"expected one MPI, got {all_of}: each process would silently run as a separate job"
+        findings.append(
+            problem("MPI", what, "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other")
+        )
+    elif len(set(by_major.values())) > 1:
+        findings.append(
+            warning("MPI", f"expected one version, got {all_of}", "use the mpirun of the MPI that Horovod was built for")
+        )
+    elif usable and not findings:
+        findings.append(ok("MPI", all_of))
+    return findings
+
+
+def check_srun() -> list[Finding]:
+    """Whether srun, where it is installed, can start MPI processes."""
+    if not shutil.which("srun"):
+        return []
+    status, said = output(["srun", "--mpi=list"], seconds=10)
+    if status != 0:
+        return [ok("Slurm", f"srun is installed but reaches no cluster: {said.splitlines()[-1] if said else 'no answer'}")]
+    kinds = srun_kinds(said)
+    if "pmix" in kinds:
+        return [ok("Slurm", "srun --mpi=pmix can start Open MPI processes")]
+    what = f"srun knows --mpi={','.join(kinds)}, but not pmix: Horovod over Open MPI cannot be started by it"
+    return [warning("Slurm", what, "use mpirun inside the allocation")]
+
+
+def srun_kinds(text: str) -> list[str]:
+    """The plugins in the output of `srun --mpi=list`.
+
+    >>> srun_kinds("MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n\\tpmix\\nspecific pmix plugin versions available: pmix_v4")
+    ['none', 'pmi2', 'pmix']
+    """
+    return re.findall(r"^\s+(?:srun: )?(\w+)\s*$", text.split("specific")[0], flags=re.MULTILINE)
+
+
+def _horovod_mpi_library() -> str | None:
+    """The MPI library of the installed Horovod; None: it was built without MPI, or Horovod or ldd is not installed."""
+    spec = find_spec("horovod")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for shared_object in sorted(Path(place).glob("*/mpi_lib*.so")):
+            status, said = output(["ldd", str(shared_object)])
+            library = mpi_library(said) if status == 0 else None
+            if library:
+                return library
+    return None
+
+
+def _words(text: str) -> str:
+    found = implementation(text)
+    return " ".join(found) if found else f"unusable: {text.splitlines()[0] if text else 'no answer'}"

@@ -1,1 +1,0 @@
-"""Job scripts for schedulers, Kubernetes and plain mpirun: `hvdtrain submit`."""

@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
-from hvdtrain.config.source import as_function
+from hvdtrain.config.source import OVERRIDING, as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -130,6 +130,7 @@ class ChangingEpochs:
         self._copies_local = copies_local
         self._latest = EpochKeys(0, {}, settings, {})
         self._noted: Mapping[str, str] = {}  # as text, the keys in the log
+        self._warned: set[str] = set()
         self._checked: Mapping[str, str] = {}  # those whose data keys were compared with the data
         self._opened: dict[str, OpenDataset] = {}
 
@@ -179,9 +180,20 @@ class ChangingEpochs:
             check_alike(self._comm, "keys_of_epoch", texts, of=f"{where}: ")
             if texts != self._noted:
                 log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
+                self._warn_of_overrides(where, given)
                 self._noted = texts
             self._latest = EpochKeys(epoch, given, settings, {name: value_of(settings, name) for name in given})
         return self._latest
+
+    def _warn_of_overrides(self, where: str, given: Mapping[str, Any]) -> None:
+        """Warn of keys that the command line sets, too, once of each."""
+        for name in sorted(given.keys() - self._warned):
+            value, origin = value_of(self._settings, name), self._settings.origins.get(name)
+            if origin in OVERRIDING and not same_data(given[name], value):
+                self._warned.add(name)
+                log.warning(
+                    f"{where}: {name} = {value_text(given[name])} holds in its epochs, not {origin}'s {value_text(value)}"
+                )
 
     def _other(self, feed: Feed, given: Mapping[str, Any]) -> Any:
         """The value of a dataset's key in an epoch, if it is other data than the config's."""

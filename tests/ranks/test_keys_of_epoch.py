@@ -52,6 +52,7 @@ def test_an_epoch_is_that_of_a_config_with_its_keys(trained: Trained) -> None:
     assert average["scores"]["dev_loss_ce"] == whole[3]["scores"]["dev_loss_ce"], "the average of one model, on the same dev"
     assert [line["learning_rate"] for line in whole] == [0.01, 0.005, 0.005, 0.005]
     assert "epoch 2: max_seqs = 6, learning_rate = 0.005, train = {" in made.out("whole")
+    assert made.out("whole").count("max_seqs = 6 holds in its epochs, not the command line's 4") == 1
 
 
 def test_a_stop_within_an_epoch_changes_no_bit(trained: Trained) -> None:

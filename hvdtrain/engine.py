@@ -19,7 +19,7 @@ from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.training.agreement import agree_on_batches
-from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
+from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training, pruned_before
 from hvdtrain.training.control import Control, StopNow, stopped_by
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import evaluate
@@ -72,6 +72,7 @@ class Engine:
         self._phase = Phase(session.progress)
         self._evaluated = evaluated = EvaluatedModel(learner.state, session.reducer.sync)
         self._training = Training(session, self._phase, evaluated)  # what the callbacks see
+        self._training.pruned = pruned_before(limits.end_after_epoch(session.progress))
         has_services = bool(reporters.services)
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)

@@ -509,6 +509,21 @@ def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
     assert hvdtrain.train(keys_of(tmp_path)).num_epochs == 0, "the same call does not go on"
 
 
+def test_a_pruned_trial_that_is_stopped_is_pruned_when_it_goes_on(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+
+    class Prunes:
+        def on_step_end(self, training: Any) -> None:
+            training.stop("planted")
+            raise optuna.TrialPruned("no better")
+
+    with pytest.raises(Stopped):
+        hvdtrain.train(keys_of(tmp_path, callbacks=Prunes, num_epochs=3))
+    with pytest.raises(optuna.TrialPruned, match="^no better$"):
+        hvdtrain.train(keys_of(tmp_path, num_epochs=3))
+    assert hvdtrain.train(keys_of(tmp_path, num_epochs=4)).num_epochs == 3
+
+
 def test_a_full_disk_is_noticed_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(tmp_path, model=str(tmp_path / "[model]"), num_epochs=1)
     disk = types.SimpleNamespace(free=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -137,7 +138,22 @@ class Training:
     def prune(self, error: Exception) -> None:
         """End training after this epoch, as `finish` does, and raise an error of Optuna's when all is saved."""
         self.pruned = error
-        self.finish(f"the trial was pruned{f': {error}' if str(error) else ''}")
+        self.finish(f"{PRUNED}{f': {error}' if str(error) else ''}")
+
+
+PRUNED = "the trial was pruned"
+
+
+def pruned_before(end: str | None) -> Exception | None:
+    """What a callback has raised in the epoch under way, before the training was stopped.
+
+    Args:
+        end: why the training ends after this epoch; None: it does not.
+    """
+    optuna = sys.modules.get("optuna")  # Where none of the program's code has imported it, nobody expects its error.
+    if end is None or not end.startswith(PRUNED) or optuna is None:
+        return None
+    return optuna.TrialPruned(end.removeprefix(PRUNED).removeprefix(": "))  # type: ignore[no-any-return]
 
 
 Call = Callable[[Training], None]

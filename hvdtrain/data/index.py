@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,6 @@ class IndexFile:
                     file.write(bytes(_aligned(file.tell()) - file.tell()))
                     file.write(values.reshape(-1).view(numpy.uint8).data)
             unfinished.replace(path)
-            self._remove_unused(path.parent)
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
@@ -162,8 +162,14 @@ class IndexFile:
         finally:
             if lock >= 0:
                 os.close(lock)
+        if path is not None:
+            _remove_unused(path.parent)
 
-    def _remove_unused(self, folder: Path) -> None:
+
+@cache
+def _remove_unused(folder: Path) -> None:
+    """Once per process."""
+    with suppress(OSError):
         for path in folder.iterdir():
             if OURS.fullmatch(path.name):
                 with suppress(OSError):

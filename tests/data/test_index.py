@@ -17,6 +17,7 @@ import numpy
 import pytest
 from launching import ROOT
 
+from hvdtrain.data import index
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.data.index import UNUSED, IndexFile, Kept
@@ -173,5 +174,9 @@ def test_what_is_kept_comes_back_until_it_is_damaged_or_unused(tmp_path: Path) -
     (tmp_path / f"{20 * 'a'}.corpus.npz").write_text("of an earlier version")
     for each in tmp_path.iterdir():
         os.utime(each, (0, time.time() - UNUSED - 10))
-    IndexFile(tmp_path, "other").save("lengths", {}, arrays)
-    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".index", ".txt"]
+    index._remove_unused.cache_clear()
+    with patch.object(Path, "iterdir", autospec=True, side_effect=Path.iterdir) as listed:
+        for name in ("other", "third"):
+            IndexFile(tmp_path, name).get("lengths", Scanning(tmp_path), make)
+    assert listed.call_count == 1
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".index", ".index", ".lock", ".lock", ".txt"]

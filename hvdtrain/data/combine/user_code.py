@@ -67,7 +67,8 @@ class UserDataset(ChangedSequences):
         self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
         self._epoch, self._draw = 1, 0
         latest = lru_cache(maxsize=1)(self.at_epoch)  # in each process, once per epoch instead of for every sequence
-        self._shared = _Processes(lambda asked: latest(asked[1]).redrawn(asked[2])._answer(asked[0], *asked[3:]), num_workers)
+        redrawn = lru_cache(maxsize=8)(lambda epoch, draw: latest(epoch).redrawn(draw))
+        self._shared = _Processes(lambda asked: redrawn(asked[1], asked[2])._answer(asked[0], *asked[3:]), num_workers)
         self._note = scanning.note
         self._is_whole = _reads_batches(dataset)
         if num_workers:

@@ -51,7 +51,7 @@ HEADER = 256
 """The number of bytes that hold the header of nearly every .npy file."""
 
 NOWHERE = (-1, 0)
-"""The place of a link to what an archive does not have."""
+"""The place of a link to what an archive does not have, which matters only if it is read."""
 
 OPEN_FILES = 64
 """The number of archives that are open at a time."""
@@ -200,10 +200,17 @@ def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:
     suffixes = [suffix for suffix, _ in entries]
     for sample, files in _samples(path):
         missing = [suffix for suffix in suffixes if suffix not in files]
+        if len(missing) == len(suffixes) and {*files.values()} == {NOWHERE}:
+            continue
         if missing:
             raise DataError(
                 f"{path}: expected files with the suffixes {', '.join(suffixes)} of every sample, got none with {missing[0]} of "
                 f"{sample!r}, which has {', '.join(files)}"
+            )
+        if (link := next((suffix for suffix in suffixes if files[suffix] == NOWHERE), None)) is not None:
+            raise DataError(
+                f"{path}: expected a file of the archive before the link '{sample}.{link}' to it, got none (tar --dereference "
+                "stores files in place of links)"
             )
         tags.append(sample.encode("utf-8"))
         places.append([files[suffix] for suffix in suffixes])
@@ -271,11 +278,6 @@ def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
         found = NAME.fullmatch(name)
         if found is None or IGNORED.fullmatch(name):
             continue
-        if (start, size) == NOWHERE:
-            raise DataError(
-                f"{path}: expected a file of the archive before the link {name!r} to it, got none (tar --dereference "
-                "stores files in place of links)"
-            )
         sample, suffix = found.group(1), found.group(2).lower()
         if sample != current:
             if files:

@@ -156,6 +156,8 @@ def test_links_are_the_files_that_they_lead_to(tmp_path: Path) -> None:
             tar.addfile(member, io.BytesIO(npy(frames(0))))
             link("x/b.npy", "x/a.npy", tarfile.LNKTYPE)
             link("y/c.npy", target, tarfile.SYMTYPE)
+            link("y/c.json", "none.json", tarfile.SYMTYPE)  # which nobody reads, as the next one
+            link("y/notes.pdf", "none.pdf", tarfile.SYMTYPE)
         if error:
             with pytest.raises(DataError, match=error):
                 opened(str(tmp_path / "a.tar"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.data.types import Batch, Broken
+from hvdtrain.data.types import Array, Batch, Broken
 from hvdtrain.errors import BrokenSequence
 
 LISTED = 5
@@ -99,19 +99,23 @@ class BrokenSequences:
 
 def check_finite(batch: Batch) -> None:
     """Raises: BrokenSequence, if a number in a batch is NaN or infinite."""
-    import numpy  # here, as `--help` imports this file
-
     for key, padded in batch.data.items():
-        values = padded.values
-        if values.dtype.kind not in "fc" or numpy.isfinite(values.sum(dtype=numpy.result_type(values.dtype, numpy.float64))):
+        if not finite_problem(padded.values):
             continue
         for row, sequence in enumerate(padded.sequences()):
-            if not (finite := numpy.isfinite(sequence)).all():
+            if problem := finite_problem(sequence):
                 tag = "" if batch.row_tags is None else f"sequence {batch.row_tags()[row]!r}, "
-                frame = int(numpy.argwhere(~finite)[0][0])
-                raise BrokenSequence(
-                    f"{tag}data key {key!r}: expected finite numbers, got {sequence[~finite][0]} in frame {frame}"
-                )
+                raise BrokenSequence(f"{tag}data key {key!r}: {problem}")
+
+
+def finite_problem(values: Array) -> str:
+    """The first frame with a number that is NaN or infinite, for messages; '': there is none."""
+    import numpy  # here, as `--help` imports this file
+
+    if values.dtype.kind not in "fc" or numpy.isfinite(values.sum(dtype=numpy.result_type(values.dtype, numpy.float64))):
+        return ""
+    wrong = ~numpy.isfinite(values)
+    return f"expected finite numbers, got {values[wrong][0]} in frame {numpy.argwhere(wrong)[0][0]}" if wrong.any() else ""
 
 
 def _listing(messages: Sequence[str]) -> str:

@@ -469,8 +469,7 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
         return []
     if not feed.budget.caches:
         return [(4, f"{feed.name}: no cache: all data is memory-mapped; the system caches it for all ranks of the host")]
-    whole = sum(cache.size() for cache in feed.budget.caches)
-    size = whole if feed.budget.size is None else min(whole, feed.budget.size)
+    whole, size = feed.budget.needed()
     return [
         (
             4,
@@ -483,11 +482,7 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
 def cache_texts(feeds: Sequence[Feed]) -> list[str]:
     """The memory in which sequences of training are cached, for the first lines of the log; empty: nothing asks for it."""
     budgets = [feed.budget for feed in feeds[:1] if feed.budget is not None and feed.budget.size != 0 and feed.budget.caches]
-    sizes = [(sum(cache.size() for cache in budget.caches), budget.size) for budget in budgets]
-    return [
-        f"cache: {size_text(whole if limit is None else min(whole, limit))} of {size_text(whole)} per rank"
-        for whole, limit in sizes
-    ]
+    return [f"cache: {size_text(size)} of {size_text(whole)} per rank" for whole, size in (budget.needed() for budget in budgets)]
 
 
 FEW_HOSTS = 8

@@ -43,7 +43,7 @@ class DataKeys(Section):
     skip_broken: int = key(
         0,
         "the number of sequences of each dataset that training and evaluation leave out if they cannot be read (a missing or "
-        "truncated file, numbers of a Kaldi folder that are not finite, hvdtrain.BrokenSequence in your own dataset); with more, "
+        "truncated file, numbers that are not finite, hvdtrain.BrokenSequence in your own dataset); with more, "
         "training ends",
         not_negative,
     )

@@ -74,6 +74,11 @@ class Budget:
         self.used += taken
         return taken
 
+    def needed(self) -> tuple[int, int]:
+        """The bytes that would hold all sequences of these datasets, and those of them that may be used."""
+        whole = sum(cache.size() for cache in self.caches)
+        return whole, whole if self.size is None else min(whole, self.size)
+
     def part(self, count: int) -> Budget:
         """The budget of each of `count` processes that are forked later."""
         if count == 1 or self.size is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.broken import finite_problem
 from hvdtrain.data.formats.items import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
@@ -307,9 +308,8 @@ class FbankColumn(Column):
 
 def check_finite(values: Array, where: str) -> Array:
     """The array. Raises: BrokenSequence, if a number is NaN or infinite."""
-    if not numpy.isfinite(values.sum(dtype=numpy.float64)) and not (finite := numpy.isfinite(values)).all():
-        frame = int(numpy.argwhere(~finite)[0][0])
-        raise BrokenSequence(f"{where}: expected finite numbers, got {values[~finite][0]} in frame {frame}")
+    if problem := finite_problem(values):
+        raise BrokenSequence(f"{where}: {problem}")
     return values
 
 

@@ -41,7 +41,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
 
 
 def of_no_framework(accumulated: dict[str, object]) -> dict[str, dict[str, object]]:
-    """Gradients are accumulated, and TensorFlow is stopped, in test_update_together.py."""
+    """Gradients are accumulated, and trainings are stopped, in test_update_together.py."""
     plain = {"part": "even.hdf", "optimizer": {"class": "sgd"}, "max_seqs": 2, "accum_grad_multiple_step": 2}
     made: dict[str, dict[str, object]] = {
         "gradients": {**plain, "horovod_avg_grad": True},
@@ -50,11 +50,7 @@ def of_no_framework(accumulated: dict[str, object]) -> dict[str, dict[str, objec
         # whose statistics are exchanged in every backward pass, of which some batches have several
         "batch_norm": {"layers": "statistics", "sync_batch_norm": True, "losses": "several", **accumulated},
     }
-    # 20 steps an epoch: updates after steps 3, 6, ..., 18, 20 of each
-    resumed = {"layers": "statistics", "losses": "several", "num_epochs": 2, "accum_grad_multiple_step": 3, "record": True}
-    resumed |= {"horovod_reduce_type": "param", "horovod_param_sync_step": 2, "optimizer": {"class": "adam"}}
-    made["resumed.whole"] = {**resumed, "evaluated": True, "save_interval_steps": 5}
-    return made | {"resumed.stopped": {**made["resumed.whole"], "fault": "SIGTERM,1,4,16,25"}}
+    return made
 
 
 @pytest.mark.parametrize("of", CASES, ids=str)
@@ -62,7 +58,7 @@ def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: Re
     """Counts of means over all ranks and all batches, and a last update with fewer batches than the others, included."""
     alone, together = results(of.alone), results(of)
     pairs = [(name, together, name) for name in COMPARED[of.framework]]
-    for whole, several, apart in pairs if of != TWO else [*pairs, ("several", alone, "apart")]:
+    for whole, several, apart in pairs if of.framework != "torch" else [*pairs, ("several", alone, "apart")]:
         assert_alike(alone.weights(whole), several.weights(apart))
         # a rank's batches, as in RETURNN
         assert several.reports(apart)[0]["steps"] == (47 if several is alone else 24)
@@ -73,23 +69,13 @@ def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: Re
 
 @pytest.mark.parametrize("of", CASES, ids=str)
 def test_all_ranks_end_with_the_same_model(results: ResultsOf, of: Run) -> None:
-    assert len(results(of).names) == (9 if of.framework == "torch" else 2)
+    assert len(results(of).names) == (7 if of.framework == "torch" else 2)
     for name in results(of).names:
         assert_same(results(of).weights(name), results(of).weights(name, 1))
 
 
 def test_averaging_parameters_after_every_update_is_averaging_gradients(results: ResultsOf) -> None:
     assert_alike(results(TWO).weights("gradients"), results(TWO).weights("parameters"))
-
-
-def test_a_stop_waits_for_an_update_and_training_goes_on_bit_for_bit(results: ResultsOf) -> None:
-    made = results(TWO)
-    for rank in range(2):
-        assert_same(made.weights("resumed.whole", rank), made.weights("resumed.stopped", rank))
-        assert made.needed(f"resumed.whole.ids.{rank}").read_text() == made.needed(f"resumed.stopped.ids.{rank}").read_text()
-    assert made.scores("resumed.whole") == made.scores("resumed.stopped")
-    told = re.findall(r"stopped by SIGTERM in epoch (\d) after step (\d+);", made.out("resumed.stopped"))
-    assert told == [("1", "9"), ("1", "20"), ("2", "9")]  # two updates after the signal, which came in the midst of a group
 
 
 @pytest.mark.parametrize("of", CASES, ids=str)

@@ -154,6 +154,12 @@ class Results:
         """The scores of every epoch."""
         return [report["scores"] for report in self.reports(name)]
 
+    def evaluations(self, name: str) -> list[dict[str, Any]]:
+        """The lines of evaluations.jsonl, but for what takes how long."""
+        self.needed(f"{name}.out-0")
+        lines = self.models[name].with_name("evaluations.jsonl").read_text().splitlines()
+        return [{key: value for key, value in json.loads(line).items() if key not in ("elapsed", "seconds")} for line in lines]
+
     def trained_on(self, name: str) -> Counter[tuple[int, int]]:
         """How often each sequence was trained on in each epoch, over all ranks, if the training has `record`."""
         lines = [line for rank in range(self.run.size) for line in self.needed(f"{name}.ids.{rank}").read_text().splitlines()]

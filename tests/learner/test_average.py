@@ -86,6 +86,7 @@ PARAM = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
 
 @trains(TWO, slow=[OF_TENSORFLOW])
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """tests/ranks/test_phases.py stops trainings whose ranks update alone."""
     common = {**KEYS, "record": True, "parts": 2}  # epochs of 10 steps
     stops = {"fault": "SIGTERM,0,3,9,13" if run.framework == "torch" else "SIGTERM,0,9"}  # TensorFlow traces anew after each
     preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[run.framework]}"), "init_for_train": True}
@@ -95,9 +96,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         "background": {**common, **stops, "save_in_background": True, "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0}},
         "preloaded": {**common, "preload_from_files": {"all": preload}, "learning_rate": 0.0, "num_epochs": 1},
     }
-    if run.framework == "torch":  # test_update_together.py has the param mode of TensorFlow
-        made |= {"param.whole": {**common, **PARAM}, "param.stopped": {**common, **PARAM, **stops}}
-    return made
+    return made | ({"param": {**common, **PARAM}} if run.framework == "torch" else {})
 
 
 @trains(ALONE)
@@ -138,11 +137,10 @@ def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) 
     made = results(run)
     told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("background"))
     assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
-    for whole, stopped in (("whole", "background"), ("param.whole", "param.stopped"))[: 2 if run.framework == "torch" else 1]:
-        for rank in range(run.size):
-            assert_same(made.weights(whole, rank), made.weights(stopped, rank))
-        assert_same(saved(made, whole), saved(made, stopped))
-        assert dev_scores(made, whole) == dev_scores(made, stopped)
+    for rank in range(run.size):
+        assert_same(made.weights("whole", rank), made.weights("background", rank))
+    assert_same(saved(made, "whole"), saved(made, "background"))
+    assert dev_scores(made, "whole") == dev_scores(made, "background")
     for name in made.names:
         assert_same(made.weights(name), made.weights(name, run.size - 1))
     files = made.models["background"].parent.glob("model.*")
@@ -178,8 +176,8 @@ def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, re
     assert float(found.group(1)) == pytest.approx(dev_scores(made, "whole")[-1], rel=1e-3)
     if run.framework == "tensorflow":
         return  # a process of its own, for what is no framework's own
-    gone_on = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["param.whole"], "num_epochs": 3})
+    gone_on = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["param"], "num_epochs": 3})
     assert gone_on.status == 0, gone_on.err
-    assert len(dev_scores(made, "param.whole")) == 3
-    before, after = saved(made, "param.whole", 2), saved(made, "param.whole", 3)
+    assert len(dev_scores(made, "param")) == 3
+    before, after = saved(made, "param", 2), saved(made, "param", 3)
     assert any(not numpy.array_equal(before[name], after[name]) for name in before)

@@ -110,6 +110,7 @@ def test_nothing_that_happens_in_any_phase_changes_a_result(trained: Trained, fu
             assert not undisturbed - found, name
             assert more or not found - undisturbed, name
         assert made.scores(way) == made.scores(name)
+        assert more or made.evaluations(way) == made.evaluations(name), name
         if name != way:
             phases = name.rsplit(".", 1)[1].split("+")
             happened = len([*made.folder.glob(f"{name}.notes.{run.size - 1}.done*")])

@@ -91,15 +91,15 @@ MUTATIONS = [
     Mutation(
         "padding is filled with ones",
         "data/padding.py",
-        "values = numpy.zeros((*shape, *like.shape[1:]), dtype=dtype)",
-        "values = numpy.ones((*shape, *like.shape[1:]), dtype=dtype)",
+        'row[len(sequence) :] = "" if values.dtype == object else 0',
+        'row[len(sequence) :] = "" if values.dtype == object else 1',
         ("tests/data/test_batches.py",),
     ),
     Mutation(
         "a sequence of an HDF file lacks its last frame",
         "data/hdf/dataset.py",
-        "array[starts[index] : starts[index + 1]]",
-        "array[starts[index] : starts[index + 1] - 1]",
+        "return array[start:stop]",
+        "return array[start : stop - 1]",
         ("tests/data/hdf/test_hdf.py",),
     ),
     Mutation(
@@ -120,8 +120,8 @@ MUTATIONS = [
     Mutation(
         "the config takes precedence over the command line",
         "config/source.py",
-        "    values.update(top)",
-        "    values = top | values",
+        "values[name], origins[name] = top[name], origin",
+        "values[name], origins[name] = values.get(name, top[name]), origin",
         ("tests/config/test_config.py",),
     ),
     Mutation(
@@ -155,7 +155,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stop that only one rank requests is lost",
-        "training/agreement.py",
+        "training/vote.py",
         '"sum", name="requests"',
         '"average", name="requests"',
         (TOGETHER,),
@@ -165,6 +165,13 @@ MUTATIONS = [
         "checkpoint/saver.py",
         'partial(comm.broadcast, name=f"initial_{role}")',
         "list",
+        (TOGETHER,),
+    ),
+    Mutation(
+        "a training stops between the batches of an update",
+        "engine.py",
+        "self._end_step(epoch, batch)",
+        "self._end_step(epoch, batch), self._check(current)",
         (TOGETHER,),
     ),
     Mutation(
@@ -182,10 +189,10 @@ MUTATIONS = [
         ("tests/learner/test_param_average.py",),
     ),
     Mutation(
-        "a rank's weight multiplies masks and tables, too",
+        "buffers that all ranks have alike are averaged, too",
         "learner/buffers.py",
-        " if not is_alike]",
-        "]",
+        "if next(differ)}",
+        "if next(differ) or True}",
         ("tests/learner/test_roles.py",),
     ),
     Mutation(
@@ -220,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "the batches of an update before its last one do not count in a mean",
         "learner/torch/gradients.py",
-        "if losses is not None and normal.names:",
-        "if losses is not None and normal.names and is_last_microbatch:",
+        "if losses is not None:\n            self._count(",
+        "if losses is not None and is_last_microbatch:\n            self._count(",
         ("tests/learner/test_losses.py",),
     ),
     Mutation(
@@ -295,7 +302,7 @@ MUTATIONS = [
     Mutation(
         "the checksum of a model is not compared",
         "learner/integrity.py",
-        "return None if checksum(view, place) == digits else OTHER_BYTES",
+        "return None if _checksum(view, stored[0]) == stored[1] else OTHER_BYTES",
         "return None",
         ("tests/checkpoint/test_damaged.py",),
     ),

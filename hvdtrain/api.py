@@ -31,7 +31,7 @@ from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.config.source import CALL, OVERRIDING, Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.report.rows import rate_text, score_text
+from hvdtrain.report.table import epoch_table
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
@@ -110,17 +110,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row for each epoch, the best one in bold."""
-        names = list(dict.fromkeys(name for record in self.history for name in record.scores))
-        rows = [["epoch", "learning rate", *(name.replace("_loss_", " ", 1) for name in names)]]
-        for record in self.history:
-            scores = [score_text(record.scores[name]) if name in record.scores else "" for name in names]
-            rows.append([str(record.epoch), rate_text(record.learning_rate), *scores])
-        best = None if self.best is None else str(self.best.epoch)
-        lines = [
-            f"<tr{' style=font-weight:bold' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-            for row in rows
-        ]
-        return f"<table>{''.join(lines)}</table><code>{escape(str(self.checkpoint))}</code>"
+        table = epoch_table(self.history, None if self.best is None else self.best.epoch)
+        return f"{table}<code>{escape(str(self.checkpoint))}</code>"
 
     @cached_property
     def model(self) -> Any:

@@ -481,8 +481,17 @@ def test_the_processes_of_mpirun_are_ranks_and_train_again(tmp_path: Path, trans
         assert (tmp_path / f"rank-{rank}").read_text() == f"{first[-1]['dev_loss_ce']} model.001.pt\n" * 2
 
 
-def test_a_notebook_shows_the_epochs(tmp_path: Path) -> None:
+def test_a_notebook_shows_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    class Cell:
+        update = shown.append
+
+    monkeypatch.setattr("hvdtrain.start_up.reporters.is_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda html, display_id: shown.append(html) or Cell)
     html = hvdtrain.train(keys_of(tmp_path))._repr_html_()
+    assert [one.data.count("<tr") for one in shown] == [2, 3]
+    assert html.startswith(shown[-1].data)
     assert html.startswith("<table><tr><td>epoch</td><td>learning rate</td><td>train ce</td><td>dev ce</td></tr><tr><td>1</td>")
     assert "<tr style=font-weight:bold><td>2</td><td>0.01</td>" in html
     assert html.endswith("model.002.pt</code>")

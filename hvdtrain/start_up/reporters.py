@@ -19,6 +19,7 @@ from hvdtrain.report.rows import BEST, cost_row, epoch_name, epoch_seconds, scor
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, config_values, git_state
 from hvdtrain.report.steps import Reporters
+from hvdtrain.report.table import GrowingTable, epoch_table
 from hvdtrain.report.trackers import (
     PATIENCE,
     BackgroundTracker,
@@ -30,6 +31,7 @@ from hvdtrain.report.trackers import (
 )
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.notebook import is_notebook
 from hvdtrain.runtime.records import models_of
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
@@ -51,6 +53,8 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
         best = BestReporter(session)
         reporters: list[Reporter] = [epochs, Rows(session, settings.run.num_epochs), best]
+        if is_notebook():
+            reporters.append(GrowingTable(lambda: table_of(session)))
         if settings.schedule.learning_rate_file is not None:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
@@ -63,6 +67,12 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         return Reporters(reporters, [steps.step, *trackers.steps], trackers.services, receivers)
 
     return together(comm, lambda: open_on_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
+
+
+def table_of(session: Session) -> str:
+    """The epochs so far as HTML."""
+    best = session.best.measure.best(session.best.records(session.progress))
+    return epoch_table(session.progress.history, None if best is None else best.epoch)
 
 
 class Rows:

@@ -1,0 +1,47 @@
+"""The table of epochs that a notebook shows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.rows import rate_text, score_text
+from hvdtrain.schedule.history import EpochRecord
+
+
+def epoch_table(history: Sequence[EpochRecord], best: int | None) -> str:
+    """A row for each epoch as HTML, that of the best one in bold."""
+    names = list(dict.fromkeys(name for record in history for name in record.scores))
+    rows = [["epoch", "learning rate", *(name.replace("_loss_", " ", 1) for name in names)]]
+    for record in history:
+        scores = [score_text(record.scores[name]) if name in record.scores else "" for name in names]
+        rows.append([str(record.epoch), rate_text(record.learning_rate), *scores])
+    table = ""
+    for row in rows:
+        style = " style=font-weight:bold" if row[0] == str(best) else ""
+        table += f"<tr{style}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+    return f"<table>{table}</table>"
+
+
+class GrowingTable:
+    """Shows the table in the running cell of a notebook, with a row more after every epoch.
+
+    Args:
+        table: returns the table after an epoch.
+    """
+
+    def __init__(self, table: Callable[[], str]) -> None:
+        self._table = table
+        self._shown: Any = None
+
+    def epoch(self, report: EpochReport) -> None:
+        """After an epoch."""
+        ipython: Any = importlib.import_module("IPython.display")
+        table = ipython.HTML(self._table())
+        if self._shown is None:
+            self._shown = ipython.display(table, display_id=True)
+        else:
+            self._shown.update(table)

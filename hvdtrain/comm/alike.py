@@ -87,7 +87,8 @@ OWN_KEYS = frozenset(
         # of data and batches: the plans made from them are compared
         *("train", "dev", "eval", "eval_datasets", "forward_data", "search_data", "extern_data", "batching"),
         *("batch_size", "batch_size_train", "batch_size_dev", "max_seqs", "max_seqs_train", "max_seqs_dev", "batch_size_total"),
-        *("max_seqs_total", "packed_batch_size", "max_pad_size", "batch_cost", "max_seq_length", "min_seq_length", "packed"),
+        *("max_seqs_total", "packed_batch_size", "packed_batch_size_train", "packed_batch_size_dev", "max_pad_size"),
+        *("batch_cost", "max_seq_length", "min_seq_length", "packed"),
         *("frame_batches", "shuffle_batches", "online_shuffle_batches", "largest_batches_first", "balance_ranks", "chunking"),
         *("min_chunk_size", "chunking_tail", "context_window"),
         # the spellings of their entries are keys of their own

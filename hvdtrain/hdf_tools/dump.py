@@ -142,6 +142,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
     """The dataset that the command line names: in a config, or as a dict, files, or a user's code. Raises: ConfigError."""
     value: Any = source
+    defaults: dict[str, Any] = {}
     is_config = source.endswith((".py", ".json", ".config")) and not is_reference(source)
     if source.lstrip().startswith("{"):
         try:
@@ -170,11 +171,13 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
             present = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else hint
             raise ConfigError.of("unknown-value", f"--dataset: expected a dataset of {source}, got {name!r}; it has {present}")
         value = named.get(name, values.get(name))
+        if name == "train" and values.get("batching"):
+            defaults["seq_ordering"] = values["batching"]
     if overrides and not is_config:
         raise ConfigError.of(
             "unknown-value", f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"
         )
-    spec, problems = parse(name, value, {})
+    spec, problems = parse(name, value, defaults)
     if spec is None:
         raise ConfigError(problems)
     return spec

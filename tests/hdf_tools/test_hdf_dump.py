@@ -108,6 +108,8 @@ def test_other_datasets_of_a_config(folder: Path, tmp_path: Path) -> None:
 def test_overrides_reach_the_config(folder: Path, tmp_path: Path) -> None:
     backwards = contents(folder / "train.hdf")[::-1]
     assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse", "--dataset", "train") == backwards
+    by_key = ["++train", str(folder / "train.hdf"), "++batching", "reverse"]
+    assert dumped(folder, tmp_path / "by_key.hdf", "config.py", *by_key) == backwards
     nested = ["++train.seq_ordering", "reverse", "++train.files", str(folder / "dev.hdf")]
     assert dumped(folder, tmp_path / "nested.hdf", "config.py", *nested) == contents(folder / "dev.hdf")[::-1]
 

@@ -1,4 +1,4 @@
-"""A learner by itself, without a training around it, and batches for it."""
+"""A learner by itself, without a training around it, batches for it, and keys of a tiny training."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -49,6 +49,14 @@ def batch_of(values: Any, lengths: Sequence[int] | None = None, **more: Any) -> 
 FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
 BATCH = batch_of(FRAMES, [2, 1])
 """Two sequences of two features, of two frames and of one."""
+
+
+def tiny(folder: Path, classes: int) -> dict[str, Any]:
+    """The keys of a training of a fraction of a second, on sequences of so many classes, but for its functions."""
+    rng = numpy.random.default_rng(1)
+    sequences = [rng.integers(0, classes, rng.integers(2, 9)) for _ in range(60)]
+    keys = {"max_seqs": 5, "num_epochs": 2, "learning_rate": 0.01, "num_threads": 1, "model": str(folder / "model")}
+    return {"train": sequences[20:], "dev": sequences[:20], **keys}
 
 
 CONFIG = """\

@@ -20,6 +20,7 @@ import pytest
 import torch
 import tqdm
 from launching import ROOT, faults, launch, refused
+from learners import tiny
 from torch import nn
 
 import hvdtrain
@@ -30,8 +31,6 @@ SMALLEST = ROOT / "configs" / "smallest.py"
 
 def keys_of(folder: Path, **more: Any) -> dict[str, Any]:
     """A config of closures, which trains in a fraction of a second."""
-    rng = numpy.random.default_rng(1)
-    sequences = [rng.integers(0, 5, rng.integers(2, 9)) for _ in range(60)]
 
     def get_model(**_: Any) -> nn.Module:
         return nn.Sequential(nn.Embedding(5, 8), nn.Dropout(0.1), nn.Linear(8, 5))
@@ -46,19 +45,8 @@ def keys_of(folder: Path, **more: Any) -> dict[str, Any]:
         data = extern_data["data"]
         hvdtrain.get_run_ctx().mark_as_default_output(model(data.raw_tensor), seq_lens=data.seq_lens)
 
-    return {
-        "train": sequences[20:],
-        "dev": sequences[:20],
-        "max_seqs": 5,
-        "num_epochs": 2,
-        "learning_rate": 0.01,
-        "num_threads": 1,
-        "model": str(folder / "model"),
-        "get_model": get_model,
-        "train_step": train_step,
-        "forward_step": forward_step,
-        **more,
-    }
+    functions = {"get_model": get_model, "train_step": train_step, "forward_step": forward_step}
+    return tiny(folder, 5) | functions | more
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from launching import refused
+from learners import tiny
 from thread_ranks import on_ranks
 from torch import nn
 
@@ -54,8 +55,6 @@ def f1(*, counts: Any, **_: Any) -> float:
 
 def keys_of(folder: Path, metric: Any, **more: Any) -> dict[str, Any]:
     """A config that marks the same errors as a loss, for a metric, and as counts of F1 and of sequences without errors."""
-    rng = numpy.random.default_rng(1)
-    sequences = [rng.integers(0, 3, rng.integers(2, 9)) for _ in range(60)]
 
     def train_step(*, model: nn.Module, extern_data: Mapping[str, Any], **_: Any) -> None:
         data, context = extern_data["data"], hvdtrain.get_run_ctx()
@@ -71,21 +70,14 @@ def keys_of(folder: Path, metric: Any, **more: Any) -> dict[str, Any]:
             context.mark_as_statistics((((found == targets) | ~mask).all(1)).tolist(), "right")
 
     scores = {"f1": f1, "wer": metric, "right": lambda right: {"sum": right, "root": math.sqrt(right)}}
-    return {
-        "train": sequences[20:],
-        "dev": sequences[:20],
-        "max_seqs": 5,
-        "num_epochs": 2,
-        "learning_rate": 0.01,
-        "num_threads": 1,
-        "model": str(folder / "model"),
+    keys = {
         "get_model": lambda **_: nn.Sequential(nn.Embedding(3, 8), nn.Linear(8, 3)),
         "train_step": train_step,
         "epoch_scores": scores,
         "early_stopping_measure": "dev_loss_f1",
         "higher_is_better": ["f1"],
-        **more,
     }
+    return tiny(folder, 3) | keys | more
 
 
 def test_they_are_scores_like_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

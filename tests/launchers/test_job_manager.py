@@ -52,7 +52,7 @@ def train_step(*, model, extern_data, **_kwargs):
 
 
 """
-CONFIG += re.search(r"^class Momentum:.*?(?=\n\n\noptimizer)", TOY.read_text(), re.DOTALL | re.MULTILINE)[0]  # type: ignore[index]
+CONFIG += re.search(r"^class Momentum:.*?(?=\n\n# )", TOY.read_text(), re.DOTALL | re.MULTILINE)[0]  # type: ignore[index]
 
 
 def read_as_the_job_does(path: Path) -> dict[int, Any]:

@@ -1,25 +1,15 @@
 """A small config for the tests on several ranks. Tests set what differs between them with ++key value."""
 
-# ruff: noqa: E402, F821  `config` is defined while hvdtrain runs this file
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
-starts_fast = config.bool("starts_fast", False)
-"""For tests of how processes are started and ended, of which there are many."""
-
-left_out = {"torch._meta_registrations", "torch.export"} if starts_fast and "torch" not in sys.modules else set()
-sys.modules |= {name: ModuleType(name) for name in left_out}  # a quarter of the time to import PyTorch, for what compiles models
 import torch
 import torch.utils.checkpoint
 from torch import nn
-
-for each in left_out:
-    del sys.modules[each]
 
 import hvdtrain
 
@@ -75,7 +65,8 @@ class Momentum:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
-optimizer = (lambda parameters: Momentum(parameters)) if starts_fast else {"class": "sgd", "momentum": 0.9}
+# For tests of how processes are started and ended, of which there are many.
+optimizer = (lambda parameters: Momentum(parameters)) if config.bool("starts_fast", False) else {"class": "sgd", "momentum": 0.9}
 
 layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")

@@ -191,8 +191,8 @@ def keras():
                 classes[mask], model(data, training=True)[mask], from_logits=True
             )
             loss = tf.reduce_mean(losses)
-        variables = model.trainable_variables
-        optimizer.apply_gradients(zip(wrapped(tape).gradient(loss, variables), variables, strict=True))
+        gradients = wrapped(tape).gradient(loss, [variable.value for variable in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
         return loss
 
     generator = numpy.random.default_rng(0)

@@ -56,6 +56,7 @@ def loop(name: str) -> list[str]:
 TRAINERS = {
     "loop": Trainer(loop("loop"), (1, 2), "torchrun"),
     "hvdtrain": Trainer(HVDTRAIN, (1, 2), ""),
+    "hvdtrain, worker": Trainer([*HVDTRAIN, "++workers", "1"], (1, 2), ""),
     "accelerate": Trainer(loop("accelerate"), (1, 2), "torchrun", package="accelerate"),
     "lightning": Trainer(loop("lightning"), (1, 2), "torchrun", package="lightning"),
     "horovod loop": Trainer(loop("horovod"), (2,), "mpirun", "horovod loop"),
@@ -71,8 +72,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="numbers of ranks (1 2)")
     parser.add_argument("--rounds", type=int, default=11, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="of an epoch (%(default)s)")
+    parser.add_argument("--decode", type=float, default=0.0, help="microseconds of Python to read a sequence (0)")
     parser.add_argument("--peers", default=sys.executable, help="the Python with Accelerate and Lightning (this one)")
     options = parser.parse_args()
+    os.environ["STEPS_DECODE"] = str(options.decode)
     packages = {TRAINERS[name].package for name in options.only} - {None}
     missing = [one for one in packages if subprocess.run([options.peers, "-c", f"import {one}"], capture_output=True).returncode]
     for package in missing:

@@ -18,10 +18,19 @@ RANK, RANKS = (
 STEPS, EPOCHS, BATCH, FEATURES, CLASSES = int(os.environ["STEPS_OF_EPOCH"]), 2, 4, 5, 9
 
 
+def decode(item):
+    """Keep a core and Python's lock busy for $STEPS_DECODE microseconds, as reading that decodes does."""
+    until = time.thread_time() + 1e-6 * float(os.environ.get("STEPS_DECODE", "0"))
+    while time.thread_time() < until:
+        pass
+    return item
+
+
 class Frames:
     """As many sequences of 3 to 8 frames as all ranks take in an epoch: vectors, and a class for each frame."""
 
-    def __init__(self):
+    def __init__(self, decodes=True):
+        self.decodes = decodes
         generator = numpy.random.default_rng(0)
         lengths = generator.integers(3, 9, STEPS * BATCH * RANKS)
         self.items = [
@@ -36,7 +45,7 @@ class Frames:
         return len(self.items)
 
     def __getitem__(self, index):
-        return self.items[index]
+        return decode(self.items[index]) if self.decodes else self.items[index]
 
 
 class Clock:

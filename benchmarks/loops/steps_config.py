@@ -6,12 +6,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import small_steps
-from small_steps import BATCH, CLASSES, EPOCHS, FEATURES, Clock, Frames
+from small_steps import BATCH, CLASSES, EPOCHS, FEATURES, Clock, Frames, decode
 
 import hvdtrain
 
 small_steps.RANK, small_steps.RANKS = hvdtrain.rank(), hvdtrain.size()
+workers = config.int("workers", 0)
 train = Frames()
+if workers:
+    train = {"class": "MapDataset", "dataset": Frames(decodes=False), "map_seq": decode, "num_workers": workers}
 backend = config.value("backend", "torch")
 max_seqs = BATCH
 num_epochs = EPOCHS

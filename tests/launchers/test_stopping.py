@@ -17,9 +17,9 @@ from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
 LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
 
 
-def start(model: Path, corpus: Path, ranks: int | None = None, **overrides: object) -> subprocess.Popen[str]:
+def start(model: Path, corpus: Path, ranks: int | None = None, config: Path = TOY, **overrides: object) -> subprocess.Popen[str]:
     """Start a training and wait until it has saved its second epoch."""
-    command = [sys.executable, "-m", "hvdtrain", str(TOY)]
+    command = [sys.executable, "-m", "hvdtrain", str(config)]
     for name, value in {**LONG, "corpus": corpus, "model": model, **overrides}.items():
         command += [f"++{name}", str(value)]
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -114,6 +114,35 @@ def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_if_it_has_to_w
     assert err.count("SIGTERM from mpirun, as after Ctrl-C: it kills the ranks 5 s later and returns 1.") == 1, err
     assert err.count("stopped by SIGTERM in epoch") == 1
     assert state(tmp_path).name == "stopped"
+
+
+def test_sigterm_ends_a_step_that_hangs(corpus: Path, tmp_path: Path) -> None:
+    """In a worker process: the step waits for it, and would wait for 20 times the longest step without the signal."""
+    config = tmp_path / "config.py"
+    config.write_text(
+        TOY.read_text()
+        + """
+import hvdtrain.runtime.watchdog as watchdog
+
+
+def hanging(arrays, *, epoch):
+    time.sleep(600 if epoch == 3 else 0)
+    return arrays
+
+
+watchdog.LEAST, watchdog.TIMES = 3.0, 1e6
+train = {"class": "MapDataset", "dataset": train, "map_seq": hanging, "num_workers": 1}
+"""
+    )
+    with start(tmp_path / "model", corpus, config=config) as process:
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 1, out + err
+    assert 1 < time.monotonic() - began < 60
+    assert "(watchdog_timeout) in epoch 3, step 0; its threads:" in err
 
 
 def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:

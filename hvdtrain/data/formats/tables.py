@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,8 +255,8 @@ class ArrowFile(RowFile):
         import pyarrow
 
         super().__init__(path)
-        self._batches: list[Any] = []
         self._places: list[int] = []
+        self._before: list[tuple[int, int]] = []  # the schema and the dictionaries: the first byte and the one after the last
         sizes: list[int] = []
         with pyarrow.memory_map(path) as mapped:
             is_file = mapped.size() >= 8 and mapped.read_at(6, 0) == b"ARROW1"
@@ -264,41 +264,45 @@ class ArrowFile(RowFile):
             self.schema = reader.schema
             if not is_file and mapped.read_at(8, mapped.size() - 8) != END_OF_STREAM:
                 raise DataError(f"{path}: expected the end mark of an Arrow stream, got the end of the file (was it cut off?)")
-            if not any(map(_has_dictionary, self.schema.types)):
-                self._places, sizes = _record_batches(mapped, 8 if is_file else 0)
-            elif not is_file:  # only pyarrow's readers know dictionaries: they decompress all batches at once
-                self._batches = list(reader)
-            if is_file and len(sizes) != reader.num_record_batches:
-                self._batches = list(map(reader.get_batch, range(reader.num_record_batches)))
-        sizes = [batch.num_rows for batch in self._batches] or sizes
+            for place, end, message in _messages(mapped, 8 if is_file else 0):
+                if message.type == "record batch":
+                    self._places.append(place)
+                    sizes.append(_num_rows(message.metadata.to_pybytes()))
+                else:
+                    self._before.append((place, end))
+            self._by_footer = is_file and (len(self._before) > 1 or len(sizes) != reader.num_record_batches)
+            if is_file and len(sizes) != reader.num_record_batches:  # they do not follow one another
+                sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
         self.bounds = numpy.cumsum([0, *sizes])
 
     def _read(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow
 
-        if self._batches:
-            return self._batches[number]
         with pyarrow.memory_map(self.path) as mapped:
-            mapped.seek(self._places[number])
-            return pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(mapped), self.schema)
+            if self._by_footer:
+                return pyarrow.ipc.open_file(mapped).get_batch(number)
+            place = self._places[number]
+            mapped.seek(place)
+            message = pyarrow.ipc.read_message(mapped)
+            if len(self._before) == 1:
+                return pyarrow.ipc.read_record_batch(message, self.schema)
+            # pyarrow reads dictionaries with all of a stream: with one of them, those before the batch, and the batch
+            parts = [mapped.read_at(end - start, start) for start, end in self._before if start < place]
+            return next(iter(pyarrow.ipc.open_stream(b"".join([*parts, message.serialize().to_pybytes()]))))
 
 
-def _record_batches(mapped: Any, start: int) -> tuple[list[int], list[int]]:
-    """Where the record batches of an Arrow file begin, and their numbers of rows, without decompressing them."""
+def _messages(mapped: Any, start: int) -> Iterator[tuple[int, int, Any]]:
+    """The messages of an Arrow file, each with its first byte and the one after its last, without decompressing them."""
     import pyarrow
 
-    places: list[int] = []
-    sizes: list[int] = []
     mapped.seek(start)
     while True:
         place = mapped.tell()
         try:
             message = pyarrow.ipc.read_message(mapped)
         except EOFError:
-            return places, sizes
-        if message.type == "record batch":
-            places.append(place)
-            sizes.append(_num_rows(message.metadata.to_pybytes()))
+            return
+        yield place, mapped.tell(), message
 
 
 def _num_rows(metadata: bytes) -> int:
@@ -315,12 +319,6 @@ def _num_rows(metadata: bytes) -> int:
     header = field(number(0, 4), 2)
     length = field(header + number(header, 4), 0)
     return number(length, 8) if length else 0
-
-
-def _has_dictionary(kind: Any) -> bool:
-    from pyarrow import types
-
-    return types.is_dictionary(kind) or any(_has_dictionary(kind.field(place).type) for place in range(kind.num_fields))
 
 
 def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dataset]) -> TableShards:

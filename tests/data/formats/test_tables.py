@@ -164,7 +164,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, suffix: str) -> None
 
 @pytest.mark.parametrize("suffix", ["arrow", "stream"])
 def test_record_batches_are_decompressed_when_they_are_read(tmp_path: Path, suffix: str) -> None:
-    rows = pyarrow.table({"x": numpy.zeros(1 << 20)})
+    rows = pyarrow.table({"x": numpy.zeros(1 << 20), "text": pyarrow.array(["a", "b"] * (1 << 19)).dictionary_encode()})
     make = pyarrow.ipc.new_file if suffix == "arrow" else pyarrow.ipc.new_stream
     with make(tmp_path / "a", rows.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(rows, max_chunksize=1 << 16)
@@ -174,6 +174,23 @@ def test_record_batches_are_decompressed_when_they_are_read(tmp_path: Path, suff
     assert file.bounds.tolist() == list(range(0, (1 << 20) + 1, 1 << 16))
     batch = file.read(3, ["x"])
     assert (batch.num_rows, pyarrow.total_allocated_bytes() - before < 2 << 20) == (1 << 16, True)
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_batches_of_a_stream_may_replace_dictionaries_or_add_to_them(tmp_path: Path, deltas: bool) -> None:
+    batches = [
+        pyarrow.record_batch({"x": pyarrow.array(texts).dictionary_encode()})
+        for texts in (["a", "b", "a"], ["a", "b", "c"], ["c", "a"], ["b"])
+    ]
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd", emit_dictionary_deltas=deltas)
+    with pyarrow.ipc.new_stream(tmp_path / "a.stream", batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    (tmp_path / "letters").write_text("c\nb\na\n")
+    dataset = opened(str(tmp_path / "a.stream"), vocabulary={"x": str(tmp_path / "letters")})
+    texts = [text for batch in batches for text in batch.column("x").to_pylist()]
+    for index in (8, 0, 5, 3, 1, 7):
+        assert dataset.sequence(index)["x"].tolist() == ["cba".index(texts[index])]
 
 
 def test_row_groups_are_kept_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

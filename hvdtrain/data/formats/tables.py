@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,10 +243,12 @@ class ParquetFile(RowFile):
         with self._open(self._about) as file:
             # Without threads, as pyarrow's do not survive a fork into the processes that read.
             options = {"columns": list(columns), "use_threads": False}
-            try:
+            with suppress(pyarrow.ArrowNotImplementedError):  # lists of more than 2 GiB of texts, or so much sound
                 return file.read_row_group(number, **options)
-            except pyarrow.ArrowNotImplementedError:  # a list of more than 2 GiB of texts, or so much sound
-                return pyarrow.Table.from_batches(file.iter_batches(FEW, row_groups=[number], **options))
+            for rows in (FEW, FEW // 16, 1):
+                with suppress(pyarrow.ArrowNotImplementedError):
+                    return pyarrow.Table.from_batches(file.iter_batches(rows, row_groups=[number], **options))
+            raise DataError(f"{self.path}: expected rows of less than 2 GiB, got a larger one in row group {number}")
 
 
 class ArrowFile(RowFile):

@@ -176,6 +176,24 @@ def test_record_batches_are_decompressed_when_they_are_read(tmp_path: Path, suff
     assert (batch.num_rows, pyarrow.total_allocated_bytes() - before < 2 << 20) == (1 << 16, True)
 
 
+def test_rows_of_gigabytes_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pyarrow fails for lists with more than 2 GiB of texts."""
+    few = pyarrow.parquet.ParquetFile.iter_batches
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise pyarrow.ArrowNotImplementedError
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", fail)
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "iter_batches", lambda file, rows, **more: few(file, rows, **more) if rows == 1 else fail()
+    )
+    dataset = opened(write(tmp_path / "a.parquet", table(), 4), columns={"data": "lists"})
+    assert numpy.array_equal(dataset.sequence(6)["data"], frames(6))
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
+    with pytest.raises(DataError, match="expected rows of less than 2 GiB, got a larger one in row group 0"):
+        opened(str(tmp_path / "a.parquet"), columns={"data": "lists"})
+
+
 @pytest.mark.parametrize("deltas", [False, True])
 def test_batches_of_a_stream_may_replace_dictionaries_or_add_to_them(tmp_path: Path, deltas: bool) -> None:
     batches = [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.formats.vocabulary import LOOKED_AT, Units, Vocabulary, split
-from hvdtrain.data.formats.wav import damage
+from hvdtrain.data.formats.wav import damage, is_length_guessed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -77,7 +77,13 @@ def sound(rate: int | None) -> Convert:
             encoded = Path(str(path)).read_bytes() if encoded is None else encoded
             if problem := damage(io.BytesIO(encoded), len(encoded)):
                 raise DataError(f"{where}: expected a whole sound file, got {problem}")
-            samples, found = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
+            with soundfile.SoundFile(io.BytesIO(encoded)) as file:
+                found, says_frames = file.samplerate, file.frames
+                samples = file.read(dtype="float32", always_2d=True)
+            if len(samples) < says_frames and not is_length_guessed(io.BytesIO(encoded)):
+                raise DataError(
+                    f"{where}: expected {says_frames} samples, as the file says, got {len(samples)} (was it cut off?)"
+                )
         except (OSError, RuntimeError) as error:
             raise DataError(f"{where}: expected a sound file, got: {error}") from None
         rates.append(found)

@@ -378,6 +378,9 @@ def _plain(values: Any) -> Any:
     """An array without extension types, dictionaries and views."""
     import pyarrow
 
+    if isinstance(values, pyarrow.FixedShapeTensorArray) and len(shape := values.type.shape) == 2 and not values.null_count:
+        frames = pyarrow.FixedSizeListArray.from_arrays(values.storage.flatten(), shape[1])
+        return pyarrow.FixedSizeListArray.from_arrays(frames, shape[0])
     if isinstance(values, pyarrow.ExtensionArray):
         values = values.storage
     values = values.dictionary_decode() if isinstance(values, pyarrow.DictionaryArray) else values
@@ -388,6 +391,11 @@ def _plain(values: Any) -> Any:
 def _plain_type(kind: Any) -> Any:
     import pyarrow
 
+    if isinstance(kind, pyarrow.FixedShapeTensorType):
+        if len(kind.shape) > 2 or kind.permutation not in (None, [0], [0, 1]):
+            return kind  # which is refused
+        if len(kind.shape) == 2:
+            return pyarrow.list_(pyarrow.list_(kind.value_type, kind.shape[1]), kind.shape[0])
     kind = kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
     return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 

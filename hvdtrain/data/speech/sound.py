@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.wav import damage, damage_of_file
+from hvdtrain.data.formats.wav import damage, damage_of_file, is_length_guessed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 
@@ -146,18 +146,11 @@ class SoundReader:
 
 
 def _is_length_guessed(path: Path) -> bool:
-    """Whether an mp3 file lacks the header with its length: libsndfile then guesses it by the first bit rate, and seeks by it."""
     try:
         with path.open("rb") as stream:
-            head = stream.read(10)
-            size = 0  # of a tag before the sound
-            if head[:3] == b"ID3":
-                size = 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:10], (21, 14, 7, 0), strict=True))
-            stream.seek(size)
-            first = stream.read(200)
+            return is_length_guessed(stream)
     except (OSError, ValueError):  # opening it as sound gives the message
         return False
-    return not any(mark in first for mark in (b"Xing", b"Info", b"VBRI"))
 
 
 def is_archive(name: str) -> bool:

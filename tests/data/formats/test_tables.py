@@ -194,6 +194,18 @@ def test_rows_of_gigabytes_are_read_few_at_a_time(tmp_path: Path, monkeypatch: p
         opened(str(tmp_path / "a.parquet"), columns={"data": "lists"})
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_tensors_keep_their_axes(tmp_path: Path, suffix: str) -> None:
+    values = numpy.arange(24, dtype=numpy.int32).reshape(4, 3, 2)
+    rows = pyarrow.table({"x": pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values)})
+    dataset = opened(write(tmp_path / f"a.{suffix}", rows[1:], 2))
+    assert [dataset.sequence(index)["x"].tolist() for index in range(3)] == values[1:].tolist()
+    kind = pyarrow.fixed_shape_tensor(pyarrow.float32(), [2, 3], permutation=[1, 0])
+    turned = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array([[0.0] * 6], pyarrow.list_(pyarrow.float32(), 6)))
+    with pytest.raises(DataError, match=r"got extension<arrow.fixed_shape_tensor"):
+        opened(write(tmp_path / f"b.{suffix}", pyarrow.table({"x": turned})))
+
+
 @pytest.mark.parametrize("deltas", [False, True])
 def test_batches_of_a_stream_may_replace_dictionaries_or_add_to_them(tmp_path: Path, deltas: bool) -> None:
     batches = [

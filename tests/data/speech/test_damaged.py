@@ -7,11 +7,14 @@ from typing import Any
 import kaldiio
 import numpy
 import pytest
+import soundfile
 from fuzzing import cases, generator
-from speech_files import write_folder, write_table
+from opened_data import opened
+from speech_files import RATE, write_folder, write_table
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats.conversions import sound
 from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
 from hvdtrain.errors import DataError
 
@@ -91,6 +94,28 @@ def test_a_damaged_file_is_named_or_changes_nothing_else(folder: Path, tmp_path:
             for key in ("data", "feats", "classes"):
                 same = numpy.array_equal(found[name][key], whole[name][key])
                 assert same or file in SOUND_MAY_DIFFER or (file == "text" and key == "classes"), (name, key)
+
+
+FORMATS = "WAV WAVEX RF64 W64 AIFF AU NIST CAF FLAC OGG MP3".split()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_sound_that_was_cut_off_is_refused_whatever_its_format(tmp_path: Path, kind: str) -> None:
+    """libsndfile reads what there is of most of them, as if that was all."""
+    folder = tmp_path / "train"
+    whole = write_folder(folder, 2, shortest=16000)["utt00"][:, None]
+    paths = [folder / "audio" / f"utt0{number}.{kind.lower()}" for number in range(2)]
+    for path in paths:
+        soundfile.write(path, whole, RATE, format=kind, subtype="VORBIS" if kind == "OGG" else None)
+    write_table(folder / "wav.scp", {path.stem: path for path in paths})
+    value = {"class": "KaldiFolder", "folder": str(folder), "vocabulary_from": str(folder / "text")}
+    assert len(opened(value).sequence(1)["data"]) == len(sound(None)(paths[1].read_bytes(), "")) >= 16000
+    content = paths[1].read_bytes()
+    paths[1].write_bytes(content[: len(content) * 6 // 10])
+    with pytest.raises(DataError, match="utt01"):
+        opened(value).sequence(1)
+    with pytest.raises(DataError, match="^there: expected"):
+        sound(None)(paths[1].read_bytes(), "there")
 
 
 @pytest.mark.fuzz

@@ -175,6 +175,13 @@ MUTATIONS = [
         (TOGETHER,),
     ),
     Mutation(
+        "a stop forgets that an evaluation within the epoch is due",
+        "engine.py",
+        "current.is_evaluation_due = decision.evaluate",
+        "current.is_evaluation_due = decision.evaluate and decision.stop is None",
+        ("tests/ranks/test_phases.py",),
+    ),
+    Mutation(
         "parameters are not averaged at the end of an epoch",
         "engine.py",
         "        sync.end_of_epoch(self._learner.state)\n",

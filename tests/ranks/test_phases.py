@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, object]] = {
 PHASES = {
     "start": "train_begin,0",
     "epoch-begins": "epoch_begin,5",
-    "train": "train,6",
+    "train": "train,7",  # it stops after step 9, before an evaluation
     "step-ends": "step_end,7",
     "last-step": "step_end,5",
     "evaluation-within-begins": "evaluation_begin,6",

@@ -33,7 +33,9 @@ def test_limits_that_end_the_search(corpus: Path, tmp_path: Path) -> None:
     ended = hvdtrain(TOY, {**given, "most": MOST, "ordering": "sorted"}, options=options)
     assert re.search(r"find batch size: max_seqs = [5-9] fits on every rank, max_seqs = [6-9] does not", ended.out), ended.out
     ended = hvdtrain(TOY, given | {"batch_size_train": 30, "max_seqs": 4}, options=options)
-    assert re.search(r"find batch size: batch_size_train = \d+ fits, 4 sequences, .*; no other batch is larger", ended.out), ended.out
+    assert re.search(r"find batch size: batch_size_train = \d+ fits, 4 sequences, .*; no other batch is larger", ended.out), (
+        ended.out
+    )
     ended = hvdtrain(TOY, given | {"most": 3}, options=options)
     assert ended.status == 2
     assert ended.names("max_seqs", "too little for 1 sequences")

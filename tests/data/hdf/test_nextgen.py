@@ -6,6 +6,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
+from hdf_files import put
 from opened_data import opened, problems_of
 
 from hvdtrain.data.dataset import Dataset
@@ -65,15 +66,6 @@ def test_another_input_and_several_files(tmp_path: Path) -> None:
     assert (dataset.num_sequences, sorted(dataset.streams)) == (4, ["data", "features", "states"])
     assert dataset.sequence(2)["data"].tolist() == [2]
     assert dataset.tags([3]) == ["corpus/2"]
-
-
-def put(name: str, value: object) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        del file[name]
-        if value is not None:
-            file[name] = value
-
-    return change
 
 
 def unknown_parser(file: h5py.File) -> None:

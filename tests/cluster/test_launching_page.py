@@ -21,6 +21,7 @@ AGAIN = (
     "srun -K -c2",  # as under mpirun with ++ngpu 2, and as under srun with ++ngpu 1
     "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2",  # as on one host, and as with torchrun on two
     "python -m torch.distributed.launch --nnodes=2",  # the same with --use_env, as torchrun does
+    "MASTER_ADDR=host1 MASTER_PORT=29503",  # as with ++dist_master_addr, and with RANK beside it
     "torchrun --nnodes=1",  # as in tests/launchers/test_elastic.py, and on two hosts
     "srun -K --mpi=pmix -N2 --ntasks-per-node=2",  # as in the first script
     "srun -K -N2 --ntasks-per-node=2",  # as with 3 ranks

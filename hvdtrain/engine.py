@@ -30,7 +30,7 @@ from hvdtrain.training.saving import Saving
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
-from hvdtrain.training.train_scores import TrainScores, note_missing_parts, warn_of_means
+from hvdtrain.training.train_scores import TrainScores, check_elements, note_missing_parts, warn_of_means
 from hvdtrain.training.vote import vote_interval
 from hvdtrain.training.within import EvaluationWithin, follow_scores
 
@@ -118,6 +118,7 @@ class Engine:
         if not current.trained:
             self._train_epoch(epoch)
         if number == 1:
+            check_elements(current.scores)
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))

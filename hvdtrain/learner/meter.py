@@ -68,6 +68,10 @@ class NormalizedLosses(NamedTuple):
     names: tuple[str, ...]
     is_only_loss: bool
 
+    def __str__(self) -> str:
+        names = ", ".join(self.names) or "none"
+        return names if self.is_only_loss or not self.names else f"{names} beside other losses"
+
 
 def normalized_losses(losses: Mapping[str, Loss]) -> NormalizedLosses:
     """The losses to normalize."""
@@ -118,16 +122,19 @@ def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses
     ):
         return
     late = sorted(set(own.names) - set(first.names))
-    hint = f" (a loss whose scale grows from zero begins with a small one, such as 1e-9: {', '.join(late)})" if late else ""
+    named = f": {', '.join(late)}" if late else ""
+    hint = f" (a loss that begins within an epoch has a small scale, such as 1e-9, from the epoch's first step on{named})"
     raise ConfigError.of(
-        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}{hint}"
+        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step: {first}; got {own}{hint}"
     )
 
 
 def nothing_to_minimize() -> ConfigError:
     """The error when no marked loss depends on a parameter."""
     return ConfigError.of(
-        "wrong-result", "train_step: expected a loss that depends on the model's parameters, got only errors or constants"
+        "wrong-result",
+        "train_step: expected a loss that depends on the model's parameters, got only errors or constants "
+        "(or gradients are off: no_grad, set_grad_enabled, requires_grad)",
     )
 
 

@@ -10,7 +10,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch, Broken
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, TrainingError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import NotFinite
 from hvdtrain.learner.precision import Updates
@@ -138,6 +138,16 @@ def note_missing_parts(feed: Feed, counts: Mapping[str, float]) -> None:
             f"{feed.name}: no score of each dataset for {', '.join(missing)}: pass seq_lens=... to mark_as_loss, the number of "
             "elements of each sequence (docs/datasets.md)"
         )
+
+
+def check_elements(scores: Scores) -> None:
+    """Raises: TrainingError on all ranks, if no batch of an epoch had an element to learn from."""
+    minimized = scores.scales()
+    if minimized and not any(scores.counts().get(name) for name in minimized):
+        raise TrainingError(
+            f"train_step: expected losses with elements, got none in the whole first epoch for {', '.join(minimized)} "
+            "(is each mask or selection empty?)"
+        ).on_all_ranks()
 
 
 def warn_of_means(counts: Mapping[str, float], num_batches: int, num_sequences: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 
@@ -54,7 +54,7 @@ class Net(nn.Sequential):
 def train_step(*, model, extern_data, **_):
     scores = model(extern_data["data"].raw_tensor).flatten(0, 1)
     loss = nn.functional.cross_entropy(scores, extern_data["classes"].raw_tensor.flatten().long(), reduction="none")
-    hvdtrain.get_run_ctx().mark_as_loss(loss, "ce")
+    hvdtrain.get_run_ctx().mark_as_loss(loss[:0] if what == "empty" else loss, "ce")
 
 
 class Clips:
@@ -112,6 +112,11 @@ def test_data_is_compared_where_each_rank_has_its_own_order(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="train: sequence 0: expected the same on all ranks"):
         trained(tmp_path, "labels", **keys)
     trained(tmp_path, "", **keys)
+
+
+def test_losses_without_an_element_are_no_training(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="expected losses with elements, got none in the whole first epoch for ce"):
+        trained(tmp_path, "empty")
 
 
 @pytest.mark.parametrize("what", ["", "rounding", "tiny", "augmented"])

@@ -9,6 +9,7 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -96,6 +97,14 @@ class Times:
         self._seconds: dict[str, float] = defaultdict(float)
         self._cpu: dict[str, float] = {}
         self._slow: set[str] = set()
+        self._apart: dict[str, float] = {}
+
+    @contextmanager
+    def counted_for(self, name: str) -> Iterator[None]:
+        """What is used inside counts for this name, such as tests/cluster/conftest.py::hosts, and not for a test."""
+        before = used()
+        yield
+        self._apart[name] = used() - before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -106,12 +115,20 @@ class Times:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report: Any = yield
         if call.when == "teardown":
-            report.user_properties.append((CPU, used() - item.stash[STARTED]))
+            report.user_properties.append((CPU, used() - item.stash[STARTED] - sum(self._apart.values())))
+            report.user_properties += [(f"{CPU} of {name}", cpu) for name, cpu in self._apart.items()]
+            self._apart.clear()
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
-        self._cpu[report.nodeid] = dict(report.user_properties).get(CPU, 0.0)  # the last report has it
+        properties = dict(report.user_properties)  # the last report has them
+        self._cpu[report.nodeid] = properties.pop(CPU, 0.0)
+        for name, cpu in properties.items():
+            if name.startswith(f"{CPU} of "):
+                apart = name.removeprefix(f"{CPU} of ")
+                self._seconds[apart], self._cpu[apart] = 0.0, self._cpu.get(apart, 0.0) + cpu
+                self._slow.add(apart)
         if "slow" in report.keywords:
             self._slow.add(report.nodeid)
 

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def hosts() -> Iterator[Hosts]:
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """host1, host2 and host3, nodes of a Slurm. Everything is gone when the tests end, however they end."""
-    # In /tmp, which all may enter, as munged insists.
-    with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as folder, Hosts(Path(folder), 3) as started:
+    with ExitStack() as stack:
+        # In /tmp, which all may enter, as munged insists.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp"))
+        started = stack.enter_context(Hosts(Path(folder), 3))
         start_slurm(started)
         yield started
+        with request.config.pluginmanager.getplugin("times").counted_for("tests/cluster/conftest.py::hosts"):
+            stack.close()  # here, all that Slurm has started is counted
 
 
 @pytest.hookimpl(wrapper=True)

@@ -68,7 +68,8 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
         _check_like(sequences[0], sequence, number, describe)
         row[: len(sequence)] = sequence
-        row[len(sequence) :] = "" if values.dtype == object else 0
+        if values.nbytes >= REUSED:
+            row[len(sequence) :] = "" if values.dtype == object else 0
     return Padded(values, seq_lens)
 
 
@@ -102,11 +103,11 @@ def _lengths_of(sequences: Sequence[Array]) -> Array:
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """An array for frames like those of another one."""
-    shape = (*shape, *like.shape[1:])
-    if like.dtype.hasobject:
-        return numpy.empty(shape, like.dtype)
-    return MEMORY.empty(shape, like.dtype.newbyteorder("="))  # frameworks only have tensors in this machine's byte order
+    """An array for frames like those of another one. If it has less than `REUSED` bytes, all are zeros, or empty strings."""
+    shape, dtype = (*shape, *like.shape[1:]), like.dtype.newbyteorder("=")  # as frameworks only have tensors in this byte order
+    if math.prod(shape) * dtype.itemsize < REUSED:
+        return numpy.full(shape, "", dtype) if dtype.hasobject else numpy.zeros(shape, dtype)
+    return numpy.empty(shape, dtype) if dtype.hasobject else MEMORY.empty(shape, dtype)
 
 
 def _check_like(first: Array, other: Array, number: int, describe: Callable[[int], str]) -> None:
@@ -181,9 +182,10 @@ def merge_batches(
         seq_lens, given = lengths[name], [(rows, part[name]) for rows, part in parts if name in part]
         shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), int(seq_lens.max()))
         values = numpy.full((*shape, *stream.shape), "" if stream.dtype == object else 0, stream.dtype)
+        starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
         for rows, part in given:
             if name in packed:
-                values[_places((seq_lens.cumsum(dtype=numpy.int64) - seq_lens)[rows], seq_lens[rows])] = part.values
+                values[_places(starts[rows], part.seq_lens)] = part.values
             else:
                 values[rows, : part.values.shape[1]] = part.values
         batch[name] = (Packed if name in packed else Padded)(values, seq_lens)

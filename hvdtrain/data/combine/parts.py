@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy
 
@@ -30,8 +31,10 @@ def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iter
     wanted = numpy.asarray(indices, dtype=numpy.int64)
     owners = numpy.searchsorted(bounds, wanted, side="right") - 1
     by_part = numpy.argsort(owners, kind="stable")
-    parts, starts = numpy.unique(owners[by_part], return_index=True)
-    for part, rows in zip(parts.tolist(), numpy.split(by_part, starts)[1:], strict=True):
+    ordered = owners[by_part]
+    begins = numpy.flatnonzero(numpy.append(-1, ordered[:-1]) != ordered).tolist() if len(ordered) else []
+    for begin, end in pairwise([*begins, len(ordered)]):
+        part, rows = int(ordered[begin]), by_part[begin:end]
         yield part, rows, wanted[rows] - bounds[part]
 
 

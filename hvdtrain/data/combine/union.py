@@ -120,12 +120,13 @@ class UnionDataset(ChangedSequences):
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
         """Each dataset reads its part of the batch at once, unless sequences are long, or of too many datasets."""
         lengths = {name: column[indices] for name, column in self.lengths.items()}
-        places = list(split(indices, self._first))
-        few = len(places) * SEQUENCES_PER_PART <= len(indices)
-        if not few or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
+        most = len(indices) // SEQUENCES_PER_PART
+        owners = numpy.searchsorted(self._first, indices, side="right")
+        is_spread = len(self._inside) > most and len(numpy.unique(owners)) > most
+        if is_spread or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
             return super().packed(indices, keys)
         parts = []
-        for number, rows, inside in places:
+        for number, rows, inside in split(indices, self._first):
             there = self._keys[number]
             batch = self._inside[number].packed(inside, [there[name] for name in keys if name in there])
             parts.append((rows, {name: batch[source] for name, source in there.items()}))
@@ -319,7 +320,10 @@ class FilesDataset(UnionDataset):
     def sequence(self, index: int) -> dict[str, Array]:
         number = bisect_right(self._starts, index) - 1
         arrays = self._inside[number].sequence(index - self._starts[number])
-        return {name: arrays[name].astype(stream.dtype, copy=False) for name, stream in self.streams.items()}
+        return {
+            name: values if (values := arrays[name]).dtype is stream.dtype else values.astype(stream.dtype, copy=False)
+            for name, stream in self.streams.items()
+        }
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         return list(map(self.sequence, indices))

@@ -276,7 +276,7 @@ class GradientStream:
 
     def _agree(self) -> None:
         """Collective. Take over the first rank's order, if it had a backward: a bucket's place is that of its last gradient."""
-        if self._exchange.compressor.joins_buckets or not self._order:
+        if self._exchange.compressor.joins_buckets or len(self._order) < 2:
             self._is_agreed = True
             return
         arrived = self._exchange.agree(self._arrived)

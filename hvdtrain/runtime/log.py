@@ -202,7 +202,7 @@ def open_log(
             path = rank_file(Path(target.replace("$date", time.strftime("%Y-%m-%d-%H-%M-%S"))), rank, size)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                handler = logging.FileHandler(path, encoding="utf-8")
+                handler = LogFile(path, encoding="utf-8")
             except OSError as error:
                 raise ConfigError.of("not-writable", f"log: expected a writable file, got {path}: {error.strerror}") from None
         handler.setLevel(LEVELS[verbosity])
@@ -248,6 +248,18 @@ class ToProgram(logging.Handler):
                 handler.handle(record)
         if self._above is not None:
             self._above.callHandlers(record)
+
+
+class LogFile(logging.FileHandler):
+    """A file of the log. If it cannot be written, as on a full disk, the other targets get one line about it."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Called while the error is handled."""
+        if not self._has_failed:
+            self._has_failed = True
+            warning(f"log: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
 
 
 class Screen(logging.Handler):

@@ -135,6 +135,17 @@ def test_a_line_that_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPa
         log.Screen().emit(record)
 
 
+def test_a_log_file_that_cannot_be_written_is_named_once(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = log.LogFile("/dev/full")
+    for text in ("one", "two"):
+        file.handle(logging.LogRecord("hvdtrain", logging.INFO, "", 0, text, None, None))
+    file.stream = None  # type: ignore[assignment]  # what it could not write
+    assert caplog.text.count("log: /dev/full cannot be written: [Errno 28] No space left on device") == 1
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("streams", [">&-", ">&- 2>&-"])
 def test_closed_streams_end_nothing(streams: str) -> None:
     command = f"exec {sys.executable} -m hvdtrain help batch {streams}"

@@ -36,6 +36,7 @@ TINY = {
     "simulate": "--ranks 16 --steps 3".split(),
     "gpu_loop": "--device cpu --sequences 20 --rounds 0 --layers 1 --width 32".split(),
     "returnn_training": "--models mlp --ranks 1 --rounds 1 --scale 0.15".split(),
+    "step_cost": "--only loop hvdtrain --ranks 1 --rounds 1 --steps 20".split(),
     "peers/compare": "--no_actions --only hvdtrain --ranks 1 --rounds 1 --speed_words 80".split(),
 }
 PRINTED = {
@@ -59,11 +60,12 @@ PRINTED = {
     "simulate": "| 16 | 1.0 | 0 | ",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
+    "step_cost": "| 1 rank(s) | CPU us a step |",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
 AGAIN = ("returnn_training", "packing/compare")
-SLOW = ("two_readers", "saving", "long_sequences", "short_sequences", "simulate", "peers/compare")
-IN_PROCESSES = ("saving", "long_sequences", "short_sequences", "simulate", "peers/compare", *AGAIN)
+SLOW = ("two_readers", "saving", "long_sequences", "short_sequences", "simulate", "step_cost", "peers/compare")
+IN_PROCESSES = ("saving", "long_sequences", "short_sequences", "simulate", "step_cost", "peers/compare", *AGAIN)
 """These set up what a process keeps: TensorFlow, RETURNN, and processes of their own that last."""
 
 NEEDS = {

@@ -39,8 +39,6 @@ COMMANDS: Registry[tuple[str, str]] = Registry(
         "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
         "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
         "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
-        "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
-        "card": ("write a model card in the format of the Hugging Face Hub", "hvdtrain.report.card"),
     },
 )
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose

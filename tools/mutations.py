@@ -351,10 +351,10 @@ MUTATIONS = [
     ),
     Mutation(
         "a text of a config can end the script of a page",
-        "report/page.py",
+        "plugins/report/page.py",
         '.replace("<", "\\\\u003c")',
         "",
-        ("tests/report/test_report.py::test_what_a_config_says_stays_text",),
+        ("tests/plugins/report/test_report.py::test_what_a_config_says_stays_text",),
     ),
     Mutation(
         "the folder of a submitted job is not quoted",

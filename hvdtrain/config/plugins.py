@@ -26,7 +26,9 @@ GROUP = "hvdtrain"
 
 T = TypeVar("T")
 
-Kind = Literal["datasets", "backends", "reducers", "schedulers", "tasks", "commands", "trackers", "reporters", "keys"]
+Kind = Literal[
+    "datasets", "backends", "reducers", "schedulers", "tasks", "commands", "trackers", "reporters", "artifacts", "keys"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Plugin:
         trackers: by an entry of the key `trackers`, a class with methods of a tracker.
         reporters: by any name, a function that rank 0 calls with the settings when a training begins; it returns an object whose
             `epoch(report)` gets the report of each epoch, or None.
+        artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
+            which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
     """
 
@@ -54,6 +58,7 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     reporters: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
 
 

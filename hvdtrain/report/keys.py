@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
 from hvdtrain.errors import Problem, problem
 from hvdtrain.report.services import INSTALLED_BY, METHODS, SERVICES, require
-from hvdtrain.runtime import log
 
 TENSORBOARD = "tensorboard"
 """No service, and no class for `trackers`: it reads the files that are written for it."""
-
-PLOT_PACKAGE = "plotly"
-"""The package that draws the figures of the report page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +59,6 @@ class TrackerKeys(Section):
         for factory in self.factories:
             if factory.label in INSTALLED_BY:
                 require(factory.label, "trackers")
-        if self.factories and find_spec(PLOT_PACKAGE) is None:
-            log.warning(f"trackers: no report page will be written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
 
     @property
     def writes_tensorboard(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import queue
@@ -10,19 +9,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy
 
+from hvdtrain.config.plugins import Registry
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.ends import State, Status
+from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
-from hvdtrain.report.runs import read_runs
 from hvdtrain.report.services import RunDescription
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime import log
@@ -221,22 +219,26 @@ class RunIds:
             os.replace(unfinished, self._path)
 
 
-def write_report_page(folder: Path, status: Status) -> dict[str, Path]:
-    """Write `report.html`, the page about a training, into its folder; returns no file if that fails, which is logged.
+ARTIFACTS: Registry[Callable[[Path, Status], Path | None]] = Registry("artifacts")
+"""Those of plug-ins."""
+
+
+def write_artifacts(folder: Path, status: Status) -> dict[str, Path]:
+    """The files about a training that trackers keep, by name; what fails is logged.
 
     Args:
+        folder: with the training's records.
         status: how the training ends, which is not recorded yet.
     """
-    from hvdtrain.report import page  # here, since it needs plotly
-
-    try:
-        with redirect_stderr(io.StringIO()):  # warnings of damaged lines
-            runs = [replace(run, state=State(status)) for run in read_runs([folder])]
-            (folder / "report.html").write_text(page.page(runs), encoding="utf-8")
-    except Exception as error:
-        log.warning(f"trackers: no report page was written: {_error_text(error)}")
-        return {}
-    return {"report": folder / "report.html"}
+    written: dict[str, Path] = {}
+    for name in ARTIFACTS:
+        try:
+            path = ARTIFACTS[name](folder, status)
+        except Exception as error:
+            log.warning(f"trackers: no {name} was written: {_error_text(error)}")
+        else:
+            written |= {} if path is None else {name: path}
+    return written
 
 
 class TensorBoard:

@@ -27,7 +27,7 @@ from hvdtrain.report.trackers import (
     RunIds,
     TensorBoard,
     TrackEpoch,
-    write_report_page,
+    write_artifacts,
 )
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
@@ -188,7 +188,7 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
         is_page_due = bool(services) and status in ("finished", "stopped")
-        files = write_report_page(folder, status) if is_page_due else {}
+        files = write_artifacts(folder, status) if is_page_due else {}
         if settings.trackers.track_best_model and is_page_due and (model := _best_model(settings, session)) is not None:
             files = {**files, "model": model}
         for tracker in trackers:

@@ -34,8 +34,8 @@ from hvdtrain.config.source import (
 from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
+from hvdtrain.plugins.report.__main__ import parser as report_parser
 from hvdtrain.plugins.submit.__main__ import parser as submit_parser
-from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective_keys, read_settings, with_datasets
 

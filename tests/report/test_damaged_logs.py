@@ -11,7 +11,7 @@ from fuzzing import cases, generator
 from launching import TOY, hvdtrain
 
 from hvdtrain.errors import DataError
-from hvdtrain.report import page
+from hvdtrain.plugins.report import page
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import read_runs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from launching import hvdtrain
 
 from hvdtrain.checkpoint.lock import lock_model, other_locks
-from hvdtrain.report.project import find_trainings
+from hvdtrain.plugins.report.project import find_trainings
 from hvdtrain.runtime.records import claim_records, records_of
 
 TWO = """

@@ -9,7 +9,7 @@ from launching import TOY, Finished, hvdtrain
 from tensorboard_events import events
 
 from hvdtrain.checkpoint.average_rules import Averages, make_rule
-from hvdtrain.report.plots import score_figures
+from hvdtrain.plugins.report.plots import score_figures
 from hvdtrain.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, in_order

@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from hvdtrain.errors import DataError
-from hvdtrain.report import page
+from hvdtrain.plugins.report import page
+from hvdtrain.plugins.report.project import find_trainings, read_project
 from hvdtrain.report.ends import ENDS, WRITTEN
-from hvdtrain.report.project import find_trainings, read_project
 
 LOCAL = "127.0.0.1"
 

@@ -22,13 +22,13 @@ from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
 from trainings import Run, Trained, trains
 
-from hvdtrain.report import page
-from hvdtrain.report.__main__ import main
+from hvdtrain.plugins.report import page
+from hvdtrain.plugins.report.__main__ import main
+from hvdtrain.plugins.report.plots import MAX_POINTS, decimate, score_figures, time_figures
+from hvdtrain.plugins.report.serve import open_server
 from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.plots import MAX_POINTS, decimate, score_figures, time_figures
 from hvdtrain.report.runs import Start, append_start, read_runs
-from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
 from hvdtrain.runtime.goodput import Spent
 
@@ -346,7 +346,7 @@ def test_served_to_this_machine_only(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain.report", str(run_folder(tmp_path / "run")), "--serve"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hvdtrain.plugins.report", str(run_folder(tmp_path / "run")), "--serve"], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")

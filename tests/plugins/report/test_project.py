@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from report_pages import REPORT, lines_of, shown, write_lines
 
-from hvdtrain.report.__main__ import main
+from hvdtrain.plugins.report.__main__ import main
+from hvdtrain.plugins.report.overview import baseline, concern, overview_of_several
+from hvdtrain.plugins.report.page import checksum_of
+from hvdtrain.plugins.report.plots import middles, score_figures
+from hvdtrain.plugins.report.project import find_trainings, read_project
 from hvdtrain.report.ends import append_end
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.overview import baseline, concern, overview_of_several
-from hvdtrain.report.page import checksum_of
-from hvdtrain.report.plots import middles, score_figures
-from hvdtrain.report.project import find_trainings, read_project
 from hvdtrain.report.runs import Start, append_start, read_runs
 
 RATES = {"run1": 0.1, "run2": 0.2, "run10": 0.4}

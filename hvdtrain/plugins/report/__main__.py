@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error("--serve writes no file: expected neither --out nor --pictures with it")
     try:
         if options.serve:
-            from hvdtrain.report.serve import serve
+            from hvdtrain.plugins.report.serve import serve
 
             return serve(options.folders, options.port, announce=lambda line: print(line, flush=True))
         files = _write(options.folders, options.out or options.folders[0] / "report.html", options.pictures)
@@ -60,8 +60,8 @@ def _folder(text: str) -> Path:
 
 def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
     """Write the page and the pictures; return their paths."""
-    from hvdtrain.report import page
-    from hvdtrain.report.project import read_project
+    from hvdtrain.plugins.report import page
+    from hvdtrain.plugins.report.project import read_project
 
     found = read_project(folders)
     for problem in found.problems:
@@ -69,7 +69,7 @@ def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
     out.write_text(page.page(found.runs, found.title), encoding="utf-8")
     if pictures is None:
         return [out]
-    from hvdtrain.report.pictures import write_pictures
+    from hvdtrain.plugins.report.pictures import write_pictures
 
     return [out, *write_pictures(pictures, [figure for chapter in page.chapters_of(found.runs) for figure in chapter.figures])]
 

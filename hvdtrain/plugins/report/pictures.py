@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.plots import Bars, Curve, Figure, Heat, Panel, Scatter
+from hvdtrain.plugins.report.plots import Bars, Curve, Figure, Heat, Panel, Scatter
 
 try:
     import matplotlib

@@ -14,7 +14,7 @@ from launching import TOY
 
 import hvdtrain
 from hvdtrain.errors import DataError
-from hvdtrain.report.card import _yaml, check, main
+from hvdtrain.plugins.report.card import _yaml, check, main
 from hvdtrain.report.commit import commit_of
 
 

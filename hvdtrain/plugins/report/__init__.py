@@ -1,0 +1,11 @@
+"""HTML pages, pictures and model cards about trainings: `hvdtrain report` and `hvdtrain card`."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(
+    commands={
+        "report": ("make an HTML page about one training or several", f"{__name__}.__main__"),
+        "card": ("write a model card in the format of the Hugging Face Hub", f"{__name__}.card"),
+    },
+    artifacts={"report": f"{__name__}.at_end:write_page"},
+)

@@ -1,0 +1,33 @@
+"""The page that trackers keep with a run."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from hvdtrain.report.ends import State, Status
+from hvdtrain.report.runs import read_runs
+from hvdtrain.runtime import log
+
+PLOT_PACKAGE = "plotly"
+"""The package that draws the figures."""
+
+
+def write_page(folder: Path, status: Status) -> Path | None:
+    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which is logged.
+
+    Args:
+        status: how the training ends, which is not recorded yet.
+    """
+    if find_spec(PLOT_PACKAGE) is None:
+        log.warning(f"trackers: no report page was written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
+        return None
+    from hvdtrain.plugins.report import page  # here, since it needs plotly
+
+    with redirect_stderr(io.StringIO()):  # warnings of damaged lines
+        runs = [replace(run, state=State(status)) for run in read_runs([folder])]
+        (folder / "report.html").write_text(page.page(runs), encoding="utf-8")
+    return folder / "report.html"

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 
-OWN = re.compile("rank|device|host|path|dir|file|seed|time|^_", re.IGNORECASE)
+OWN = re.compile(r"(^|_)(rank|device|host(name)?|path|dir|folder|file(name)?|seed|time)s?(_|$)|^_", re.IGNORECASE)
 """Attributes that a rank may have for itself, by their names."""
 
 MOST_LETTERS = 80
@@ -42,11 +43,12 @@ def _text(value: Any, names: Mapping[int, str]) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_text(each, names) for each in value)}]"
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # not a file of HDF5, which is a mapping, too
         return f"{{{', '.join(f'{_text(key, names)}: {_text(each, names)}' for key, each in value.items())}}}"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(_text(each, names) for each in value))}}}"
-    return names.get(id(value)) or str(getattr(value, "__qualname__", type(value).__qualname__))
+    named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
+    return names.get(id(value)) or named.__qualname__
 
 
 def _short(text: str) -> str:

@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
 class NotingExchange(GradientExchange):
     """Notes when gradients leave, as if for other ranks."""
 
-    is_shared = True
+    is_shared = is_sent = True
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(SingleCommunicator(), Timer())

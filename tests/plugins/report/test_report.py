@@ -346,7 +346,9 @@ def test_served_to_this_machine_only(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain.plugins.report", str(run_folder(tmp_path / "run")), "--serve"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hvdtrain.plugins.report", str(run_folder(tmp_path / "run")), "--serve"],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")

@@ -174,12 +174,15 @@ def merge_batches(
     """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part.
 
     Args:
-        lengths: by data key, of all rows.
+        lengths: by data key, of all rows, for rows that are missing; those of the others are the parts'.
         packed: the data keys without padding.
     """
     batch: dict[str, Padded] = {}
     for name, stream in streams.items():
-        seq_lens, given = lengths[name], [(rows, part[name]) for rows, part in parts if name in part]
+        given = [(rows, part[name]) for rows, part in parts if name in part]
+        seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
+        for rows, part in given:
+            seq_lens[rows] = part.seq_lens
         shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), int(seq_lens.max()))
         values = numpy.full((*shape, *stream.shape), "" if stream.dtype == object else 0, stream.dtype)
         starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens

@@ -13,7 +13,7 @@ from hdf_files import Change, laid_out, put
 from opened_data import opened
 
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten_files
+from hvdtrain.data.identity import DatasetPart, _is_close, _numbers, changes, identify, rewritten_files
 
 NUMBER = 3000
 
@@ -197,3 +197,13 @@ def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:
     paths["b"] = str(write(tmp_path / "c.hdf", range(2, 20)))
     [difference] = found(before, joined("ba"))
     assert difference == f"18 sequences instead of 19 in {paths['b']}"
+
+
+def test_frames_that_add_up_to_one_are_told_apart_and_rounding_is_not() -> None:
+    values = numpy.random.default_rng(1).normal(size=(2, 300, 80)).astype(numpy.float32)
+    soft = numpy.exp(values) / numpy.exp(values).sum(axis=-1, keepdims=True)
+    hot = numpy.eye(80, dtype=numpy.float32)[values.argmax(axis=-1)]
+    for one, other in (soft, hot, (values[0], -values[0])):
+        assert not _is_close(_numbers(one), _numbers(other))
+        assert _is_close(_numbers(one), _numbers(one * numpy.float32(1 + 1e-5)))
+        assert _is_close(_numbers(one), _numbers(one.astype(numpy.float16).astype(numpy.float32)))

@@ -352,5 +352,6 @@ def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Data
     names = [f"{path} (file {number})" for number, path in enumerate(paths)]
     joined = concatenate(where, dict(zip(names, files, strict=True)), FilesDataset)
     for file, (start, stop) in zip(files, pairwise(joined.file_bounds().tolist()), strict=True):
+        file.streams = {name: file.streams[name] for name in joined.streams}  # further keys are not read
         file.lengths = {name: column[start:stop] for name, column in joined.lengths.items()}  # in memory once
     return joined

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from launching import ROOT
 from opened_data import opened, problems_of
 
 from hvdtrain.data.combine.meta import tag_blocks
-from hvdtrain.data.combine.union import FilesDataset
+from hvdtrain.data.combine.union import FilesDataset, UnionDataset, concatenate
 from hvdtrain.data.combine.workers import ThreadErrors, Workers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
@@ -28,6 +28,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import parse
+from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 
 
@@ -166,6 +167,28 @@ def test_datasets_that_do_not_go_together(tmp_path: Path) -> None:
         opened({"class": "CombinedDataset", "datasets": {"a": first, "b": wide}, "data_map": data_map})
     with pytest.raises(DataError, match=r"^train.data_map: expected a data key of a \(data, classes\), got 'sound'$"):
         opened({"class": "CombinedDataset", "datasets": {"a": first}, "data_map": {("a", "sound"): "data"}})
+
+
+class Longer(Dataset):
+    """Sequences that are longer than announced."""
+
+    num_sequences = 2
+
+    def __init__(self) -> None:
+        self.streams = {"data": Stream(numpy.dtype("float32"), (1,), 1, sparse=False)}
+        self.lengths = {"data": numpy.array([3, 5], numpy.int32)}
+
+    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        return {"data": numpy.ones((6, 1), numpy.float32)}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
+
+@pytest.mark.parametrize("packed", [[], ["data"]])
+def test_lengths_that_were_not_announced_are_not_hidden(packed: list[str]) -> None:
+    joined = concatenate("train", {"one": Longer(), "two": Longer()}, UnionDataset)
+    assert joined.packed(numpy.array([0, 3, 1, 2] * 5), packed)["data"].seq_lens.tolist() == [6] * 20
 
 
 def test_labels_must_be_the_same(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_further_keys_of_a_later_file_are_ignored(tmp_path: Path) -> None:
 
     dataset = open_hdf([write(tmp_path / "one.hdf", without_targets), write(tmp_path / "two.hdf")])
     assert list(dataset.streams) == list(dataset.sequence(3)) == ["data"]
+    every = numpy.arange(20) % dataset.num_sequences
+    assert list(dataset.padded(every)) == list(dataset.packed(every, ["data"])) == ["data"]
     with pytest.raises(
         DataError, match=r"expected the data key 'classes' of .*two.hdf .file 0. in .*one.hdf .file 1., got data$"
     ):

@@ -206,7 +206,9 @@ class GradientStream:
         self._owners = [None if owners is None else [owners[number] for number in group] for group in groups]
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
         self._order = list(range(len(groups)))
-        self._is_agreed = False  # whether this is the order of the first rank's first backward
+        self._is_agreed = False  # whether this is the order of a first backward, or there was none to agree on
+        self._tries = 0  # to agree
+        self._seen: set[int] = set()  # ids of the parameters that have had a gradient
         self._nodes: list[dict[int, Any]] = []  # by bucket: by a parameter's id, the node of graphs that adds to its gradient
         self._missing: list[dict[int, Any]] = []  # those of the gradients that backward has not computed yet
         self._arrived: list[int] = []  # for each gradient that it has computed, the bucket
@@ -275,12 +277,13 @@ class GradientStream:
         return None if self._counts is None else _joined(flags[1])
 
     def _agree(self) -> None:
-        """Collective. Take over the first rank's order, if it had a backward: a bucket's place is that of its last gradient."""
+        """Collective. Take over the order of the first rank with a backward: a bucket's place is that of its last gradient."""
         if self._exchange.compressor.joins_buckets or len(self._order) < 2:
             self._is_agreed = True
             return
-        arrived = self._exchange.agree(self._arrived)
-        self._is_agreed = bool(arrived)
+        arrived = self._exchange.agree(self._arrived or None, [])
+        self._tries += 1
+        self._is_agreed = bool(arrived) or self._tries == TRIES  # none is seen where batches may be split
         *others, last = self._order
         used = [number for number in reversed(dict.fromkeys(reversed(arrived))) if number != last]
         self._order = [*used, *(number for number in others if number not in used), last]
@@ -295,6 +298,7 @@ class GradientStream:
         graph = torch._C._current_graph_task_id()
         self._graph = graph if self._graph is None else self._graph
         self._has_inner_graphs |= graph != self._graph
+        self._seen.add(id(parameter))
         if self._missing[number].pop(id(parameter), None) is None:
             self._comes_in_parts = True
             return
@@ -304,11 +308,15 @@ class GradientStream:
                 self._send_next()
 
     def _is_complete(self, number: int) -> bool:
-        """Whether this backward will not add to a gradient of a bucket any more. Called during backward."""
+        """Whether this backward will not add to a gradient of a bucket any more. Called during backward.
+
+        Only a parameter that never had a gradient holds back none where this graph does not reach it: that of another may come
+        from the graph of a checkpoint within this one, which begins later.
+        """
         missing = self._missing[number]
         if self._has_inner_graphs:
             return not missing
-        return not any(map(torch._C._will_engine_execute_node, missing.values()))
+        return not any(one in self._seen or torch._C._will_engine_execute_node(node) for one, node in missing.items())
 
     def _send_next(self) -> None:
         number = self._order[len(self._handles)]
@@ -341,6 +349,9 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in one block of memory, without a copy if it is."""
     return (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
 
+
+TRIES = 3
+"""How many updates the ranks wait for one with a backward whose order they can take."""
 
 SENT_TOO_EARLY = (
     "train_step: expected a gradient that backward computes at once, as in the steps before, got more of {name} after it was "

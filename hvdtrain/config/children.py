@@ -21,27 +21,30 @@ from hvdtrain.errors import ConfigError
 
 def let_children_import(name: str, read: Callable[..., object], *arguments: Any) -> None:
     """From now on, let the processes that this one starts import a module of this name, which `read(*arguments)` creates."""
-    try:
-        packed = pickle.dumps((read, arguments))
-    except Exception as error:  # such as an override that is a program's own object
-        packed = pickle.dumps((_fail, (f"a started process cannot read the config again: {type(error).__name__}: {error}",)))
     # Python hands this dict on to each process that is started, which unpickles it before what it is to run.
-    process.current_process()._config[name] = _Hint(name, os.getcwd(), packed)  # type: ignore[attr-defined]
+    process.current_process()._config[name] = _Hint(name, os.getcwd(), lambda: _packed(read, arguments))  # type: ignore[attr-defined]
+
+
+def _packed(read: Callable[..., object], arguments: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps((read, arguments))
+    except Exception as error:  # such as an override that is a program's own object
+        return pickle.dumps((_fail, (f"a started process cannot read the config again: {type(error).__name__}: {error}",)))
 
 
 class _Hint:
-    """Becomes a finder of the module where it is unpickled."""
+    """Becomes a finder of the module where it is unpickled. What that needs may be large, so it is pickled for processes only."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+    def __init__(self, name: str, folder: str, packed: Callable[[], bytes]) -> None:
+        self._name, self._folder, self._packed = name, folder, packed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _install, self._arguments
+        return _install, (self._name, self._folder, self._packed())
 
 
-def _install(*arguments: Any) -> _Hint:
-    sys.meta_path.append(_Finder(*arguments))
-    return _Hint(*arguments)  # for the processes that this one starts
+def _install(name: str, folder: str, packed: bytes) -> _Hint:
+    sys.meta_path.append(_Finder(name, folder, packed))
+    return _Hint(name, folder, lambda: packed)  # for the processes that this one starts
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -41,7 +41,8 @@ COMPARED: Mapping[Fact, Comparison] = {
     "model": Comparison(
         "when it is built",
         "get_model: ",
-        "every rank makes the model, and gets rank 0's values: does it iterate over a set, whose order is that of its process?",
+        "every rank makes the model, and gets rank 0's values: does it iterate over a set, whose order is that of its process? "
+        "An attribute that each rank has for itself begins with _",
     ),
     "buffers": Comparison(
         "before they are averaged",

@@ -11,7 +11,11 @@ from typing import Any
 
 from torch import nn
 
-OWN = re.compile(r"(^|_)(rank|device|host(name)?|path|dir|folder|file(name)?|seed|time)s?(_|$)|^_", re.IGNORECASE)
+OWN = re.compile(
+    r"(^|_)(rank|main|master|leader|worker|shard|device|host(name)?|port|pid|uuid|path|dir|folder|file(name)?|tmp|temp|cache|seed|time"
+    r"|start(ed)?|created|log(ger|ging)?|writer|verbose|quiet|debug|print)s?(_|$)|^_",
+    re.IGNORECASE,
+)
 """Attributes that a rank may have for itself, by their names."""
 
 MOST_LETTERS = 80
@@ -38,8 +42,8 @@ def _attributes(module: nn.Module, names: Mapping[int, str]) -> str:
 
 
 def _text(value: Any, names: Mapping[int, str]) -> str:
-    """Only plain values are compared, with the modules in them; of others, the names of functions and classes."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """Only plain values are compared, with modules, functions and classes in them. A rank may have another object, or None."""
+    if isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_text(each, names) for each in value)}]"
@@ -47,8 +51,9 @@ def _text(value: Any, names: Mapping[int, str]) -> str:
         return f"{{{', '.join(f'{_text(key, names)}: {_text(each, names)}' for key, each in value.items())}}}"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(_text(each, names) for each in value))}}}"
-    named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
-    return names.get(id(value)) or named.__qualname__
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return value.__qualname__
+    return names.get(id(value), "object")
 
 
 def _short(text: str) -> str:

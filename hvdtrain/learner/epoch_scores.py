@@ -70,7 +70,7 @@ class EpochScores:
         for name, function in self._functions.items():
             given = {one: value for one, value in sums.items() if function.takes is None or one in function.takes}
             missing = [one for one in function.needs if one not in given]
-            if dataset == "train" and (missing or not given):
+            if dataset == "train" and (missing or (not given and (function.takes is None or function.takes))):
                 continue
             try:
                 if missing:

@@ -108,10 +108,13 @@ def check_marked_losses(losses: Mapping[str, Loss], is_tensor: Callable[[Any], b
         raise ConfigError(problems)
 
 
-def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES) -> None:
+def check_same_normalized(
+    first: NormalizedLosses, own: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES, since: str = "epoch"
+) -> None:
     """Raises: ConfigError, if a step's normalized losses differ from those of the first step.
 
     Args:
+        since: the first step is that of the epoch, or of the training.
         losses: what the step marked. The scale of a loss may have become zero since the first step: its elements still count.
     """
     faded = {name for name, loss in losses.items() if not loss.as_error and loss.scale == 0}
@@ -123,7 +126,7 @@ def check_same_normalized(first: NormalizedLosses, own: NormalizedLosses, losses
         return
     late = sorted(set(own.names) - set(first.names))
     named = f": {', '.join(late)}" if late else ""
-    hint = f" (a loss that begins within an epoch has a small scale, such as 1e-9, from the epoch's first step on{named})"
+    hint = f" (a loss that begins later has a small scale, such as 1e-9, from the {since}'s first step on{named})"
     raise ConfigError.of(
         "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step: {first}; got {own}{hint}"
     )

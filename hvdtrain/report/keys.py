@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
 from hvdtrain.errors import Problem, problem
-from hvdtrain.report.services import INSTALLED_BY, METHODS, SERVICES, require
+from hvdtrain.report.services import ARTIFACTS, INSTALLED_BY, METHODS, SERVICES, require
 
 TENSORBOARD = "tensorboard"
 """No service, and no class for `trackers`: it reads the files that are written for it."""
@@ -59,6 +59,8 @@ class TrackerKeys(Section):
         for factory in self.factories:
             if factory.label in INSTALLED_BY:
                 require(factory.label, "trackers")
+        if self.factories:
+            _ = ARTIFACTS.entries  # a mistake in these is an error now, not after the training
 
     @property
     def writes_tensorboard(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -274,6 +274,9 @@ def _flat(values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any
 
 SERVICES: Registry[type] = Registry("trackers", {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"})
 """By the name in a config, the class."""
+
+ARTIFACTS: Registry[Callable[[Path, Status], Path | None]] = Registry("artifacts")
+"""Those of plug-ins."""
 
 INSTALLED_BY = {"wandb": "wandb", "mlflow": "mlflow-skinny", "tensorboard": "tensorboard"}
 """The name of each package for pip."""

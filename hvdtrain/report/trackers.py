@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.plugins import Registry
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
-from hvdtrain.report.services import RunDescription
+from hvdtrain.report.services import ARTIFACTS, RunDescription
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime import log
 
@@ -217,10 +216,6 @@ class RunIds:
             unfinished = self._path.with_name(self._path.name + ".unfinished")
             unfinished.write_text(json.dumps({**self.read(), label: run_id}, indent=1) + "\n", encoding="utf-8")
             os.replace(unfinished, self._path)
-
-
-ARTIFACTS: Registry[Callable[[Path, Status], Path | None]] = Registry("artifacts")
-"""Those of plug-ins."""
 
 
 def write_artifacts(folder: Path, status: Status) -> dict[str, Path]:

@@ -340,7 +340,7 @@ class StepGraphs:
         if self._exchange is None:
             with tf.init_scope():
                 self._exchange = self._gradient_exchange.agree(own)
-        check_same_normalized(self._exchange.losses, own.losses)
+        check_same_normalized(self._exchange.losses, own.losses, since="training")
         if own.rows != self._exchange.rows:
             raise ConfigError.of(
                 "wrong-result",

@@ -26,7 +26,6 @@ from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters, open_services
 from hvdtrain.start_up.trace import open_trace, profile_steps
-from hvdtrain.training.callbacks import pruned_before
 from hvdtrain.training.step_log import open_step_log
 
 
@@ -61,6 +60,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         optuna.TrialPruned: a callback has raised it; after the epoch, its checkpoint and its reports.
     """
     began = steady_time()
+    pruned: Exception | None = None
     if settings.run.overfit_batches is not None:
         settings = in_overfit_folder(settings)
     with (
@@ -80,7 +80,6 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         session.interrupt.defer()
         if session.comm.rank == 0:
             launch.launcher().on_training()
-        pruned = pruned_before(limits.end_after_epoch(session.progress))
         if not limits.are_reached(session.progress):
             on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
             session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)

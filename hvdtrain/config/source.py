@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import copy
 import gc
 import importlib
 import importlib.util
@@ -257,7 +258,8 @@ def load(
     from hvdtrain.config.children import let_children_import  # here: multiprocessing would make `--help` slower
 
     if any(isinstance(config, Path) for config in configs):
-        let_children_import(MODULE_NAME, load, configs, overrides, types, builtins, origin, spellings)
+        as_now = copy.deepcopy(builtins)  # it notes what the config imports
+        let_children_import(MODULE_NAME, load, configs, overrides, types, as_now, origin, spellings)
     spellings = [names for names in spellings if len(names) > 1]
     parse: Callable[[Any, Any], Any] = text_value if origin == COMMAND_LINE else lambda value, expected: value
     top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}

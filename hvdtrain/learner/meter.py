@@ -6,7 +6,7 @@ arrived, or when all of them are requested: no step waits for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -73,9 +73,13 @@ class NormalizedLosses(NamedTuple):
         return names if self.is_only_loss or not self.names else f"{names} beside other losses"
 
 
-def normalized_losses(losses: Mapping[str, Loss]) -> NormalizedLosses:
-    """The losses to normalize."""
-    wanted = minimized_losses(losses)
+def normalized_losses(losses: Mapping[str, Loss], known: Collection[str] = ()) -> NormalizedLosses:
+    """The losses to normalize.
+
+    Args:
+        known: those that have been; they are still if they are marked with the scale 0.
+    """
+    wanted = {name: loss for name, loss in losses.items() if not loss.as_error and (loss.scale != 0 or name in known)}
     names = tuple(name for name, loss in wanted.items() if loss.use_normalized_loss)
     return NormalizedLosses(names, is_only_loss=len(wanted) == 1)
 

@@ -194,9 +194,12 @@ def train_step(**_):
 
 @pytest.mark.slow
 def test_a_mapped_file_that_is_cut_in_an_epoch_ends_the_job_and_shows_where(corpus: Path, tmp_path: Path) -> None:
-    """Nothing can be done about SIGBUS; but everybody sees what was being read, and no rank hangs."""
+    """Nothing can be done about SIGBUS, if the file is not looked at before; but everybody sees what was being read, and no rank
+    hangs.
+    """
     finished = train_on_a_file_that_changes_in_epoch_2(corpus, tmp_path, "cut", 2)
     assert finished.status != 0
-    assert "Fatal Python error: Bus error" in finished.err
-    assert "hvdtrain/data/hdf/dataset.py" in finished.err
+    if "train.hdf: expected the file that was opened at the start" not in finished.err:
+        assert "Fatal Python error: Bus error" in finished.err
+        assert "hvdtrain/data/hdf/dataset.py" in finished.err
     assert "train epoch 2, finished after" not in finished.out

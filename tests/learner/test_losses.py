@@ -128,12 +128,12 @@ def by_hand(weights: Sequence[tuple[float, float]]) -> dict[str, torch.Tensor]:
 
 def test_weights_that_change_over_training_and_from_or_to_zero() -> None:
     """One rank takes four steps an update, two ranks two: the weights below are constant within an update for both. One
-    grows from zero with an epoch."""
-    for weights, per_epoch in (((0.1, 0.05, 0.0), 3), ((0.0, 0.05, 0.1), 1)):
+    grows from zero with an epoch, and one is zero when an epoch begins."""
+    for weights, per_epoch in (((0.1, 0.05, 0.0), 3), ((0.0, 0.05, 0.1), 1), ((0.1, 0.05, 0.0, 0.1), 2)):
         expected = by_hand([(1.0, weight) for weight in weights])
         for size, steps in ((1, 4), (2, 2)):
             changing = tasks(lambda step: 1.0, lambda step, steps=steps, weights=weights: weights[step // steps])  # type: ignore[misc]
-            for found in each_size(partial(train, train_step=changing, updates=3, per_epoch=per_epoch), [size]):
+            for found in each_size(partial(train, train_step=changing, updates=len(weights), per_epoch=per_epoch), [size]):
                 for name, values in expected.items():
                     torch.testing.assert_close(found[name], values)
 

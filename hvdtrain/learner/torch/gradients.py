@@ -118,12 +118,14 @@ class Gradients:
 
     def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
-        marked = None if losses is None else normalized_losses(losses)
-        if self._begins_epoch or self._normalized is None:
-            self._normalized = self._exchange.agree(marked, self._normalized)
+        former = self._normalized
+        if self._begins_epoch or former is None:
+            own = None if losses is None else normalized_losses(losses, former.names if former is not None else ())
+            found = self._exchange.agree(own, former)
+            self._normalized = former if former is not None and former.names == found.names else found
             self._begins_epoch = False
-        if marked is not None:
-            check_same_normalized(self._normalized, marked, losses or {})
+        if losses is not None:
+            check_same_normalized(self._normalized, normalized_losses(losses), losses)
         return self._normalized
 
     def _count(self, losses: dict[str, Loss], normal: NormalizedLosses) -> None:

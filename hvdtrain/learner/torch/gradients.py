@@ -118,15 +118,15 @@ class Gradients:
 
     def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
-        former = self._normalized
-        if self._begins_epoch or former is None:
-            own = None if losses is None else normalized_losses(losses, former.names if former is not None else ())
-            found = self._exchange.agree(own, former)
-            self._normalized = former if former is not None and former.names == found.names else found
-            self._begins_epoch = False
+        agreed = self._normalized
+        if self._begins_epoch or agreed is None:
+            own = None if losses is None else normalized_losses(losses, agreed.names if agreed is not None else ())
+            found = self._exchange.agree(own, agreed)
+            agreed = agreed if agreed is not None and agreed.names == found.names else found
+            self._normalized, self._begins_epoch = agreed, False
         if losses is not None:
-            check_same_normalized(self._normalized, normalized_losses(losses), losses)
-        return self._normalized
+            check_same_normalized(agreed, normalized_losses(losses), losses)
+        return agreed
 
     def _count(self, losses: dict[str, Loss], normal: NormalizedLosses) -> None:
         """Add the numbers of elements of a batch."""

@@ -134,6 +134,14 @@ def _in_turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[No
         yield
 
 
+@pytest.fixture(autouse=True)
+def _eagerly() -> None:
+    """Switch eager execution on again, if RETURNN's code for TensorFlow was imported in a test before."""
+    if "returnn.tf" in sys.modules and not (tensorflow := sys.modules["tensorflow"]).executing_eagerly():
+        tensorflow.compat.v1.reset_default_graph()
+        tensorflow.compat.v1.enable_eager_execution()
+
+
 @pytest.fixture(scope="session")
 def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestProcess]:
     tmp_path_factory.getbasetemp()  # which is not among the temporary files of this process

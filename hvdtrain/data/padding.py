@@ -69,7 +69,7 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
         _check_like(sequences[0], sequence, number, describe)
         row[: len(sequence)] = sequence
         if values.nbytes >= REUSED:
-            row[len(sequence) :] = "" if values.dtype == object else 0
+            row[len(sequence) :] = "" if values.dtype.kind in "OU" else 0
     return Padded(values, seq_lens)
 
 
@@ -184,7 +184,7 @@ def merge_batches(
         for rows, part in given:
             seq_lens[rows] = part.seq_lens
         shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), int(seq_lens.max()))
-        values = numpy.full((*shape, *stream.shape), "" if stream.dtype == object else 0, stream.dtype)
+        values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
         starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
         for rows, part in given:
             if name in packed:

@@ -326,7 +326,8 @@ class FilesDataset(UnionDataset):
         }
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return list(map(self.sequence, indices))
+        made = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
+        return [made[index] for index in indices]
 
     def how_read(self) -> str:
         return "; ".join(sorted({file.how_read() for file in self._inside}))

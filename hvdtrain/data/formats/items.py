@@ -335,7 +335,11 @@ class ItemsDataset(Dataset):
         for number in numpy.flatnonzero(next(iter(lengths.values())) < 0).tolist():
             try:
                 self._arrays(number)
-                yield f"{self._where}, item {number}: expected an item that can be read, got none when lengths were counted"
+                message = "expected an item that can be read, got none when lengths were counted"
+                if self._lengths_path is not None:  # the item has been mended since
+                    self._lengths_path.unlink(missing_ok=True)
+                    message += f" (start again: {self._lengths_path}, which says so, is removed)"
+                yield f"{self._where}, item {number}: {message}"
             except BrokenSequence as error:
                 yield str(error)
 

@@ -71,7 +71,7 @@ class NextGenFile(IndexedDataset):
 
     def row(self, number: int) -> dict[str, Array]:
         with self._handles.use(self) as file, self._readable_errors():
-            return {key: _values(source, self._dataset(file, key, number)[:]) for key, source in self._sources.items()}
+            return {key: _values(self._sources[key], self._dataset(file, key, number)[:]) for key in self.streams}
 
     def where(self, number: int) -> str:
         return f"{self.path}, {self._names[number]!r}"

@@ -68,6 +68,14 @@ def test_another_input_and_several_files(tmp_path: Path) -> None:
     assert dataset.tags([3]) == ["corpus/2"]
 
 
+def test_further_streams_of_a_later_file_are_ignored(tmp_path: Path) -> None:
+    def without_words(file: h5py.File) -> None:
+        del file["streams/words"]
+
+    dataset = opened_files(write(tmp_path / "a.hdf", without_words), write(tmp_path / "b.hdf"))
+    assert list(dataset.sequence(3)) == list(dataset.padded(numpy.arange(40) % 4)) == ["data", "states"]
+
+
 def unknown_parser(file: h5py.File) -> None:
     file["streams/words"].attrs["parser"] = "word_sequence"
 

@@ -31,7 +31,7 @@ from hvdtrain.config.keys import (
     signature_error,
     spellings,
 )
-from hvdtrain.config.plugins import Registry
+from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
@@ -350,7 +350,8 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     imports = WatchedImports()
     source = load(configs, overrides, types, imports.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
-    return check(translate(replace(source, values=source.values | homes), imports, keys, BOOLEAN_KEYS), list(keys))
+    source = with_implied_keys(replace(source, values=source.values | homes), ALIASES)
+    return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 
 OF_HOME = ("model", "load", "import_model_train_epoch1", "log", "checkpoint_local")

@@ -11,14 +11,15 @@ The plug-in itself is light: it has the names of what it adds, and each is impor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 
 GROUP = "hvdtrain"
@@ -27,7 +28,17 @@ GROUP = "hvdtrain"
 T = TypeVar("T")
 
 Kind = Literal[
-    "datasets", "backends", "reducers", "schedulers", "tasks", "commands", "trackers", "reporters", "artifacts", "keys"
+    "datasets",
+    "backends",
+    "reducers",
+    "schedulers",
+    "tasks",
+    "commands",
+    "trackers",
+    "reporters",
+    "artifacts",
+    "keys",
+    "configs",
 ]
 
 
@@ -48,6 +59,8 @@ class Plugin:
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
+        configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
+            so on). It is called when a config gives that key a value; the config's own values come before the returned ones.
     """
 
     datasets: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +73,7 @@ class Plugin:
     reporters: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    configs: Mapping[str, str] = field(default_factory=dict)
 
 
 class Registry(Mapping[str, T]):
@@ -103,6 +117,35 @@ class Registry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+KeysOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+CONFIGS: Registry[KeysOf] = Registry("configs")
+
+
+def with_implied_keys(source: Source, names: Mapping[str, str]) -> Source:
+    """The config with the keys that follow, by plug-ins, from those that it gives.
+
+    Args:
+        names: by another name of a key, its name.
+
+    Raises:
+        ConfigError: by a plug-in's function.
+    """
+    values, origins = dict(source.values), dict(source.origins)
+    given = {names.get(name, name) for name in source.values}
+    for name in CONFIGS:
+        if source.values.get(name) in (None, ""):
+            continue
+        implied = CONFIGS[name](MappingProxyType(source.values))
+        for key, value in implied.items():
+            if key in given and values.get(key) is not None:
+                continue
+            if key not in source.values and key in values:
+                raise ConfigError.of("conflict", f"{key}: expected it from {origins[key]} or from {name}, got both")
+            values[key], origins[key] = value, f"{source.origins[name]}: {name}"
+    return replace(source, values=values, origins=origins)
 
 
 def _imported(name: str, reference: str) -> Any:

@@ -12,4 +12,5 @@ PLUGIN = Plugin(
     trackers={"list": "hvdtrain_toy.reporting:Lines"},
     reporters={"epoch file": "hvdtrain_toy.reporting:epoch_file"},
     keys={"epoch file": "hvdtrain_toy.keys:EpochFileKeys"},
+    configs={"linear_inputs": "hvdtrain_toy.linear:keys_of"},
 )

@@ -91,6 +91,7 @@ class Engine:
             ConfigError: the config names a score that the epoch does not have; a checkpoint was written.
         """
         self._notifier.subscribe()
+        self._notifier.restore(self._progress.callbacks)
         self._notifier.notify("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._limits.num_epochs:
@@ -250,6 +251,8 @@ class Engine:
                 scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 self._notifier.notify("on_evaluation_end")
+                scores = {**scores, **name_scores(feed.name, self._notifier.take_scores())}
+                self._training.scores = scores
         self._control.evaluation.done(self._progress.step)
         return scores
 
@@ -288,6 +291,7 @@ class Engine:
     def _save(self, is_end: bool = False) -> None:
         """Collective. Write a checkpoint, with which the training may end; once more if a callback ends training in `on_save`."""
         self._note_finish()
+        self._progress.callbacks = self._notifier.state()
         with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)

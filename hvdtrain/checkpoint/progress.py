@@ -89,6 +89,7 @@ class Progress:
     spent: where the seconds went (`runtime/goodput.py`); empty in checkpoints of earlier releases.
     finished: why a callback ends the training after the current epoch, or has ended it after the last one, and `num_epochs` then:
         more epochs are trained all the same; None: none does.
+    callbacks: by name, what callbacks with a `state_dict` keep in checkpoints.
     file: the model's file from which training continues; None: training began anew. It is not stored.
     start: the log line about that; '': there is none. It is not stored.
     """
@@ -105,6 +106,7 @@ class Progress:
     start: str = ""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     finished: tuple[str, int] | None = None
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def records(self) -> list[EpochRecord]:
@@ -133,6 +135,7 @@ class Progress:
             "keys": self.keys,
             "spent": self.spent,
             **({} if self.finished is None else {"finished": list(self.finished)}),
+            **({"callbacks": self.callbacks} if self.callbacks else {}),
         }
 
     @staticmethod
@@ -154,6 +157,7 @@ class Progress:
             spent=state.get("spent") or {},
             evaluations=[EvaluationRecord(**record) for record in state.get("evaluations") or []],
             finished=None if state.get("finished") is None else (str(state["finished"][0]), int(state["finished"][1])),
+            callbacks=state.get("callbacks") or {},
         )
 
     def describe(self) -> str:

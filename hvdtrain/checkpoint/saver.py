@@ -345,7 +345,7 @@ class Saver(SaverBase):
         progress = together(self._comm, lambda: read_progress(self._state.load(file, None), file), name="load_model")
         self.share()
         if epoch is None:
-            return replace(progress, current=None, data={}, keys={}, spent={})
+            return replace(progress, current=None, data={}, keys={}, spent={}, callbacks={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 

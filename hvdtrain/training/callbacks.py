@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.config.source import as_function
-from hvdtrain.errors import Problem
+from hvdtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from hvdtrain.schedule.history import EpochRecord
@@ -64,6 +64,7 @@ class Training:
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
         self.pruned: Exception | None = None
+        self.added_scores: dict[str, float] = {}
 
     @property
     def model(self) -> Any:
@@ -119,6 +120,18 @@ class Training:
         """The number of steps done in the whole training."""
         return self._phase.step
 
+    def add_score(self, name: str, value: float) -> None:
+        """In on_evaluation_end: add a score of the dataset to those of train_step, as 'dev_loss_NAME'. That of rank 0 counts.
+
+        Raises:
+            ConfigError: it is called elsewhere.
+        """
+        if self.dataset is None:
+            raise ConfigError.of("wrong-call", f"add_score: expected a call in on_evaluation_end, got one elsewhere, of {name!r}")
+        if name in self.added_scores or f"{self.dataset}_loss_{name}" in self.scores:
+            raise ConfigError.of("duplicate", f"add_score: expected a name that no score has, got {name!r} twice")
+        self.added_scores[name] = float(value)
+
     def beat(self) -> None:
         """Say that a callback which takes many minutes makes progress. Half an hour without one ends the job, as it may hang."""
         self._watchdog.go_on()
@@ -168,6 +181,11 @@ class Callbacks:
 
     def __init__(self, objects: Sequence[Any] = ()) -> None:
         # Looked up once: on_step_end is called in every step.
+        self._objects: dict[str, Any] = {}
+        for one in objects:
+            if hasattr(one, "state_dict"):
+                number = sum(name.partition(" ")[0] == type(one).__name__ for name in self._objects)
+                self._objects[f"{type(one).__name__} {number + 1}" if number else type(one).__name__] = one
         self._calls: dict[str, list[tuple[str, Call]]] = {
             event: [(type(one).__name__, getattr(one, event)) for one in objects if hasattr(one, event)] for event in EVENTS
         }
@@ -175,6 +193,15 @@ class Callbacks:
     def has(self, event: str) -> bool:
         """Whether any of them has the method `event`."""
         return bool(self._calls[event])
+
+    def state(self) -> dict[str, Any]:
+        """By class, what callbacks with a `state_dict` keep in checkpoints: numbers, texts, lists and dicts."""
+        return {name: one.state_dict() for name, one in self._objects.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Give callbacks what they kept, by `load_state_dict`; one without an entry begins anew."""
+        for name in self._objects.keys() & state.keys():
+            self._objects[name].load_state_dict(state[name])
 
     def call(self, event: str, training: Training, note: Callable[[str], object] | None = None) -> None:
         """Call the method `event` of all callbacks that have it, also after one that has pruned an Optuna trial.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
@@ -52,6 +53,14 @@ class Notifier:
         events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
         self._longest = dict.fromkeys(events, LONG)
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give the callbacks what they kept in the checkpoint."""
+        self._callbacks.load(state)
+
+    def state(self) -> dict[str, Any]:
+        """What the callbacks of this rank keep in a checkpoint, which has that of rank 0."""
+        return self._callbacks.state()
+
     @property
     def has_callbacks(self) -> bool:
         """Whether any rank has callbacks."""
@@ -66,6 +75,13 @@ class Notifier:
         if event in self._longest:
             with self._without_timeout(event, f"{event} of another rank's callback"):
                 self._call(event, lambda name: self._watchdog.beat(f"{event} of {name}", "unhurried"))
+
+    def take_scores(self) -> dict[str, float]:
+        """Collective, if there are callbacks. The scores that callbacks have added on rank 0 since the last call, by name."""
+        if "on_evaluation_end" not in self._longest:
+            return {}
+        added, self._training.added_scores = self._training.added_scores, {}
+        return self._comm.gather(added, name="added_scores")[0]
 
     def notify_step_end(self) -> None:
         """Call the callbacks of this rank after a step; the ranks do not wait for each other."""

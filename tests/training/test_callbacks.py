@@ -67,6 +67,23 @@ class Asks:
         print("stopped by", training.stopped_by)
 
 
+class Counts:
+    def __init__(self, steps=0):
+        self.steps = steps
+
+    def on_step_end(self, training):
+        self.steps += 1
+
+    def on_evaluation_end(self, training):
+        training.add_score("steps", self.steps)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
 class Told:
     def __init__(self, what, when):
         setattr(self, when, lambda training: getattr(training, what)())
@@ -222,6 +239,13 @@ def test_a_callback_can_stop_training_with_a_checkpoint(corpus: Path, tmp_path: 
     again = run(corpus, tmp_path, told, num_epochs=50)
     assert again.status == 75
     assert [one["step"] for one in events(tmp_path) if one["event"] == "train_begin"] == [0, done]
+
+
+def test_a_callback_may_keep_a_state_in_checkpoints_and_add_scores(corpus: Path, tmp_path: Path) -> None:
+    assert run(corpus, tmp_path, '[Asks("stop", "on_epoch_begin"), Counts()]', num_epochs=2, evaluated=True).status == 75
+    assert run(corpus, tmp_path, "[Counts()]", num_epochs=2, evaluated=True).status == 0
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["scores"]["dev_loss_steps"] for line in lines] == [2, 4]
 
 
 def test_an_error_in_a_callback_ends_training_with_its_traceback(corpus: Path, tmp_path: Path) -> None:

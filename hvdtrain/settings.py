@@ -350,7 +350,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     imports = WatchedImports()
     source = load(configs, overrides, types, imports.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
-    source = with_implied_keys(replace(source, values=source.values | homes), ALIASES)
+    source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
     return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 

@@ -241,6 +241,15 @@ def convert(value: Any, declared_key: Key) -> Any:
     return result
 
 
+def fits(value: Any, declared_key: Key) -> bool:
+    """Whether a value has the key's type and keeps its rule."""
+    try:
+        convert(value, declared_key)
+    except Mismatch:
+        return False
+    return True
+
+
 def signature_error(function: Callable[..., Any], signature: str) -> str:
     """Why a function cannot be called with the parameters of a signature, with its name and place; empty if it can.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from hvdtrain.config.keys import Key, fits
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 
@@ -124,10 +125,11 @@ KeysOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 CONFIGS: Registry[KeysOf] = Registry("configs")
 
 
-def with_implied_keys(source: Source, names: Mapping[str, str]) -> Source:
+def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[str, str]) -> Source:
     """The config with the keys that follow, by plug-ins, from those that it gives.
 
     Args:
+        keys: by name, hvdtrain's; nothing follows from a wrong value, which is reported with the other mistakes.
         names: by another name of a key, its name.
 
     Raises:
@@ -136,7 +138,7 @@ def with_implied_keys(source: Source, names: Mapping[str, str]) -> Source:
     values, origins = dict(source.values), dict(source.origins)
     given = {names.get(name, name) for name in source.values}
     for name in CONFIGS:
-        if source.values.get(name) in (None, ""):
+        if source.values.get(name) in (None, "") or not fits(source.values[name], keys[name]):
             continue
         implied = CONFIGS[name](MappingProxyType(source.values))
         for key, value in implied.items():
@@ -144,7 +146,7 @@ def with_implied_keys(source: Source, names: Mapping[str, str]) -> Source:
                 continue
             if key not in source.values and key in values:
                 raise ConfigError.of("conflict", f"{key}: expected it from {origins[key]} or from {name}, got both")
-            values[key], origins[key] = value, f"{source.origins[name]}: {name}"
+            values[key], origins[key] = value, name
     return replace(source, values=values, origins=origins)
 
 

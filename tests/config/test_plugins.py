@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.plugins import Plugin, Registry, plugins
+from hvdtrain.config.keys import Section, declared_keys, key
+from hvdtrain.config.plugins import Plugin, Registry, plugins, with_implied_keys
+from hvdtrain.config.source import COMMAND_LINE, Source
 from hvdtrain.errors import ConfigError
 
 Install = Callable[[str, str], None]
@@ -63,3 +66,21 @@ def test_an_entry_is_imported_when_it_is_used(install: Install) -> None:
     with pytest.raises(ConfigError, match=r"other: expected good_two:run to be imported, got AttributeError"):
         table["other"]
     assert all(isinstance(plugin, Plugin) for plugin in plugins().values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeKeys(Section):
+    inputs: int | None = key(None, "the number of inputs")
+
+
+def test_keys_follow_from_another_one(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "def keys_of(values):\n    return {'num_epochs': values['inputs'] + 1, 'get_model': len, 'model': 'other'}\n"
+    install("sized", f"{IMPORT}{code}PLUGIN = Plugin(configs={{'inputs': 'sized:keys_of'}})")
+    monkeypatch.setattr("hvdtrain.config.plugins.CONFIGS", Registry("configs"))
+    given = Source({"model": "m", "inputs": 3}, dict.fromkeys(("model", "inputs"), COMMAND_LINE), ())
+    keys = {each.name: each for each in declared_keys(SizeKeys)}
+    found = with_implied_keys(given, keys, {})
+    assert found.values == {"model": "m", "inputs": 3, "num_epochs": 4, "get_model": len}
+    assert found.origins["get_model"] == "inputs", "not the command line: nobody can read a function there again"
+    wrong = replace(given, values={"inputs": "three"})
+    assert with_implied_keys(wrong, keys, {}) == wrong, "the check of keys reports it"

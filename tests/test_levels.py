@@ -17,7 +17,7 @@ PACKAGE = ROOT / "hvdtrain"
 LEVELS, ROOT_FILES = 9, 11
 
 PLACES = {
-    "torch": ["learner/torch/*", "comm/torch*.py", "returnn_layer/*"],
+    "torch": ["learner/torch/*", "comm/torch*.py", "returnn_layer/*", "plugins/*"],
     "tensorflow": ["learner/tensorflow/*", "learner/returnn_tf/*"],
     "keras": ["learner/tensorflow/*"],
     "horovod": ["comm/horovod*.py"],

@@ -40,6 +40,7 @@ Kind = Literal[
     "artifacts",
     "keys",
     "configs",
+    "templates",
 ]
 
 
@@ -62,6 +63,7 @@ class Plugin:
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
         configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
             so on). It is called when a config gives that key a value; the config's own values come before the returned ones.
+        templates: by an option of `init`, a line of help, and the package whose file template.txt is that config.
     """
 
     datasets: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Plugin:
     artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
+    templates: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Registry(Mapping[str, T]):

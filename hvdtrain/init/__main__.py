@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources import files as package_files
 from pathlib import Path
 
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.source import command_parser
 from hvdtrain.errors import DataError, HvdtrainError
 
@@ -24,6 +26,9 @@ TASKS = {
     "seq2seq": "a target for a source, such as a translation: encoder, decoder and attention",
     "finetune": "adapters in a pretrained encoder; needs the packages transformers and peft",
 }
+OTHERS: Mapping[str, tuple[str, str]] = Registry("templates")
+"""By plug-in's option, its line of help and the package with the template."""
+
 USUAL = ("train.hdf", "dev.hdf")
 NEEDS = {
     "hdf": "   # once its files exist",
@@ -56,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_parser("init", DESCRIPTION, EPILOG)
     result.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
     kinds = result.add_mutually_exclusive_group()
-    for name, help in TEMPLATES.items():
+    for name, help in {**TEMPLATES, **{name: line for name, (line, _) in OTHERS.items()}}.items():
         kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
     result.add_argument(
         "--files",
@@ -78,7 +83,10 @@ def write(config: Path, template: str, files: Sequence[str] = ()) -> None:
     Raises:
         DataError: the config exists, or cannot be written; or a file cannot be read, or has other data.
     """
-    text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
+    if template in OTHERS:
+        text = package_files(OTHERS[template][1]).joinpath("template.txt").read_text(encoding="utf-8")
+    else:
+        text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
     if files:
         text = _with_sizes(text, *files)
     try:

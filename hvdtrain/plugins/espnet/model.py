@@ -1,0 +1,139 @@
+"""A model of ESPnet2 as get_model, train_step and forward_step: the package espnet itself is not imported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import hvdtrain
+from hvdtrain.config.source import as_function
+from hvdtrain.errors import ConfigError
+
+KEY = "espnet_model"
+
+POSITIONS = ("data", "classes")
+"""The data keys that become the inputs which no data key is named after, in their order."""
+
+INT_PADDING = -1
+"""ESPnet's collate_fn pads integers with it, unless the model's `ignore_id` is another number."""
+
+
+def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that follow from `espnet_model`.
+
+    Raises:
+        ConfigError: its value is none of what it may be.
+    """
+    given = values[KEY]
+    given = dict(given) if isinstance(given, Mapping) else {"model": given}
+    unknown = sorted(given.keys() - {"model", "inputs"})
+    make = as_function(given.get("model"), f"{KEY}.model")
+    if unknown or make is None:
+        raise ConfigError.of(
+            "wrong-type",
+            f"{KEY}: expected a function that makes the model, or a dict with it as 'model' and with 'inputs', got "
+            f"{unknown or given}",
+        )
+    steps = Steps(given.get("inputs") or {})
+    return {"get_model": Maker(make), "train_step": steps.train, "forward_step": steps.forward}
+
+
+class Maker:
+    """The key get_model."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __call__(self, **_: Any) -> Any:
+        return self._make()
+
+
+class Steps:
+    """The keys train_step and forward_step.
+
+    Args:
+        named: by the name of an input of the model's forward, its data key.
+    """
+
+    def __init__(self, named: Mapping[str, str]) -> None:
+        self._named = dict(named)
+        self._inputs: dict[Any, dict[str, str]] = {}
+
+    def train(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
+        """The loss and the statistics of a batch, each a mean with the batch's weight. Raises: ConfigError."""
+        context = hvdtrain.get_run_ctx()
+        result = model(**self._batch(model, model.forward, extern_data))
+        if isinstance(result, Mapping):
+            if result.get("optim_idx") is not None:
+                raise ConfigError.of(
+                    "wrong-result", f"{KEY}: expected a model with one optimizer, got one that chooses among several (optim_idx)"
+                )
+            result = result["loss"], result["stats"], result["weight"]
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise ConfigError.of(
+                "wrong-result", f"{KEY}: expected forward to return (loss, stats, weight), got a {type(result).__name__}"
+            )
+        loss, stats, weight = result
+        weight = torch.as_tensor(weight, device=loss.device)
+        context.mark_as_loss(
+            (loss * weight.to(loss.dtype)).sum(), "loss", use_normalized_loss=True, custom_inv_norm_factor=weight.sum()
+        )
+        for name, value in stats.items():
+            if name != "loss" and value is not None:
+                value = torch.as_tensor(value, device=loss.device).detach()
+                counts = weight * value.isfinite()  # as ESPnet's reporter, which leaves out what is no number
+                sums = torch.where(counts > 0, value * weight, torch.zeros((), device=loss.device)).sum()
+                context.mark_as_loss(sums, name, as_error=True, custom_inv_norm_factor=counts.sum())
+
+    def forward(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
+        """The features of a batch, by the model's `collect_feats`. Raises: ConfigError, if there are none."""
+        found = dict(model.collect_feats(**self._batch(model, model.forward, extern_data)))
+        names = [name for name in found if not name.endswith("_lengths")]
+        if not names:
+            raise ConfigError.of("wrong-result", f"{KEY}: expected features from collect_feats, got none")
+        for name in names:
+            lengths = found.get(f"{name}_lengths")
+            shown = "output" if name == names[0] else name
+            hvdtrain.get_run_ctx().mark_as_output(found[name], shown, seq_lens=None if lengths is None else lengths.cpu())
+
+    def _batch(self, model: Any, forward: Callable[..., Any], extern_data: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of forward."""
+        if model not in self._inputs:
+            self._inputs[model] = self._inputs_of(forward, list(extern_data))
+        batch: dict[str, Any] = {}
+        padding = getattr(model, "ignore_id", INT_PADDING)
+        for name, key in self._inputs[model].items():
+            values, one = extern_data[key].raw_tensor, extern_data[key]
+            if values.is_floating_point():
+                values = values.squeeze(-1) if values.ndim == 3 and values.shape[-1] == 1 else values
+            elif values.ndim == 2:
+                values = values.long().masked_fill(~one.mask, padding)
+            batch[name] = values
+            lengths = one.seq_lens if one.device_seq_lens is None else one.device_seq_lens
+            batch[f"{name}_lengths"] = lengths.long()
+        if "utt_id" in inspect.signature(forward).parameters:
+            batch["utt_id"] = hvdtrain.get_run_ctx().seq_tags()  # type: ignore[misc]
+        return batch
+
+    def _inputs_of(self, forward: Callable[..., Any], keys: list[str]) -> dict[str, str]:
+        """By the name of an input, its data key. Raises: ConfigError, if an input has none."""
+        parameters = inspect.signature(forward).parameters
+        wanted = [name for name in parameters if f"{name}_lengths" in parameters]
+        found = {name: self._named.get(name, name) for name in wanted} | self._named
+        missing = [name for name in found if found[name] not in keys]
+        left = [key for key in POSITIONS if key in keys and key not in found.values()]
+        for name, key in zip([one for one in missing if one not in self._named], left, strict=False):
+            found[name] = key
+        still = [name for name in found if found[name] not in keys]
+        needed = [name for name in still if name in self._named or parameters[name].default is inspect.Parameter.empty]
+        unused = [key for key in keys if key not in found.values()]
+        if needed or (unused and not wanted):
+            raise ConfigError.of(
+                "wrong-result",
+                f"{KEY}: expected a data key for each input of forward ({', '.join(wanted) or 'none with _lengths'}), got "
+                f"{', '.join(keys)} (name them: 'inputs': {{'speech': 'data', 'text': 'classes'}})",
+            )
+        return {name: key for name, key in found.items() if name not in still}

@@ -1,0 +1,159 @@
+"""Models of ESPnet2, and others whose forward returns loss, stats and weight."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from inside import run_inside
+from other_trainers import check_resume, difference, state_of, train
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+
+
+class Recognizer(torch.nn.Module):
+    """As ESPnet's models: speech and text with their lengths, padded with 0 and -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.nn.Linear(3, 7)
+
+    def forward(self, speech: Any, speech_lengths: Any, text: Any, text_lengths: Any, **_: Any) -> Any:
+        assert (text.min() == -1) == (int(text_lengths.min()) < text.shape[1])
+        scores = self.output(speech).log_softmax(-1).transpose(0, 1)
+        losses = torch.nn.functional.ctc_loss(scores, text.clamp(min=0), speech_lengths, text_lengths, reduction="none")
+        loss = losses.mean()
+        stats = {"loss": loss.detach(), "cer": None, "longest": speech_lengths.max().float()}
+        if len(speech) < 4:
+            stats["longest"] = torch.tensor(float("nan"))  # is left out, as ESPnet's reporter does
+        return loss[None], stats, torch.tensor([len(speech)])
+
+    def collect_feats(self, speech: Any, speech_lengths: Any, **_: Any) -> Batch:
+        return {"feats": speech * 2, "feats_lengths": speech_lengths}
+
+
+class Speech:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = numpy.random.default_rng(index)
+        speech = generator.standard_normal((9 + index % 4, 3)).astype(numpy.float32)
+        return {"data": speech, "classes": generator.integers(1, 7, 2 + index % 3).astype(numpy.int32)}
+
+
+class Text(Speech):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"text": super().__getitem__(index)["classes"]}
+
+
+def recognizer() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return Recognizer()
+
+
+def language_model() -> torch.nn.Module:
+    model = pytest.importorskip("espnet2.lm.espnet_model")
+    lm = pytest.importorskip("espnet2.lm.seq_rnn_lm")
+    torch.manual_seed(1)
+    return model.ESPnetLanguageModel(lm.SequentialRNNLM(7, unit=8, nlayers=1, dropout_rate=0.0), 7)  # type: ignore[no-any-return]
+
+
+def plain_loop(model: torch.nn.Module, items: Any, padding: int, epochs: int = 2) -> float:
+    """What ESPnet's trainer does with a batch, in order; returns the last epoch's loss as its reporter computes it."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    total = weights = 0.0
+    for epoch in range(epochs):
+        for begin in range(0, len(items), 4):
+            batch: dict[str, Any] = {}
+            several = [items[number] for number in range(begin, min(begin + 4, len(items)))]
+            for key, name in {"data": "speech", "classes": "text", "text": "text"}.items():
+                if key in several[0]:
+                    values = [torch.as_tensor(one[key]) for one in several]
+                    values = [one.long() if key != "data" else one for one in values]
+                    batch[name] = torch.nn.utils.rnn.pad_sequence(values, True, 0.0 if key == "data" else padding)
+                    batch[f"{name}_lengths"] = torch.tensor([len(one) for one in values])
+            loss, _, weight = model(**batch)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            if epoch == epochs - 1:
+                total, weights = total + float(loss.detach() * weight), weights + float(weight)
+    return total / weights
+
+
+def keys(make: Any, items: Any) -> dict[str, Any]:
+    return {
+        "espnet_model": make,
+        "train": {"class": items, "seq_ordering": "default"},
+        "dev": {"class": items},
+        "max_seqs": 4,
+        "num_epochs": 2,
+        "optimizer": {"class": "sgd", "momentum": 0.9},
+        "learning_rate": 0.1,
+        "gradient_clip_global_norm": 5.0,
+    }
+
+
+@pytest.mark.parametrize(("make", "items", "padding"), [(recognizer, Speech, -1), (language_model, Text, 0)])
+def test_the_weights_are_those_of_a_plain_loop(make: Any, items: Any, padding: int, tmp_path: Path) -> None:
+    model = make()
+    start = state_of(model)
+    loss = plain_loop(model, items(), padding)
+    result = hvdtrain.train({**keys(make, items), "model": str(tmp_path / "model"), "num_threads": 1})
+    found = state_of(result.model)
+    assert difference(found, state_of(model), start) < 1e-6
+    assert result.scores["train_loss_loss"] == pytest.approx(loss, rel=1e-6)
+    assert result.scores.get("train_loss_longest") == (12.0 if make is recognizer else None)
+    check_resume(lambda: keys(make, items), tmp_path, 4, found)
+
+
+def test_collect_feats_is_what_forward_writes(tmp_path: Path) -> None:
+    train(keys(recognizer, Speech), tmp_path / "model", num_epochs=1)
+    found: dict[str, Any] = {}
+
+    class Callback:
+        def init(self, *, model: Any) -> None: ...
+        def process_seq(self, *, seq_tag: str, outputs: Any) -> None:
+            found[seq_tag] = outputs["output"].raw_tensor
+
+        def finish(self) -> None: ...
+
+    given = {**keys(recognizer, Speech), "forward_data": {"class": Speech}, "forward_callback": Callback, "num_threads": 1}
+    hvdtrain.forward(given, checkpoint=str(tmp_path / "model.001.pt"), model=str(tmp_path / "model"))
+    assert len(found) == 10
+    assert numpy.array_equal(found["seq-3"], 2 * Speech()[3]["data"])
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    class Several(Recognizer):
+        def forward(self, speech: Any, speech_lengths: Any, **_: Any) -> Any:  # type: ignore[override]
+            return {"loss": speech.sum(), "stats": {}, "weight": 1, "optim_idx": 1}
+
+    class Bare(Recognizer):
+        def forward(self, speech: Any, speech_lengths: Any, **_: Any) -> Any:  # type: ignore[override]
+            return speech.sum()
+
+    for make, expected in {
+        Several: "expected a model with one optimizer",
+        Bare: r"expected forward to return \(loss, stats, weight\)",
+        lambda: recognizer(): "expected a data key for each input of forward .speech, text.",
+    }.items():
+        items = Text if not isinstance(make, type) else Speech
+        with pytest.raises(ConfigError, match=expected):
+            train(keys(make, items), tmp_path / expected[:12])
+    with pytest.raises(ConfigError, match="expected a function that makes the model, or a dict"):
+        train(keys({"model": recognizer, "input": {}}, Speech), tmp_path / "no")
+
+
+def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:
+    pytest.importorskip("espnet2.lm.espnet_model")
+    config = tmp_path / "mine.py"
+    assert run_inside(["init", config, "--espnet"]).status == 0
+    finished = run_inside([config, "++model", tmp_path / "model", "++num_epochs", 2, "++num_threads", 1])
+    assert finished.status == 0, finished.err

@@ -1,0 +1,35 @@
+"""The configs that plug-ins bring, for models of other trainers: the same weights on any number of ranks, which are alike."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from trainings import Run, Trained, assert_alike, assert_same, trains
+
+from hvdtrain.init.__main__ import OTHERS, main
+
+NAMES = [name for name in OTHERS if find_spec({"espnet": "espnet2"}.get(name, name)) is not None]
+"""Those whose package is installed."""
+
+TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)
+
+
+@trains(slow=[TWO.alone, TWO, THREE])
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    made: dict[str, dict[str, object]] = {}
+    for name in NAMES:
+        config = folder / f"{name}.py"
+        if not config.exists():
+            assert main([str(config), f"--{name}"]) == 0
+        made[name] = {"configs": [config], "max_seqs": 12 // run.size, "num_epochs": 2, "num_threads": 1}
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [TWO, THREE], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_several_ranks_are_one(trained: Trained, name: str, of: Run) -> None:
+    alone, together = trained(trainings, of.alone), trained(trainings, of)
+    assert_same(together.weights(name, 0), together.weights(name, of.size - 1))
+    assert_alike(alone.weights(name), together.weights(name))

@@ -27,9 +27,9 @@ from measuring import Contestant, machine, table, take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the line above
+from hvdtrain.plugins.trackers.receivers import TensorBoard  # noqa: E402
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
 from hvdtrain.report.steps import StepNumbers, work_counter  # noqa: E402
-from hvdtrain.report.trackers import TensorBoard  # noqa: E402
 from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.runtime.timer import Timer  # noqa: E402

@@ -20,10 +20,10 @@ from measuring import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from hvdtrain.plugins.trackers.receivers import BackgroundTracker  # noqa: E402
+from hvdtrain.plugins.trackers.services import MLflow, RunDescription, Tracker, Wandb  # noqa: E402
 from hvdtrain.report.runs import Start  # noqa: E402  # found through the line above
-from hvdtrain.report.services import MLflow, RunDescription, Tracker, Wandb  # noqa: E402
 from hvdtrain.report.steps import StepRecord  # noqa: E402
-from hvdtrain.report.trackers import BackgroundTracker  # noqa: E402
 from hvdtrain.training.callbacks import Callbacks  # noqa: E402
 
 INTERVAL = 10.0

@@ -24,7 +24,7 @@ from hvdtrain.start_up.job import checkpoint_folder, open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
-from hvdtrain.start_up.reporters import open_reporters, open_services
+from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.start_up.trace import open_trace, profile_steps
 from hvdtrain.training.step_log import open_step_log
 
@@ -84,16 +84,14 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
             on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
             session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)
             rates = open_rates(settings, session.comm.size, session.epochs)
-            reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
             with (
                 note_changed_files(session.feeds),
-                open_services(settings, session, start) as trackers,
+                open_reporters(settings, session, start) as reporters,
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
                 count_steps(session.goodput),
             ):
-                receivers = reporters.with_receivers(trackers)
-                pruned = Engine(session, rates, limits, receivers, step_log, trace, callbacks).run()
+                pruned = Engine(session, rates, limits, reporters, step_log, trace, callbacks).run()
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         log_end(settings, session, progress.epoch - before)

@@ -51,7 +51,6 @@ from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
-from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import ALIASES
 from hvdtrain.returnn_layer.translate import translate
@@ -193,7 +192,6 @@ class Settings:
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
-    trackers: TrackerKeys
     callbacks: CallbackKeys
     evaluation: EvaluationKeys
     trace: TraceKeys

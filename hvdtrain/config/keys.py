@@ -211,6 +211,9 @@ class Section:
         """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""
         return []
 
+    def require_packages(self) -> None:
+        """Check what a training, or a dry run of it, will import on rank 0, before data is opened. Raises: ConfigError."""
+
 
 class Mismatch(Exception):
     """A value does not have the key's type, or violates its rule. The message says what was expected.

@@ -56,8 +56,8 @@ class Plugin:
         tasks: by the value of the key `task`, a function of the settings.
         commands: by the word after `python -m hvdtrain`, a line of help, and the module whose `main(arguments)` runs it.
         trackers: by an entry of the key `trackers`, a class with methods of a tracker.
-        reporters: by any name, a function that rank 0 calls with the settings when a training begins; it returns an object whose
-            `epoch(report)` gets the report of each epoch, or None.
+        reporters: by any name, a function of the settings, the `Session` and the record of the start, which rank 0 calls when a
+            training begins; it returns a context manager, open until the training ends, of the `Reporters` that get its numbers.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.

@@ -6,12 +6,11 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.learner.meter import Meter
-from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, EvaluationReport, Reporter
+from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, Reporter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
@@ -55,14 +54,6 @@ StepReceiver = Callable[[StepRecord], None]
 """Receives every record on rank 0, between two steps, so it has to be fast. If it raises an exception, training continues."""
 
 
-class EpochAndStepReceiver(Reporter, Protocol):
-    """Receives the reports of epochs, the records of steps, and the reports of evaluations within epochs."""
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, report: EvaluationReport) -> None: ...
-
-
 @dataclass(frozen=True)
 class Reporters:
     """The receivers of rank 0's reports; none on the other ranks.
@@ -79,14 +70,14 @@ class Reporters:
     services: Sequence[Reporter] = ()
     evaluations: Sequence[EvaluationReceiver] = ()
 
-    def with_receivers(self, others: Iterable[EpochAndStepReceiver]) -> Reporters:
-        """These reporters and others that receive both kinds of reports."""
-        more = list(others)
+    def with_others(self, others: Iterable[Reporters]) -> Reporters:
+        """These reporters, and others after them."""
+        every = [self, *others]
         return Reporters(
-            [*self.epochs, *more],
-            [*self.steps, *(receiver.step for receiver in more)],
-            self.services,
-            [*self.evaluations, *(receiver.evaluation for receiver in more)],
+            [reporter for each in every for reporter in each.epochs],
+            [receiver for each in every for receiver in each.steps],
+            [service for each in every for service in each.services],
+            [receiver for each in every for receiver in each.evaluations],
         )
 
     def epoch(self, report: EpochReport) -> None:

@@ -176,7 +176,7 @@ def _open(
         for message in settings.notes:
             log.info(message)
     if purpose in ("train", "dry_run"):
-        together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
+        together(comm, lambda: _require_packages(settings) if comm.rank == 0 else None, name="packages")
     if purpose == "train":
         together(comm, lambda: _lock(Path(settings.run.model), stack) if comm.rank == 0 else None, name="lock")
     watchdog = _watch(settings, purpose, comm, watched)
@@ -233,6 +233,12 @@ def _open(
     best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
     goodput = Goodput(timer)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
+
+
+def _require_packages(settings: Settings) -> None:
+    """Raises: ConfigError, if what a key names is not installed."""
+    for section in settings.sections.values():
+        section.require_packages()
 
 
 def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[Start, tuple[int, int]]:

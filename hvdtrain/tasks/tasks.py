@@ -42,7 +42,6 @@ from hvdtrain.start_up.job import checkpoint_folder, open_session, writing_nothi
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
-from hvdtrain.start_up.reporters import open_trackers
 from hvdtrain.tasks.scaling import predict_speed, spread
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
@@ -207,7 +206,7 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
     with open_session(settings, "dry_run", comm) as session:
         limits = open_limits(settings, session.epochs)
         announce(settings, session, limits, gather_hosts(session))
-        together(comm, lambda: _check_targets(settings, session), name="check_targets")
+        together(comm, lambda: _check_targets(settings), name="check_targets")
         if limits.are_reached(session.progress):
             return False
         epoch = session.progress.epoch + 1
@@ -229,9 +228,8 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
     return True
 
 
-def _check_targets(settings: Settings, session: Session) -> None:
+def _check_targets(settings: Settings) -> None:
     """Check that a training would be able to write its files. Raises: ConfigError."""
-    open_trackers(settings, session)
     folder = Path(settings.run.model).absolute().parent
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.runs import Start
+from hvdtrain.report.steps import Reporters
 from hvdtrain.settings import Settings
+from hvdtrain.training.session import Session
 from hvdtrain_toy.keys import EpochFileKeys
 
 
@@ -21,10 +25,11 @@ class EpochFile:
             file.write(f"epoch {report.epoch}: {report.scores['train_loss_square']:.6g}\n")
 
 
-def epoch_file(settings: Settings) -> EpochFile | None:
+@contextmanager
+def epoch_file(settings: Settings, session: Session, start: Start) -> Iterator[Reporters]:
     """The reporter, if its key is set."""
     path = settings.of(EpochFileKeys).epoch_file
-    return None if path is None else EpochFile(Path(path))
+    yield Reporters([] if path is None else [EpochFile(Path(path))])
 
 
 class Lines:

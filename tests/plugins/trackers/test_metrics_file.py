@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from launching import TOY, Finished, hvdtrain, refused
 
-from hvdtrain.report.metrics_file import MetricsFile
+from hvdtrain.plugins.trackers.metrics_file import MetricsFile
+from hvdtrain.plugins.trackers.services import RunDescription
 from hvdtrain.report.runs import Start
-from hvdtrain.report.services import RunDescription
 from hvdtrain.settings import read_settings
 
 SAMPLE = re.compile(r'^(hvdtrain_\w+)(\{\w+="(?:[^"\\\n]|\\.)*"(?:,\w+="(?:[^"\\\n]|\\.)*")*\}) (\S+)$')

@@ -9,8 +9,9 @@ from typing import Any
 
 from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
+from hvdtrain.config.source import as_function
 from hvdtrain.errors import Problem, problem
-from hvdtrain.report.services import ARTIFACTS, INSTALLED_BY, METHODS, SERVICES, require
+from hvdtrain.plugins.trackers.services import ARTIFACTS, INSTALLED_BY, METHODS, SERVICES, require
 
 TENSORBOARD = "tensorboard"
 """No service, and no class for `trackers`: it reads the files that are written for it."""
@@ -53,7 +54,6 @@ class TrackerKeys(Section):
         return found
 
     def require_packages(self) -> None:
-        """Check that the packages that rank 0 needs are installed. Raises: ConfigError."""
         if self.writes_tensorboard:
             require("tensorboard", "use_tensorboard")
         for factory in self.factories:
@@ -61,6 +61,7 @@ class TrackerKeys(Section):
                 require(factory.label, "trackers")
         if self.factories:
             _ = ARTIFACTS.entries  # a mistake in these is an error now, not after the training
+        as_function(self.track_epoch, "track_epoch")
 
     @property
     def writes_tensorboard(self) -> bool:

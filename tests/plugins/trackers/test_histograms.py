@@ -9,8 +9,8 @@ from tensorboard.data_compat import migrate_value
 from tensorboard_events import events
 from trainings import Run, Trained, marked, trains
 
-from hvdtrain.report.keys import TrackerKeys
-from hvdtrain.report.trackers import histogram
+from hvdtrain.plugins.trackers.keys import TrackerKeys
+from hvdtrain.plugins.trackers.receivers import histogram
 
 
 def histograms(folder: Path) -> list[dict[str, object]]:

@@ -18,9 +18,9 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
-from hvdtrain.report.services import ARTIFACTS, RunDescription
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime import log
 

@@ -272,7 +272,7 @@ def _flat(values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any
             yield f"{start}{name}", value
 
 
-SERVICES: Registry[type] = Registry("trackers", {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"})
+SERVICES: Registry[type] = Registry("trackers")
 """By the name in a config, the class."""
 
 ARTIFACTS: Registry[Callable[[Path, Status], Path | None]] = Registry("artifacts")

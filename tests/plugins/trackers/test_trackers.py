@@ -16,10 +16,10 @@ from launching import TOY, Finished, faults
 from report_pages import lines_of
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.trackers.receivers import BackgroundTracker, RunIds
+from hvdtrain.plugins.trackers.services import RunDescription, git_state
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.runs import Start
-from hvdtrain.report.services import RunDescription, git_state
-from hvdtrain.report.trackers import BackgroundTracker, RunIds
 from hvdtrain.settings import read_settings
 
 
@@ -40,7 +40,7 @@ def config_with(folder: Path, code: str) -> Path:
 def _patient() -> Iterator[None]:
     """However busy the machine is: no tracker is left behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hvdtrain.start_up.reporters.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
+        patch.setattr("hvdtrain.plugins.trackers.begin.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
         yield
 
 

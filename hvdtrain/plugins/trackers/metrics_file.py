@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
+from hvdtrain.plugins.trackers.services import RunDescription, Tracker
 from hvdtrain.report.ends import Status
-from hvdtrain.report.services import RunDescription, Tracker
 from hvdtrain.version import __version__
 
 LABELLED = {

@@ -1,0 +1,109 @@
+"""The experiment trackers of a training, from its begin to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.config.source import as_function
+from hvdtrain.plugins.trackers.keys import TrackerKeys
+from hvdtrain.plugins.trackers.metrics_file import MetricsFile
+from hvdtrain.plugins.trackers.receivers import (
+    PATIENCE,
+    BackgroundTracker,
+    BestEffortReporter,
+    RunIds,
+    TensorBoard,
+    TrackEpoch,
+    write_artifacts,
+)
+from hvdtrain.plugins.trackers.services import RunDescription, config_values, git_state
+from hvdtrain.report.ends import Status
+from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.runs import Start
+from hvdtrain.report.steps import Reporters
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.records import models_of
+from hvdtrain.settings import Settings
+from hvdtrain.training.session import Session
+
+
+@contextmanager
+def open_trackers(settings: Settings, session: Session, start: Start) -> Iterator[Reporters]:
+    """The receivers of reports that the config asks for, which end with the block."""
+    keys = settings.of(TrackerKeys)
+    trackers: list[Reporter] = []
+    boards: list[TensorBoard] = []
+    if keys.writes_tensorboard:
+        parameters = session.learner.state.named_parameters if keys.tensorboard_histograms else None
+        boards.append(TensorBoard(settings.records / "tensorboard", session.progress.step, parameters))
+    track_epoch = as_function(keys.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
+    with _open_services(settings, keys, session, start) as services:
+        yield Reporters(
+            services,
+            [*(board.step for board in boards), *(service.step for service in services)],
+            [*tolerant, *trackers],
+            [*(board.evaluation for board in boards), *(service.evaluation for service in services)],
+        )
+
+
+@contextmanager
+def _open_services(settings: Settings, keys: TrackerKeys, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
+    services, metrics_file = keys.factories, keys.metrics_file
+    if not services and metrics_file is None:
+        yield []
+        return
+    folder, progress = settings.records.absolute(), session.progress
+    name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
+    ids = RunIds(folder)
+    known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
+    trackers: list[BackgroundTracker] = []
+
+    def begin(tracker: BackgroundTracker, run: RunDescription) -> None:
+        tracker.begin(run)
+        trackers.append(tracker)
+
+    status: Status = "failed"
+    try:  # from here on, as those that have begun end in any case
+        for number, service in enumerate(services):
+            is_first = number == [other.label for other in services].index(service.label)
+            label = service.label if is_first else f"{service.label} ({number})"
+            config = config_values(start.settings)
+            run = RunDescription(name, folder, known.get(label), progress.step, config, git, start)
+            begin(BackgroundTracker(label, service.make, partial(ids.store, label)), run)
+        if metrics_file is not None:
+            run = RunDescription(name, folder, None, progress.step, {}, {}, start)
+            begin(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))), run)
+        yield trackers
+        status = "finished"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        session.watchdog.beat("waiting for the trackers", "unhurried")
+        is_page_due = bool(services) and status in ("finished", "stopped")
+        files = write_artifacts(folder, status) if is_page_due else {}
+        if keys.track_best_model and is_page_due and (model := _best_model(settings, session)) is not None:
+            files = {**files, "model": model}
+        for tracker in trackers:
+            tracker.request_end(status, files)
+        deadline = time.monotonic() + (FOR_MODELS if "model" in files else PATIENCE[status])
+        for tracker in trackers:
+            tracker.wait(deadline - time.monotonic())
+
+
+FOR_MODELS = 600.0
+"""Seconds that trackers may take at the end to store a model."""
+
+
+def _best_model(settings: Settings, session: Session) -> Path | None:
+    """The file with the model of the best epoch, if it is kept."""
+    best = session.best.summary(session.best.records(session.progress))
+    return None if best is None or best["file"] is None else Path(settings.run.model).absolute().parent / best["file"]

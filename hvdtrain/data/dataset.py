@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdtrain.data.broken import BrokenSequences
-from hvdtrain.data.types import Array, Batch, Padded, Stream
+from hvdtrain.data.types import Array, Batch, Items, Padded, Stream
 from hvdtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Dataset(ABC):
         window: the number of neighbouring sequences that may be reordered, if they are read from beginning to end; None: see
             `has_fixed_order`.
         mix: the parts that an epoch mixes; None: it consists of all sequences, or of those that are selected.
+        collate: makes what `train_step` gets of a list of items; None: arrays are padded.
+        max_seqs: the number of sequences in a batch where no key limits it; None: a key must.
     """
 
     streams: Mapping[str, Stream]
@@ -55,6 +57,8 @@ class Dataset(ABC):
     has_fixed_order: bool = False
     window: int | None = None
     mix: Mix | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    max_seqs: int | None = None
 
     def __init_subclass__(cls) -> None:
         # Classes written for 1.0.0 keep their meaning; else a sequence that changes with the epoch would be cached unnoticed.
@@ -104,10 +108,13 @@ class Dataset(ABC):
 
         from hvdtrain.data.padding import pack, pad  # here, as numpy below: `--help` imports the kinds of datasets without numpy
 
-        return {
+        made = {
             name: (pack if name in packed else pad)([sequence[name] for sequence in sequences], partial(describe, name))
             for name in self.streams
         }
+        for name in [name for name, stream in self.streams.items() if stream.holds_items]:
+            made[name] = Items(made[name].values, self.lengths[name][indices])
+        return made
 
     def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
         """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError.
@@ -117,6 +124,10 @@ class Dataset(ABC):
         """
         data = self.packed(indices, packed) if packed else self.padded(indices)
         return Batch(data, indices, partial(self.tags, indices.tolist()))
+
+    def collated(self, batch: Batch) -> Batch:
+        """The batch with what `collate` makes of its items; as it is if there is no such function."""
+        return batch
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags of the sequences from `start` up to `stop` (exclusive) as UTF-8: numpy bytes of shape (stop - start,)."""

@@ -14,7 +14,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.identity import DatasetPart
-from hvdtrain.data.types import Array, Batch, Packed, Stream
+from hvdtrain.data.types import Array, Batch, Items, Packed, Stream
 from hvdtrain.errors import DataError, Problem, problem
 
 IGNORED_CLASSES = (-1, -100)
@@ -205,7 +205,7 @@ class BatchCheck:
                 raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys_text(batch.data)}")
             values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
             planned = self.lengths[key][indices] if batch.joined is None else batch.joined.sum(keepdims=True)
-            is_packed = isinstance(batch.data[key], Packed)
+            is_packed, is_items = isinstance(batch.data[key], Packed), isinstance(batch.data[key], Items)
             number = len(seq_lens) if is_packed else len(values)
             if number != len(planned) or len(seq_lens) != len(planned):
                 raise self._error(batch, indices, 0, key, f"expected {len(planned)} sequences in a batch, got {number}")
@@ -218,6 +218,8 @@ class BatchCheck:
                     key,
                     f"expected {int(planned[row])} frames, as the batches were planned with, got {int(seq_lens[row])}",
                 )
+            if is_items:  # whatever they are
+                continue
             frames, shape = (len(values), values.shape[1:]) if is_packed else (values.shape[1], values.shape[2:])
             is_short = frames != int(planned.sum(dtype=numpy.int64)) if is_packed else frames < int(planned.max())
             if is_short or shape != stream.shape:

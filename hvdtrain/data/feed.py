@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import abspath
 from types import TracebackType
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy
 
@@ -329,6 +329,8 @@ class Feed:
                     batch = self._read_batch(dataset, check, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
+                    if len(batch.indices):
+                        batch = dataset.collated(batch)
                 except StopIteration as error:
                     raise ended_iterator_error(f"{self.name}, sequences {_some(indices)}", error) from error
                 except UnlikeError as error:
@@ -578,6 +580,8 @@ def _advice(error: Exception, batch: Batch) -> str | None:
     """The probable fix for an error in accessing a data key or its tensor."""
     if WANTS_LONG.search(str(error)) and any(padded.values.dtype.kind in "iu" for padded in batch.data.values()):
         return "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
+    if batch.collate is not None:
+        return None
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in batch.data:
         hint = did_you_mean(error.args[0], batch.data)
         return f"if {error.args[0]!r} is to be a data key: extern_data has {', '.join(map(repr, batch.data))}{hint}"
@@ -596,12 +600,26 @@ def _advice(error: Exception, batch: Batch) -> str | None:
     return None
 
 
+def kind_of_tree(tree: Any) -> str:
+    """What a `collate` function returned, for messages.
+
+    >>> kind_of_tree({"x": numpy.zeros((2, 3)), "n": 5})
+    "dict of 'x' (2, 3), 'n' int"
+    """
+    if isinstance(tree, Mapping):
+        return f"{type(tree).__name__} of {', '.join(f'{key!r} {kind_of_tree(value)}' for key, value in [*tree.items()][:8])}"
+    if isinstance(tree, (list, tuple)):
+        return f"{type(tree).__name__} of {', '.join(map(kind_of_tree, tree[:8]))}"
+    shape = getattr(tree, "shape", None)
+    return type(tree).__name__ if shape is None else str(tuple(shape))
+
+
 def batch_text(batch: Batch) -> str:
     """Type, shape and lengths of every data key, and some of the tags."""
     parts = [
         f"{key} {padded.values.dtype} {padded.values.shape}, seq_lens {padded.seq_lens.min()} to {padded.seq_lens.max()}"
-        for key, padded in batch.data.items()
-    ]
+        for key, padded in (batch.data.items() if batch.collate is None else ())
+    ] or [f"{len(batch.indices)} items, of which collate made {kind_of_tree(batch.tree)}"]
     try:
         tags = [] if batch.seq_tags is None else batch.seq_tags()
     except HvdtrainError:  # a changed file, which the exception that is being handled reports

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, ClassVar, Self
 
 from hvdtrain.config.keys import REQUIRED, Rule, Section, key, not_negative, parsed_by
@@ -55,6 +56,12 @@ class DataKeys(Section):
     )
     forward_data: Any = key(None, "task forward: the data; None: eval")
     search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
+
+    @property
+    def may_limit_batches(self) -> bool:
+        """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one."""
+        given = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
+        return any(getattr(value, "batch_sampler", None) is not None or isinstance(value, FunctionType) for value in given)
 
 
 class DatasetKeys:

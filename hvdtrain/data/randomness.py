@@ -32,6 +32,9 @@ EVALUATION = 0x6576616C
 ITEM = 0x6974656D
 """The stream of a sequence that the user's code reads."""
 
+COLLATE = 0x636F6C6C617465
+"""The stream of a function that makes a batch of items."""
+
 EPOCH = 0x65706F6368
 """The stream of the config's functions that decide on an epoch, such as its order."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import traceback
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from os import PathLike, fspath
@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
-from hvdtrain.config.source import is_reference, resolve
+from hvdtrain.config.source import as_function, is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset, describe, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
+from hvdtrain.data.formats.objects import Objects, ObjectsDataset, is_loader, read_loader
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
@@ -159,6 +161,14 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     """
     if is_cut_set(value):
         value = {"class": "LhotseDataset", "cuts": value}
+    if is_loader(value):
+        try:
+            objects, order_of_loader = read_loader(name, value)
+        except DataError as error:
+            return None, problem("unsupported", str(error))
+        value = {"class": lambda: objects}
+        if name != "train" or "seq_ordering" not in defaults:
+            value["seq_ordering"] = order_of_loader
     if is_function(value):
         order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
         return (None if order is None else DatasetSpec(name, _open_too_early, order, is_known=False)), problems
@@ -216,8 +226,10 @@ def _check_class(
 ) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class or function of the config, or of one in `OWN`."""
     order_values = _pop_order(options, [])
+    kind, collating, collate_problems = _pop_collate(name, kind, options)
     has_fixed_order = kind == OWN["ReturnnDataset"]
     order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
+    problems += collate_problems
     if has_fixed_order and order is not None:
         problems += [
             Problem.of(
@@ -239,7 +251,38 @@ def _check_class(
     if problems or order is None:
         return None, problems
     maker = partial(_bind, name, kind, options)
-    return DatasetSpec(name, lambda context=None: _call(name, kind, maker()), order, maker=maker), []
+
+    def open_it(context: OpeningContext | None = None) -> Any:
+        made = _call(name, kind, maker())
+        return made if collating is None else collating(made)
+
+    return DatasetSpec(name, open_it, order, maker=maker), []
+
+
+def _pop_collate(name: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Callable[[Any], Objects] | None, list[Problem]]:
+    """Remove `collate`, and the entries that belong to it, from the dict of a class, unless the class takes `collate` itself.
+
+    Returns the class, what makes `Objects` of the items, if there is a `collate`, and the problems.
+    """
+    if "collate" not in options or (isinstance(kind, str) and kind in OWN.values()):
+        return kind, None, []
+    if callable(kind):
+        with suppress(TypeError, ValueError):  # a class in C
+            if "collate" in inspect.signature(kind).parameters:
+                return kind, None, []
+    collate, lengths, workers = options.pop("collate"), options.pop("lengths", None), options.pop("num_workers", 0)
+    problems: list[Problem] = []
+    if not callable(collate) and not is_reference(collate):
+        problems += problem("wrong-type", f"{name}.collate: expected a function, or its name as 'module:name', got {collate!r}")
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        problems += problem("wrong-type", f"{name}.num_workers: expected a number of processes, got {workers!r}")
+
+    def objects_of(made: Any) -> Objects:
+        if not is_map_style(made):
+            raise DataError(f"{name}.collate: expected items with __len__ and __getitem__, got {describe(made)}")
+        return Objects(made, as_function(collate, f"{name}.collate"), lengths, workers)
+
+    return (lambda: items) if is_map_style(items := kind) else kind, objects_of, problems
 
 
 def _open_too_early(context: Any = None) -> NoReturn:
@@ -285,6 +328,8 @@ def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
     dataset = as_dataset(opened)
     if is_cut_set(opened):
         raise DataError(f'{spec.name}: expected {{"class": "LhotseDataset", "cuts": ...}}, got a CutSet of another class')
+    if isinstance(opened, Objects):
+        dataset = ObjectsDataset(spec.name, opened)
     if dataset is None and isinstance(opened, SequenceSource):
         dataset = opened.to_train_on(spec.name, context.scanning)
     if dataset is None and is_map_style(opened):
@@ -398,6 +443,9 @@ def _inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return result
 
 
+JOINING = (ConcatDatasetKeys, CombinedDatasetKeys, MixingDatasetKeys)
+"""The kinds whose sequences are those of the datasets inside, one dataset after the other."""
+
 ORDERED_OTHERWISE = ("MetaDataset", "CombinedDataset", "ConcatDataset")
 """Kinds that RETURNN has, too, with orders that ours do not have: of each member by itself, or of its own list."""
 
@@ -455,6 +503,11 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
                     f"{spec.name}: expected a dataset that can be read in any order inside {name}, got one that "
                     "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
+                )
+            if datasets[child].collate is not None and not isinstance(keys, JOINING):
+                raise DataError(
+                    f"{spec.name}: expected a dataset without collate inside {name}, got one (collate belongs to the outermost "
+                    "dataset, or to those inside a ConcatDataset, CombinedDataset or MixingDataset)"
                 )
             if datasets[child].mix is not None and not isinstance(keys, KINDS["MapDataset"]):
                 raise DataError(

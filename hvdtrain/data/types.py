@@ -37,6 +37,11 @@ class Stream:
     sparse: bool
     labels: tuple[str, ...] = ()
 
+    @property
+    def holds_items(self) -> bool:
+        """Whether a sequence is one object of any kind, for a `collate` function, not frames."""
+        return self.dim == 0 and self.dtype.kind == "O"
+
 
 @dataclass(frozen=True)
 class Padded:
@@ -69,6 +74,16 @@ class Packed(Padded):
 
 
 @dataclass(frozen=True)
+class Items(Padded):
+    """The items of a batch, which a `collate` function makes tensors of.
+
+    Attributes:
+        values: shape (batch, 1), of objects.
+        seq_lens: the lengths that the batch was planned with.
+    """
+
+
+@dataclass(frozen=True)
 class BatchParts:
     """The datasets that the sequences of a batch come from, if an epoch mixes several.
 
@@ -97,6 +112,8 @@ class Batch:
         broken: sequences of the plan that are left out; chunks and pieces count by themselves.
         left_out: the number of sequences that are left out; one that is cut counts where it begins.
         parts: where the sequences come from; None: an epoch does not mix datasets.
+        collate: adds the tree to a batch of these items, or of some of them; None: the data is arrays.
+        tree: what `collate` made of the items, a tree of tensors of any kind, in place of the arrays.
     """
 
     data: Mapping[str, Padded]
@@ -106,6 +123,8 @@ class Batch:
     broken: Sequence[Broken] = ()
     left_out: int = 0
     parts: BatchParts | None = None
+    collate: Callable[[Batch], Batch] | None = None
+    tree: Any = None
 
     @property
     def is_packed(self) -> bool:

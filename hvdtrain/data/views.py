@@ -15,7 +15,7 @@ import numpy
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.randomness import ALONE
-from hvdtrain.data.types import Array, Padded, Stream
+from hvdtrain.data.types import Array, Batch, Padded, Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +61,8 @@ class View(Dataset):
     has_fixed_order: bool = FORWARDED()
     window: int | None = FORWARDED()
     mix: Mix | None = FORWARDED()
+    collate: Callable[[list[Any]], Any] | None = FORWARDED()
+    max_seqs: int | None = FORWARDED()
 
     def __init__(self, dataset: Dataset, others: Sequence[Dataset] = ()) -> None:
         self._dataset = dataset
@@ -94,6 +96,9 @@ class View(Dataset):
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
         return self._dataset.packed(indices, keys)
+
+    def collated(self, batch: Batch) -> Batch:
+        return self._dataset.collated(batch)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)

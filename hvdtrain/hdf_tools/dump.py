@@ -28,6 +28,7 @@ from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.formats.items import ItemForm, ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
+from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
@@ -254,6 +255,10 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         indices = Feed(spec.name, dataset, spec.order, BatchKeys(max_seqs=1), 0, 1, subset=subset).plan(epoch).order
         now = dataset.at_epoch(epoch)
         return Source(len(indices), partial(_read_by_index, now, indices), labels, dims, close=dataset.close)
+    if isinstance(opened, Objects):
+        raise DataError(
+            f"{spec.name}: expected arrays to write, got items for a collate function (without it, items are arrays by data key)"
+        )
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.comm.fork_server import Fork, fork
@@ -29,11 +29,19 @@ if TYPE_CHECKING:
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
-Feature = Literal["torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"]
+Feature = Literal[
+    "torch.distributed",
+    "constant parameters",
+    "computed compression",
+    "elastic Horovod",
+    "short chunks dropped",
+    "trees of tensors",
+]
 """Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
 parameters are entries of `preload_from_files` with init_for_train = 'always'; computed compression means the values of
 `horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np; short chunks are
-dropped by default, as by RETURNN's engine for the framework. A key of a single framework declares `needs` instead."""
+dropped by default, as by RETURNN's engine for the framework; trees of tensors are the batches of `collate`. A key of a single
+framework declares `needs` instead."""
 
 
 NEW = 1, 0
@@ -152,9 +160,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
             "hvdtrain.learner.torch",
             "pt",
             ("torch",),
-            frozenset(
-                {"torch.distributed", "constant parameters", "computed compression", "elastic Horovod", "short chunks dropped"}
-            ),
+            frozenset(get_args(Feature)),
             header="pt",
             has_writer=True,
             imports=(

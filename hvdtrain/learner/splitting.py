@@ -34,13 +34,14 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
 def _part(batch: Batch, rows: slice) -> Batch:
     """Some successive sequences, or pieces, of a batch."""
     tags, parts, joined = batch.seq_tags, batch.parts, batch.joined
-    return Batch(
+    part = Batch(
         {name: _rows(padded, rows) if joined is None else _pieces(padded, joined, rows) for name, padded in batch.data.items()},
         batch.indices[rows],
         None if tags is None else lambda: tags()[rows],
         joined=None if joined is None else joined[rows],
         parts=None if parts is None else BatchParts(parts.names, parts.numbers[rows]),
     )
+    return part if batch.collate is None else batch.collate(part)
 
 
 def _rows(padded: Padded, rows: slice) -> Padded:

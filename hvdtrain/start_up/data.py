@@ -26,6 +26,7 @@ from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -217,17 +218,34 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     is_training, dataset = spec is settings.train, feed.dataset
     chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
     batch_keys = settings.batch.of_each_of(size)
+    batch_keys = batch_keys.of_training() if is_training else batch_keys.of_evaluation()
     made = replace(
         feed,
         order_keys=spec.order,
-        batch_keys=batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        batch_keys=batch_keys.limited(spec.name, dataset.max_seqs),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
         chunks=None if dataset.has_fixed_order else cut(dataset.lengths, chunk_keys),
         made_for=size,
     )
     if dataset.has_fixed_order:
         _check_fixed_order(made, chunk_keys)
+    if dataset.collate is not None:
+        _check_collate(made, settings)
     return made
+
+
+def _check_collate(feed: Feed, settings: Settings) -> None:
+    """Refuse keys that need arrays, for a dataset whose batches a `collate` function makes. Raises: DataError."""
+    given = {
+        "chunking or context_window": feed.chunks is not None,
+        "packed": bool(feed.batch_keys.packed),
+        "frame_batches": feed.batch_keys.frame_batches,
+        "extern_data": bool(settings.expected),
+        "import of returnn": settings.source.is_foreign,
+        f"backend {settings.run.backend!r}": "trees of tensors" not in FRAMEWORKS[settings.run.backend].features,
+    }
+    for what in [what for what, is_given in given.items() if is_given]:
+        raise DataError(f"{feed.name}: expected no {what} with collate, whose batches are what it returns, got both")
 
 
 def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:

@@ -53,6 +53,8 @@ class UnionDataset(ChangedSequences):
         self.memory_mapped = frozenset(name for name in streams if self._is_memory_mapped(name))
         if sampling_sizes is not None:
             self.is_stochastic = True
+        if any(dataset.collate != datasets[0].collate for dataset in datasets):
+            raise DataError(f"{where}: expected datasets with one and the same collate, or none, got others inside")
         self._join()
 
     def _join(self) -> None:
@@ -123,7 +125,8 @@ class UnionDataset(ChangedSequences):
         most = len(indices) // SEQUENCES_PER_PART
         owners = numpy.searchsorted(self._first, indices, side="right")
         is_spread = len(self._inside) > most and len(numpy.unique(owners)) > most
-        if is_spread or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
+        has_items = self.collate is not None
+        if is_spread or has_items or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
             return super().packed(indices, keys)
         parts = []
         for number, rows, inside in split(indices, self._first):

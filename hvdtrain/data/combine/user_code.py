@@ -7,6 +7,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Self, TypeVar
@@ -14,8 +15,9 @@ from typing import Any, Self, TypeVar
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, ForeignDataset, Scanning
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.randomness import ALONE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
-from hvdtrain.data.types import Array, Padded
+from hvdtrain.data.formats.objects import ObjectsDataset
+from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
+from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.data.views import ChangedSequences
 
 T = TypeVar("T")
@@ -107,6 +109,7 @@ class UserDataset(ChangedSequences):
         while len(made) < len(indices):
             some = self._undrawn(partial(self._run, indices[len(made) :], given[len(made) :]))
             if some is None:
+                self._shared.draws = True
                 return self._ask("sequence", indices)
             made += some
         return made
@@ -121,7 +124,22 @@ class UserDataset(ChangedSequences):
         if not self.reads_for_tags or ALONE.has_them:
             return self._dataset.tags(indices)
         tags = None if self._shared.draws else self._undrawn(partial(self._dataset.tags, indices))
-        return self._ask("tag", indices) if tags is None else tags
+        if tags is None:
+            self._shared.draws = True
+            return self._ask("tag", indices)
+        return tags
+
+    def collated(self, batch: Batch) -> Batch:
+        if self.collate is None or ALONE.has_them:
+            return self._dataset.collated(batch)
+        if not self._shared.collate_draws:
+            made = self._undrawn(partial(self._dataset.collated, batch))
+            if made is not None:
+                return made
+            self._shared.collate_draws = True
+        items = batch.data[next(iter(batch.data))].values
+        [tree] = self._shared.ask([("collate", self._epoch, self._draw, int(batch.indices[0]), items)])
+        return replace(batch, tree=tree, collate=self.collated)
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         return Dataset.tag_bytes(self, start, stop) if self.reads_for_tags else super().tag_bytes(start, stop)
@@ -147,7 +165,11 @@ class UserDataset(ChangedSequences):
 
     def _in_one(self, read: Callable[[], T]) -> T | None:
         """What the user's own method for batches returns; None: sequences must be read one by one."""
-        return self._undrawn(read) if self._is_whole and not self._shared.draws and not ALONE.has_them else None
+        if not self._is_whole or self._shared.draws or ALONE.has_them:
+            return None
+        made = self._undrawn(read)
+        self._shared.draws = made is None
+        return made
 
     def _undrawn(self, read: Callable[[], T]) -> T | None:
         """What is read, with no random number drawn in the same time; None: the code that reads draws."""
@@ -159,7 +181,6 @@ class UserDataset(ChangedSequences):
             if turn is not None and turn == ALONE.turn():
                 break
             ALONE.wait(0.0005 * 2**tries)
-        self._shared.draws = True
         late = " (steps that ran meanwhile and draw from the same generator may differ in another run)" if tries else ""
         self._note(
             f"{self._where}: reading draws random numbers: from now on a process of its own reads, seeded for each sequence{late}"
@@ -177,9 +198,12 @@ class UserDataset(ChangedSequences):
 
     def _answer(self, what: str, index: int, given: Any) -> Any:
         """In such a process: the sequence, or its tag, read with its own random numbers."""
-        seed_generators(mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else [])))
+        more = [COLLATE] if what == "collate" else []
+        seed_generators(mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else []), *more))
         if what == "tag":
             return self._dataset.tags([index])[0]
+        if what == "collate":
+            return self.collate([*given[:, 0]]) if self.collate is not None else None
         return self._read(index, given)
 
     def _read(self, index: int, given: Any) -> dict[str, Array]:
@@ -198,6 +222,7 @@ class _Processes:
     def __init__(self, work: Callable[[Question], Any], num_workers: int) -> None:
         self.num_workers = num_workers
         self.draws = num_workers > 0
+        self.collate_draws = False
         self._epoch: int | None = None
         self._lock = threading.Lock()  # tags are read by the thread that trains
         self._workers: Workers[Question] = Workers(max(1, num_workers), work)
@@ -238,4 +263,6 @@ def with_own_numbers(where: str, dataset: Dataset, scanning: Scanning) -> Datase
         runs_code = isinstance(getattr(dataset.kind, "__getitem__", None), FunctionType)
     else:
         runs_code = isinstance(dataset, ForeignDataset) or not _is_ours(type(dataset))
+    if isinstance(dataset, ObjectsDataset):
+        return UserDataset(where, dataset, scanning, dataset.num_workers)
     return UserDataset(where, dataset, scanning) if runs_code else dataset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -51,7 +52,8 @@ class Workers(Generic[Question]):
     would not be enough: processes that were forked later have copies, and a busy process does not look at its pipe.
 
     Args:
-        work: returns the answer to a question. Both are pickled.
+        work: returns the answer to a question. Both are pickled, by pickle itself: multiprocessing's pickler would leave tensors
+            in shared memory, with a file descriptor for each.
     """
 
     def __init__(self, count: int, work: Callable[[Question], Any]) -> None:
@@ -153,7 +155,7 @@ class Workers(Generic[Question]):
         atexit.unregister(self.close)
         for pipe in self._pipes:
             with suppress(OSError):  # the process is gone
-                pipe.send(None)
+                pipe.send_bytes(pickle.dumps(None))
             pipe.close()
         for process in self._processes:
             process.join(timeout=5)
@@ -163,13 +165,13 @@ class Workers(Generic[Question]):
 
     def _send(self, worker: int, question: Question) -> None:
         try:
-            self._pipes[worker].send(question)
+            self._pipes[worker].send_bytes(pickle.dumps(question, pickle.HIGHEST_PROTOCOL))
         except OSError:
             raise self._death_of(worker) from None
 
     def _receive(self, worker: int) -> tuple[str, Any]:
         try:
-            return self._pipes[worker].recv()  # type: ignore[no-any-return]  # what `_answer` sends
+            return pickle.loads(self._pipes[worker].recv_bytes())  # type: ignore[no-any-return]  # what `_answer` sends
         except (EOFError, OSError):
             raise self._death_of(worker) from None
 
@@ -263,12 +265,12 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     for other in inherited:  # left open in this process, they would keep their workers from ending
         other.close()
     try:
-        pipe.send(("began", None))
+        pipe.send_bytes(pickle.dumps(("began", None)))
     except OSError:
         return
     while True:
         try:
-            question = pipe.recv()
+            question = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         if question is None:
@@ -282,8 +284,10 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
         except BaseException:
             answer = ("error", traceback.format_exc())
         try:
-            pipe.send(answer)
+            packed = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # an answer that cannot be pickled
+            packed = pickle.dumps(("error", traceback.format_exc()))
+        try:
+            pipe.send_bytes(packed)
         except OSError:
             return
-        except Exception:  # an answer that cannot be pickled
-            pipe.send(("error", traceback.format_exc()))

@@ -335,8 +335,8 @@ def refuse_batches(where: str, iterable: Any) -> None:
     """Raises: DataError, if an iterable is a DataLoader that makes batches."""
     if hasattr(iterable, "collate_fn") and getattr(iterable, "batch_size", None) is not None:
         raise DataError(
-            f"{where}: expected items, got a {type(iterable).__name__} of batches (hvdtrain makes the batches: in place of the "
-            "DataLoader, give its dataset, or set its batch_size to None)"
+            f"{where}: expected items, got a {type(iterable).__name__} of batches (hvdtrain makes the batches: in place of it, "
+            "give its dataset, with its collate_fn as the entry collate)"
         )
 
 

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
+from hvdtrain.data.keys import DataKeys
 from hvdtrain.data.plan.order_keys import call_for_epoch
 from hvdtrain.errors import DataError, Problem, problem
 
@@ -16,6 +17,8 @@ COST = "cost"
 
 LARGEST = 2**62
 """The largest limit, as sums of lengths are int64."""
+
+NO_LIMIT = "batch_size: expected batch_size or max_seqs (one of them at least), got neither"
 
 Limit = int | Mapping[str, int] | None
 """One limit for every data key, limits by data key, or none."""
@@ -141,7 +144,10 @@ class BatchKeys(Section):
                 getattr(self, name) is not None or getattr(self, f"{name}_train") is not None
             ):
                 return problem("conflict", f"{total}: expected either {total} (of all ranks) or {name} (of each rank), got both")
-        if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+        data = others.get(DataKeys)
+        if data is not None and data.may_limit_batches:
+            pass  # `limited` looks again when the datasets are open
+        elif not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             lifting = [
                 name
                 for name in ("batch_size_train", "max_seqs_train", "packed_batch_size_train")
@@ -153,8 +159,8 @@ class BatchKeys(Section):
                     f"{lifting[0]}: expected a limit of training batches, got {getattr(self, lifting[0])}, which lifts the only "
                     "one (set batch_size, max_seqs, batch_size_train or max_seqs_train)",
                 )
-            return problem("missing", "batch_size: expected batch_size or max_seqs (one of them at least), got neither")
-        if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            return problem("missing", NO_LIMIT)
+        elif not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return problem(
                 "missing",
                 "batch_size_dev: expected batch_size_dev or max_seqs_dev, as training has separate keys, got neither",
@@ -218,6 +224,18 @@ class BatchKeys(Section):
     def has_limit(self) -> bool:
         """Whether a key limits the size of a batch."""
         return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
+
+    def limited(self, name: str, max_seqs: int | None) -> BatchKeys:
+        """The keys of a dataset that asks for this number of sequences, which holds if no key sets a limit.
+
+        Raises:
+            DataError: nothing limits batches.
+        """
+        if self.has_limit:
+            return self
+        if max_seqs is None:
+            raise DataError(f"{name}: {NO_LIMIT}")
+        return replace(self, max_seqs=max_seqs)
 
     def of_each_of(self, ranks: int) -> BatchKeys:
         """The keys of each of `ranks` ranks. Raises: DataError, if there is less than one sequence for each."""

@@ -77,6 +77,7 @@ from hvdtrain.learner.torch.tensors import (
     array_of,
     await_copy,
     extern_data_of,
+    means_of_items,
     named_trained,
     numbers_of,
     with_parts,
@@ -119,6 +120,8 @@ class ConfigFunctions:
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
+        if batch.collate is not None:
+            context.losses.update(means_of_items(context.losses, len(batch.indices)))
         for metric in self.metrics:
             context.statistics.update(metric.take())
         return with_statistics(context, partial(torch.as_tensor, dtype=torch.float64))

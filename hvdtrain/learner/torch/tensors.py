@@ -22,6 +22,7 @@ from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.precision import widen
 from hvdtrain.learner.torch.device import is_out_of_memory
 from hvdtrain.learner.torch.packed import PackedData
+from hvdtrain.learner.torch.trees import moved, pinned, tensors_in
 
 Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
@@ -107,6 +108,8 @@ Data = TorchData | PackedData
 
 def tensors_of(batch: Batch) -> dict[str, Data]:
     """The batch's arrays as CPU tensors that share their memory, by data key. Strings remain numpy arrays."""
+    if batch.collate is not None:
+        return {}
     return {key: _data_of(padded) for key, padded in batch.data.items()}
 
 
@@ -172,6 +175,16 @@ def _owners(name: str, loss: Loss, shape: Sequence[int], numbers: torch.Tensor, 
             f"mark_as_loss(..., {name!r}), {lengths.tolist()!r:.60}, got one of shape {tuple(shape)}",
         )
     return numbers.repeat_interleave(lengths)
+
+
+def means_of_items(losses: Mapping[str, Loss], count: int) -> dict[str, Loss]:
+    """Those losses of a collated batch that are one number without a count, as the means over its items that they are: their
+    weight is the number of items."""
+    return {
+        name: replace(loss, value=loss.value * count, count=float(count), use_normalized_loss=not loss.as_error)
+        for name, loss in losses.items()
+        if loss.value.ndim == 0 and loss.count is None
+    }
 
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor | list[float]:
@@ -287,22 +300,25 @@ class CudaStaging:
         data = {  # not the arrays that were read, which would take the memory twice
             key: replace(batch.data[key], values=_values(one), seq_lens=one.seq_lens.numpy()) for key, one in tensors.items()
         }
+        if batch.collate is not None:
+            return PinnedBatch(**{**_fields(batch), "tree": pinned(batch.tree)}, tensors={})
         return PinnedBatch(**{**_fields(batch), "data": data}, tensors=tensors)
 
     def send(self, batch: Batch) -> PinnedBatch | SentBatch:
         """Start the copy to the device. Where it does not fit beside the step that runs, the batch stays in pinned memory until
         its own step, which may be split.
         """
-        pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
+        here = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         try:
             with torch.cuda.stream(self._stream):
-                tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
+                tensors = {key: _send(one, self._device) for key, one in here.tensors.items()}
+                tree = moved(here.tree, self._device)
                 copied = self._stream.record_event()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return pinned
-        return SentBatch(**_fields(pinned), tensors=tensors, copied=copied)
+            return here
+        return SentBatch(**{**_fields(here), "tree": tree}, tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:
@@ -310,14 +326,16 @@ def await_copy(batch: Batch | None) -> None:
     if isinstance(batch, SentBatch):
         stream = torch.cuda.current_stream()
         stream.wait_event(batch.copied)
-        for one in batch.tensors.values():
-            for tensor in (one.raw_tensor, one.device_seq_lens):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(stream)  # so that its memory is not reused before these kernels have finished
+        of_data = [tensor for one in batch.tensors.values() for tensor in (one.raw_tensor, one.device_seq_lens)]
+        for tensor in (*of_data, *tensors_in(batch.tree)):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)  # so that its memory is not reused before these kernels have finished
 
 
-def extern_data_of(batch: Batch, device: torch.device) -> dict[str, Data]:
-    """The tensors to pass to `train_step`, by data key; call `await_copy` first."""
+def extern_data_of(batch: Batch, device: torch.device) -> Any:
+    """The tensors to pass to `train_step`, by data key, or what `collate` returned; call `await_copy` first."""
+    if batch.collate is not None:
+        return batch.tree if isinstance(batch, SentBatch) or device.type == "cpu" else moved(batch.tree, device)
     if isinstance(batch, SentBatch):
         return dict(batch.tensors)
     tensors = tensors_of(batch)

@@ -274,7 +274,7 @@ SAME = iter([{"data": [1]}, {"data": [2]}])
     [
         (
             LOADER,
-            "train: expected items, got a DataLoader of batches (hvdtrain makes the batches: in place of the DataLoader, give",
+            "got one with an IterableDataset (set its batch_size to None, or give the dataset itself",
         ),
         (items(3), "train: expected data that can be read again in every epoch, got a generator (give the function"),
         ({"class": lambda: SAME}, "train: expected a new iterator whenever <lambda> begins again, got the same list_iterator"),

@@ -1,0 +1,147 @@
+"""Batches that the user's collate function makes of items of any kind, and what is read of a DataLoader."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import h5py
+import numpy
+import pytest
+import torch
+from inside import run_inside
+from launching import TOY
+from opened_data import opened
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+from trainings import Run, Trained, assert_same, trains
+
+from hvdtrain.data.sources import parse
+from hvdtrain.training import vote
+
+CONFIG = TOY.with_name("collated.py")
+TWO = Run("torch", "horovod", 2)
+
+
+def loaded() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("collated", CONFIG)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+THEIRS: Any = loaded()
+
+
+@trains(TWO)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    given: dict[str, object] = {"configs": [CONFIG]}
+    return {"dict": given, "loader": given | {"reading": "loader"}, "drawn": given | {"drawing": "items"}}
+
+
+def trained_by_a_loop() -> dict[str, numpy.ndarray]:
+    model = THEIRS.get_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        for batch in DataLoader(THEIRS.Pairs(50), batch_size=12, collate_fn=THEIRS.collate):
+            optimizer.zero_grad()
+            THEIRS.loss_of(model, batch).backward()
+            optimizer.step()
+    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["dict", "loader"])
+def test_ranks_train_as_a_loop_around_a_data_loader_does(trained: Trained, name: str) -> None:
+    wanted = trained_by_a_loop()
+    made = trained(trainings, TWO).weights(name)
+    for key, tensor in made.items():
+        numpy.testing.assert_allclose(tensor, wanted[key], rtol=1e-6, atol=1e-6)
+    [first, second] = trained(trainings, TWO).scores(name)
+    assert second["dev_loss_ce"] < first["dev_loss_ce"]
+
+
+def run(folder: Path, **keys: object) -> tuple[dict[str, numpy.ndarray], str]:
+    finished = run_inside(
+        [CONFIG, *(part for key, value in {"model": folder / "model", **keys}.items() for part in (f"++{key}", value))]
+    )
+    assert finished.status in (0, 75), finished.err
+    path = folder / "model.002.pt"
+    stored = torch.load(path, weights_only=False)["model"] if path.exists() else {}
+    return {name: tensor.numpy() for name, tensor in stored.items()}, finished.out + finished.err
+
+
+@pytest.mark.parametrize("drawing", ["items", "collate"])
+def test_what_is_drawn_is_the_same_in_every_run_and_after_a_stop(
+    tmp_path: Path, drawing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vote, "INTERVAL", 0.0)  # a stop comes two steps after its signal
+    whole, _ = run(tmp_path / "whole", drawing=drawing, reading="loader")
+    again, _ = run(tmp_path / "workers", drawing=drawing, reading="workers")
+    assert_same(whole, again)
+    run(tmp_path / "stopped", drawing=drawing, stop_at=6)
+    assert not (tmp_path / "stopped/model.002.pt").exists()
+    resumed, _ = run(tmp_path / "stopped", drawing=drawing)
+    assert_same(whole, resumed)
+    plain, _ = run(tmp_path / "plain", reading="concat")
+    assert any((plain[name] != whole[name]).any() for name in plain)
+
+
+def test_random_items_are_the_same_on_two_ranks(trained: Trained, tmp_path: Path) -> None:
+    alone, _ = run(tmp_path, drawing="items")
+    together = trained(trainings, TWO).weights("drawn")
+    for name, tensor in alone.items():
+        numpy.testing.assert_allclose(together[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_other_tasks_and_joined_datasets(tmp_path: Path) -> None:
+    made, _ = run(tmp_path, reading="concat")
+    for key, wanted in trained_by_a_loop().items():
+        numpy.testing.assert_allclose(made[key], wanted, rtol=1e-6, atol=1e-7)
+    for task in ("eval", "forward", "dry_run", "summary", "find_batch_size"):
+        _, text = run(tmp_path, task=task, output_file=tmp_path / "scores.hdf")
+        assert "Traceback" not in text, text
+    with h5py.File(tmp_path / "scores.hdf") as file:
+        assert len(file["seqTags"]) == 20
+
+
+def problems_of_data(value: Any) -> list[str]:
+    return list(map(str, parse("train", value, {})[1]))
+
+
+def wrong_loader(**options: Any) -> Any:
+    return DataLoader([1, 2, 3], **{"batch_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (wrong_loader(sampler=WeightedRandomSampler([1, 1, 2], 3)), "sampler WeightedRandomSampler (seq_ordering is the order"),
+        (wrong_loader(sampler=DistributedSampler([1, 2, 3], 2, 0)), "DistributedSampler (hvdtrain gives each rank its part"),
+        (wrong_loader(sampler=RandomSampler([1, 2, 3], replacement=True)), "a RandomSampler that draws with replacement"),
+        ({"class": list, "collate": 5}, "train.collate: expected a function, or its name as 'module:name', got 5"),
+        ({"class": [1, 2], "collate": list, "num_workers": -1}, "train.num_workers: expected a number of processes, got -1"),
+        ({"class": "HDFDataset", "files": ["a"], "collate": list}, "train.collate: unknown key of HDFDataset"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(value: Any, message: str) -> None:
+    assert message in " ".join(problems_of_data(value))
+
+
+class Own(BatchSampler):
+    pass
+
+
+def test_what_is_read_of_a_loader() -> None:
+    assert "the batch_sampler Own (give its dataset and collate_fn" in " ".join(
+        problems_of_data(DataLoader([1, 2], batch_sampler=Own(SequentialSampler([1, 2]), 2, False)))
+    )
+    dataset = opened(DataLoader([5, 6, 7], batch_size=2, drop_last=True))
+    assert dataset.max_seqs == 2
+    assert dataset.warnings() == ["drop_last: every item is trained on in each epoch; the last batch may be smaller"]
+    batch = dataset.collated(dataset.batch(numpy.array([2, 0])))
+    assert batch.tree.tolist() == [7, 5]
+    lengths = {"class": ["a", "bcd"], "collate": list, "lengths": [1, 3]}
+    assert opened(lengths).lengths["data"].tolist() == [1, 3]
+    assert opened({**lengths, "lengths": None}).lengths["data"].tolist() == [1, 1]

@@ -1,11 +1,12 @@
 """A config-driven trainer for sequence models that scales with Horovod.
 
-A config can call `rank()` and `size()` anywhere, `run_on_main()` and `all_reduce()` in functions that every rank calls, and
-`get_run_ctx()` in train_step and forward_step. Other programs call `train`, `evaluate`, `forward` and `load_model`.
+A config can call `rank()` and `size()` anywhere, `run_on_main()`, `all_reduce()` and `all_gather()` in functions that every rank
+calls, and `get_run_ctx()` in train_step and forward_step. Other programs call `train`, `evaluate`, `forward` and `load_model`.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.comm.for_configs import gather_values as all_gather
 from hvdtrain.comm.for_configs import reduce_values as all_reduce
 from hvdtrain.comm.for_configs import run_on_main
 from hvdtrain.comm.launch import launch as _launch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Plugin", "Result", "SavePretrained", "__version__",
-    "all_reduce", "evaluate", "forward", "get_run_ctx", "load_model", "rank",
+    "all_gather", "all_reduce", "evaluate", "forward", "get_run_ctx", "load_model", "rank",
     "run_on_main", "size", "train",
 ]  # fmt: skip
 

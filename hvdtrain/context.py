@@ -59,6 +59,7 @@ class RunContext:
         step: the number of training steps done in the whole training before this call.
         train_flag: False in an evaluation.
         seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
+        dataset: the name of the dataset that the batch is of: 'train', 'dev', ...; None where a framework's graph is traced.
         extra_models: the models of the key `extra_models`, by name.
     """
 
@@ -69,6 +70,7 @@ class RunContext:
     outputs: dict[str, Output] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
     seq_tags: Callable[[], list[str]] | None = None
+    dataset: str | None = None
     extra_models: Mapping[str, Any] = field(default_factory=dict)
 
     def mark_as_loss(

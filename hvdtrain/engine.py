@@ -128,7 +128,8 @@ class Engine:
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # the watchdog may end what takes very long
-        self._notifier.notify("on_epoch_end")
+        scores = {**scores, **name_scores("train", self._notifier.notify_of_scores("on_epoch_end"))}
+        self._training.scores = scores
         self._note_finish()
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
@@ -250,8 +251,7 @@ class Engine:
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
                 scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
-                self._notifier.notify("on_evaluation_end")
-                scores = {**scores, **name_scores(feed.name, self._notifier.take_scores())}
+                scores = {**scores, **name_scores(feed.name, self._notifier.notify_of_scores("on_evaluation_end"))}
                 self._training.scores = scores
         self._control.evaluation.done(self._progress.step)
         return scores

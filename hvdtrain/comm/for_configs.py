@@ -1,4 +1,5 @@
-"""What a config may ask of the ranks: `hvdtrain.run_on_main(...)` and `hvdtrain.all_reduce(...)`."""
+"""What a config may ask of the ranks: `hvdtrain.run_on_main(...)`, `hvdtrain.all_reduce(...)` and
+`hvdtrain.all_gather(...)`."""
 
 from __future__ import annotations
 
@@ -55,6 +56,18 @@ def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] =
 
     results = together_with_message(comm, call, name="run_on_main")[1]
     return next(value for host, called, value in results if called and (once_per == "job" or host == this_host))  # type: ignore[return-value]  # a caller's value is a T
+
+
+def gather_values(value: T, *, name: str = "all_gather") -> list[T]:
+    """Collective. Return the values of all ranks, on every rank, in the order of the ranks.
+
+    Where it may be called, and what it raises, is as of `reduce_values`.
+
+    Args:
+        value: anything that can be pickled; tensors have to be on the CPU.
+        name: as of `reduce_values`.
+    """
+    return _communicator("all_gather").gather(value, name=name)
 
 
 def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum", *, name: str = "all_reduce") -> T:

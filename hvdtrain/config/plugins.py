@@ -62,7 +62,8 @@ class Plugin:
             which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
         configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
-            so on). It is called when a config gives that key a value; the config's own values come before the returned ones.
+            so on). It is called when a config gives that key a value; the config's own values come before the returned ones, and
+            beside them in `callbacks` and `epoch_scores`.
         templates: by an option of `init`, a line of help, and the package whose file template.txt is that config.
     """
 
@@ -123,6 +124,16 @@ class Registry(Mapping[str, T]):
         return len(self.entries)
 
 
+JOINED = ("callbacks", "epoch_scores")
+"""Keys with values of which there may be several: the plug-in's come first."""
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return {**first, **second}
+    return [*first, *(second if isinstance(second, (list, tuple)) else [second])]
+
+
 KeysOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 CONFIGS: Registry[KeysOf] = Registry("configs")
@@ -146,8 +157,10 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
         implied = CONFIGS[name](MappingProxyType(source.values))
         for key, value in implied.items():
             if key in given and values.get(key) is not None:
-                continue
-            if key not in source.values and key in values:
+                if key not in JOINED:
+                    continue
+                value = _joined(value, values[key])
+            elif key not in source.values and key in values:
                 raise ConfigError.of("conflict", f"{key}: expected it from {origins[key]} or from {name}, got both")
             values[key], origins[key] = value, name
     return replace(source, values=values, origins=origins)

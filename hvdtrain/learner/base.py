@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +34,10 @@ Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Receives arrays by name."""
 
 
+TRAIN = "train"
+"""The name of the dataset that is trained on."""
+
+
 class Learner(ABC):
     """A model, its optimizer and its losses. Model and optimizer are the config's objects, neither wrapped nor patched.
 
@@ -55,6 +59,7 @@ class Learner(ABC):
         keys_of_epoch: called before an epoch is planned, with its number; returns the keys that have another value in this epoch,
             because of the model (see `keys_of_epoch` in a config). None: keys do not depend on the model.
         epoch_scores: the scores of a dataset that are no means.
+        dataset: the name of the one that batches are of.
     """
 
     model: Any
@@ -64,6 +69,7 @@ class Learner(ABC):
     staging: Staging | None = None
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
     epoch_scores = NO_EPOCH_SCORES
+    dataset = TRAIN
     _may_freeze = True  # whether the config's code may freeze parameters while training runs
 
     def __init__(self, state: StateBase, meter: Meter, seed: tuple[int, int] = (0, 0)) -> None:
@@ -87,6 +93,15 @@ class Learner(ABC):
         self._epoch = epoch
         self._step = step
         self.state.start_average()
+
+    @contextmanager
+    def evaluating(self, dataset: str) -> Iterator[None]:
+        """Inside the `with` block, batches are those of another dataset than `train`."""
+        before, self.dataset = self.dataset, dataset
+        try:
+            yield
+        finally:
+            self.dataset = before
 
     @abstractmethod
     def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
@@ -295,7 +310,8 @@ class LearnerKeys(Section):
     epoch_scores: dict[str, Any] = key(
         {},
         "scores of a whole dataset that are no means, such as BLEU: by name, a function of sums that train_step marks with "
-        "mark_as_statistics, by their names, or a metric of torchmetrics that train_step updates (docs/training.md)",
+        "mark_as_statistics, by their names, a metric of torchmetrics that train_step updates, or an object whose "
+        "of_ranks(dataset, means) returns scores by name (docs/training.md)",
         needs=("torch", "tensorflow"),
     )
     forward_step: Callable[..., Any] | str | None = key(
@@ -316,6 +332,13 @@ class LearnerKeys(Section):
         "add normal noise with this standard deviation, truncated at two deviations, to the gradients, after the reduction and "
         "before clipping",
         not_negative,
+    )
+    change_gradients: Callable[..., Any] | str | None = key(
+        None,
+        "function {signature}, called before every update: it may read and change the gradients (`parameter.grad`), which are "
+        "reduced over the ranks; before noise and clipping",
+        signature="*, model, optimizer, **_",
+        needs="torch",
     )
     num_allowed_consec_invalid_gradient_steps: int | None = key(
         None,
@@ -390,7 +413,7 @@ class LearnerKeys(Section):
         return [
             Problem.of("wrong-type", f"epoch_scores.{name}: expected a function, 'module:name' or a metric, got {value!r:.60}")
             for name, value in self.epoch_scores.items()
-            if not callable(value) and not is_reference(value)
+            if not callable(value) and not is_reference(value) and not hasattr(value, "of_ranks")
         ]
 
     def _extra_problems(self) -> list[Problem]:

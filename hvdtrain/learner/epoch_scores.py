@@ -37,14 +37,20 @@ class ScoreFunction:
 class EpochScores:
     """The functions by the names of their scores. One is called with the sums of the statistics that its parameters name.
 
+    An object with the method `of_ranks` sees to the ranks itself: all call it with the dataset's name and the means of its losses
+    and errors by name, and it returns scores by name, the same on all of them.
+
     Raises:
         ConfigError: a function cannot be called so.
     """
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self._functions: dict[str, ScoreFunction] = {}
+        self._of_ranks = [given.of_ranks for given in functions.values() if hasattr(given, "of_ranks")]
         for name, given in functions.items():
             where = f"epoch_scores.{name}"
+            if hasattr(given, "of_ranks"):
+                continue
             if (function := as_function(given, where)) is not None:
                 self._functions[name] = _with_parameters(function, where)
 
@@ -55,9 +61,11 @@ class EpochScores:
         without statistics are left out.
         """
         means = scores.means()
-        if not self._functions or not scores.counts():
+        found = {name: float(value) for of_ranks in self._of_ranks for name, value in of_ranks(dataset, means).items()}
+        if self._functions and scores.counts():
+            found |= on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
+        if not found:
             return means
-        found = on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
         if both := sorted(found.keys() & means.keys()):
             raise ConfigError.of("duplicate", f"epoch_scores: expected names that no loss has, got {', '.join(both)}")
         return dict(sorted({**means, **found}.items()))

@@ -65,6 +65,7 @@ class Training:
         self.wants_finish: str | None = None
         self.pruned: Exception | None = None
         self.added_scores: dict[str, float] = {}
+        self.takes_scores = False
 
     @property
     def model(self) -> Any:
@@ -121,14 +122,16 @@ class Training:
         return self._phase.step
 
     def add_score(self, name: str, value: float) -> None:
-        """In on_evaluation_end: add a score of the dataset to those of train_step, as 'dev_loss_NAME'. That of rank 0 counts.
+        """Add a score to those of train_step: in on_evaluation_end one of the dataset, as 'dev_loss_NAME', in on_epoch_end one of
+        the training data, as 'train_loss_NAME'. That of rank 0 counts.
 
         Raises:
             ConfigError: it is called elsewhere.
         """
-        if self.dataset is None:
-            raise ConfigError.of("wrong-call", f"add_score: expected a call in on_evaluation_end, got one elsewhere, of {name!r}")
-        if name in self.added_scores or f"{self.dataset}_loss_{name}" in self.scores:
+        if not self.takes_scores:
+            where = "on_evaluation_end or on_epoch_end"
+            raise ConfigError.of("wrong-call", f"add_score: expected a call in {where}, got one elsewhere, of {name!r}")
+        if name in self.added_scores or f"{self.dataset or 'train'}_loss_{name}" in self.scores:
             raise ConfigError.of("duplicate", f"add_score: expected a name that no score has, got {name!r} twice")
         self.added_scores[name] = float(value)
 

@@ -78,7 +78,7 @@ def forward(
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         stop_vote = Vote(comm, learner.numbers, TASK_INTERVAL)
-        with feed.read(share, epoch, learner.staging) as batches:
+        with learner.evaluating(feed.name), feed.read(share, epoch, learner.staging) as batches:
             for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 batch = next(batches, None)

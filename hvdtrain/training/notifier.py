@@ -76,10 +76,13 @@ class Notifier:
             with self._without_timeout(event, f"{event} of another rank's callback"):
                 self._call(event, lambda name: self._watchdog.beat(f"{event} of {name}", "unhurried"))
 
-    def take_scores(self) -> dict[str, float]:
-        """Collective, if there are callbacks. The scores that callbacks have added on rank 0 since the last call, by name."""
-        if "on_evaluation_end" not in self._longest:
+    def notify_of_scores(self, event: str) -> dict[str, float]:
+        """Collective. Call the callbacks for an event in which they may add scores; return those added on rank 0, by name."""
+        if event not in self._longest:
             return {}
+        self._training.takes_scores = True
+        self.notify(event)
+        self._training.takes_scores = False
         added, self._training.added_scores = self._training.added_scores, {}
         return self._comm.gather(added, name="added_scores")[0]
 

@@ -186,6 +186,24 @@ def test_an_update_without_any_gradient_changes_nothing(size: int) -> None:
     on_ranks(size, train)
 
 
+def test_a_function_may_change_the_reduced_gradients_before_they_are_clipped() -> None:
+    def change(*, model: nn.Module, optimizer: Any, **_: Any) -> None:
+        assert optimizer.param_groups
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+
+    def weights(**keys: Any) -> list[float]:
+        learner = learner_of(lambda **_: Reused(False), only_squares, **keys)
+        learner.backward(batch_of(FRAMES))
+        learner.update(0.01)
+        return weights_of(learner.model)
+
+    assert weights(change_gradients=change, gradient_clip_global_norm=1e-3) == pytest.approx(
+        weights(gradient_clip_global_norm=1e-3)
+    )
+    assert weights(change_gradients=change) != pytest.approx(weights())
+
+
 def test_the_groups_of_a_functions_optimizer_keep_the_ratios_of_their_learning_rates() -> None:
     def made(*rates: float, **usual: float) -> list[float]:
         layers = [nn.Linear(1, 1) for _ in rates]

@@ -77,6 +77,9 @@ class Counts:
     def on_evaluation_end(self, training):
         training.add_score("steps", self.steps)
 
+    def on_epoch_end(self, training):
+        training.add_score("steps", self.steps)
+
     def state_dict(self):
         return {"steps": self.steps}
 
@@ -245,7 +248,8 @@ def test_a_callback_may_keep_a_state_in_checkpoints_and_add_scores(corpus: Path,
     assert run(corpus, tmp_path, '[Asks("stop", "on_epoch_begin"), Counts()]', num_epochs=2, evaluated=True).status == 75
     assert run(corpus, tmp_path, "[Counts()]", num_epochs=2, evaluated=True).status == 0
     lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
-    assert [line["scores"]["dev_loss_steps"] for line in lines] == [2, 4]
+    for name in ("dev_loss_steps", "train_loss_steps"):
+        assert [line["scores"][name] for line in lines] == [2, 4]
 
 
 def test_an_error_in_a_callback_ends_training_with_its_traceback(corpus: Path, tmp_path: Path) -> None:

@@ -157,6 +157,26 @@ def test_a_function_gets_what_its_parameters_name() -> None:
     assert of("train") == {"all": 3.0, "ce": 0.0, "some": 2.0}
 
 
+def test_an_object_may_see_to_the_ranks_itself(tmp_path: Path) -> None:
+    seen = []
+
+    class Counts:
+        def of_ranks(self, dataset: str, means: Mapping[str, float]) -> Mapping[str, float]:
+            count, seen[:] = len(seen), []
+            return {"batches": sum(hvdtrain.all_gather(count)) if dataset == "dev" else -1}
+
+    def train_step(*, model: nn.Module, extern_data: Mapping[str, Any], **_: Any) -> None:
+        context = hvdtrain.get_run_ctx()
+        assert context.dataset == ("train" if context.train_flag else "dev")
+        seen.append(1)
+        context.mark_as_loss(model(extern_data["data"].raw_tensor).sum(), "sum")
+
+    keys = keys_of(tmp_path, Wrong(), epoch_scores={"counts": Counts()}, train_step=train_step, num_epochs=1)
+    del keys["early_stopping_measure"], keys["higher_is_better"]
+    scores = hvdtrain.train(keys).scores
+    assert (scores["dev_loss_batches"], scores["train_loss_batches"]) == (4, -1)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with refused("epoch_scores.f1: wrong-type"):
         hvdtrain.train(keys_of(tmp_path, Wrong(), epoch_scores={"f1": 3}))

@@ -20,7 +20,7 @@ from hvdtrain.data.feed import Staging
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, StepCost, Total
+from hvdtrain.learner.base import TRAIN, Exported, Layer, Learner, LearnerKeys, StepCost, Total
 from hvdtrain.learner.epoch_scores import EpochScores, with_statistics
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
@@ -34,7 +34,7 @@ from hvdtrain.learner.meter import (
     scales_of,
     split_by_sequence,
 )
-from hvdtrain.learner.optimizer import change_gradients
+from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import BatchSplitter
@@ -110,13 +110,15 @@ class ConfigFunctions:
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     metrics: Sequence[SummedMetric] = ()
 
-    def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
+    def losses(self, batch: Batch, epoch: int, step: int, train: bool, dataset: str = TRAIN) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""
         if self.model.training != train:
             self.model.train(train)
         for metric in self.metrics:
             metric.take()  # what a batch left that did not fit into memory
-        run_context = Running(RunContext(epoch, step, train, seq_tags=batch.row_tags, extra_models=self.extra_models))
+        run_context = Running(
+            RunContext(epoch, step, train, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
+        )
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
@@ -126,12 +128,14 @@ class ConfigFunctions:
             context.statistics.update(metric.take())
         return with_statistics(context, partial(torch.as_tensor, dtype=torch.float64))
 
-    def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
+    def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:
         """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
-        run_context = Running(RunContext(epoch, step, False, seq_tags=batch.row_tags, extra_models=self.extra_models))
+        run_context = Running(
+            RunContext(epoch, step, False, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
+        )
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
@@ -237,7 +241,7 @@ class TorchLearner(Learner):
         await_copy(batch)
         self._seed_evaluation(batch)
         with torch.no_grad(), self._functions.watch():
-            self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
+            self._record(self._functions.losses(batch, self._epoch, self._step, False, self.dataset), batch, train=False)
 
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         norms = dict(batch_norms_of(self.model))
@@ -255,7 +259,7 @@ class TorchLearner(Learner):
     def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
         self._seed_evaluation(batch)
-        return self._functions.outputs(batch, self._epoch, self._step)
+        return self._functions.outputs(batch, self._epoch, self._step, self.dataset)
 
     def _seed_evaluation(self, batch: Batch) -> None:
         """Give functions that draw while they evaluate the same numbers for a batch in every epoch and on any number of ranks."""
@@ -437,7 +441,14 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
-    update = Update(model, optimizer, partial(change_gradients, keys), Skips(check, on_device), noise, seed)
+    own_change = as_function(keys.change_gradients, "change_gradients")
+
+    def change(gradients: UpdateGradients) -> None:
+        if own_change is not None:
+            own_change(model=model, optimizer=optimizer)
+        change_gradients(keys, gradients)
+
+    update = Update(model, optimizer, change, Skips(check, on_device), noise, seed)
     extra_models = make_extra_models(keys.extra_models, model, device, options.position)
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)

@@ -42,8 +42,8 @@ import numpy
 from hvdtrain.config.source import Source, load
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.imports import WatchedImports
-from hvdtrain.returnn_layer.translate import translate
+from hvdtrain.plugins.returnn.imports import WatchedImports
+from hvdtrain.plugins.returnn.translate import translate
 from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check
 
 STEPS, SEQUENCES_PER_STEP = 3, 2

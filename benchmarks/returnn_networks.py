@@ -46,9 +46,9 @@ from returnn_configs import KINDS, Lengths, Placeholders, configs_in, examined, 
 
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.networks import our_name
-from hvdtrain.returnn_layer.older_data import older_extern_data, with_entries
-from hvdtrain.returnn_layer.translate import translate
+from hvdtrain.plugins.returnn.networks import our_name
+from hvdtrain.plugins.returnn.older_data import older_extern_data, with_entries
+from hvdtrain.plugins.returnn.translate import translate
 from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check
 
 STEPS, SEQUENCES_PER_STEP = 3, 2

@@ -54,8 +54,8 @@ def of_tensorflow(millions: int) -> tuple[Contents, Contents]:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import keras
 
-    from hvdtrain.learner.tensorflow.state import TensorFlowState
-    from hvdtrain.learner.tensorflow.tensors import variables_of
+    from hvdtrain.plugins.tensorflow.state import TensorFlowState
+    from hvdtrain.plugins.tensorflow.tensors import variables_of
 
     layers = [keras.layers.Dense(1000, use_bias=False) for _ in range(millions)]
     model = keras.Sequential([keras.Input((1000,)), *layers])

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import Key, declared_keys
+from hvdtrain.config.translation import ALIASES, TRANSLATIONS
 from hvdtrain.errors import LaunchError, Problem
-from hvdtrain.returnn_layer.names import ALIASES, explain
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
 
 FIRST_KEYS = (
@@ -96,8 +96,7 @@ def explanation(word: str) -> str:
         return "\n".join(_key_text(section, key) for section, key in found)
     if name.lower() in topics:
         return _section_text(topics[name.lower()])
-    known = explain(name)
-    if known is not None:
+    for known in filter(None, (each.explain(name) for each in TRANSLATIONS.values())):
         return "\n".join([name, *_wrap(known, "    ", "    ")]) + "\n"
     names = [key.name for section in _sections() for key in declared_keys(section)]
     about = [key.name for section in _sections() for key in declared_keys(section) if _mentions(key.doc, name)]

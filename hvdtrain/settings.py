@@ -33,6 +33,7 @@ from hvdtrain.config.keys import (
 )
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
+from hvdtrain.config.translation import ALIASES, Watches
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -51,9 +52,6 @@ from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
-from hvdtrain.returnn_layer.imports import WatchedImports
-from hvdtrain.returnn_layer.names import ALIASES
-from hvdtrain.returnn_layer.translate import translate
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -345,11 +343,11 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     types |= {alias: types[name] for alias, name in ALIASES.items()}
-    imports = WatchedImports()
-    source = load(configs, overrides, types, imports.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
+    watches = Watches()
+    source = load(configs, overrides, types, watches.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
     source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
-    return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
+    return check(watches.translate(source, keys, BOOLEAN_KEYS), list(keys))
 
 
 OF_HOME = ("model", "load", "import_model_train_epoch1", "log", "checkpoint_local")

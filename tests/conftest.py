@@ -122,7 +122,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     RETURNN's code for TensorFlow switches off eager execution when it is imported, for all tests of the process.
     """
-    if "returnn.tf" in sys.modules and any(item.path.name.startswith("test_tensorflow") for item in session.items):
+    if "returnn.tf" in sys.modules and any(item.path.parent.name == "tensorflow" for item in session.items):
         raise pytest.UsageError("expected no test module to import returnn.tf while tests are collected: do it in a function")
     gc.set_threshold(*USUAL)
     gc.freeze()
@@ -176,8 +176,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 LONG = (
     "cluster/test_tutorial",
     "cluster/test_elastic",
-    "returnn_layer/test_networks",
-    "returnn_layer/",
+    "returnn/test_networks",
+    "returnn/",
     "ranks/test_networks",
     "ranks/test_slow_ranks",
     "cluster/",

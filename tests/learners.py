@@ -1,6 +1,5 @@
 """A learner by itself, without a training around it, batches for it, and keys of a tiny training."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -36,8 +35,7 @@ def learner_of(
     comm = comm or SingleCommunicator()
     given = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
     made = BuildOptions(**{"rank": comm.rank, "local_rank": 0, "threads": 1, "seed": 1, **(options or {})})
-    build = importlib.import_module(f"hvdtrain.learner.{framework}.learner").build_learner
-    return build(given, gradients or GradientExchange(comm, Timer()), made)
+    return FRAMEWORKS[framework].build(given, gradients or GradientExchange(comm, Timer()), made)
 
 
 def batch_of(values: Any, lengths: Sequence[int] | None = None, **more: Any) -> Batch:

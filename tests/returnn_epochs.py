@@ -13,11 +13,11 @@ from returnn.datasets.basic import init_dataset
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.formats.returnn_reading import without_processes
-from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.plugins.returnn.dataset import ReturnnDataset
+from hvdtrain.plugins.returnn.reading import without_processes
 
 Item = tuple[str, dict[str, Any]]
 MAX_SEQS = 3

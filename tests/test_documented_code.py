@@ -14,7 +14,7 @@ from launching import ROOT
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.names import ALIASES
+from hvdtrain.plugins.returnn.names import ALIASES
 from hvdtrain.settings import all_keys, read_settings
 
 DOCUMENTS = [

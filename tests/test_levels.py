@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from hvdtrain.config.plugins import plugins
 from hvdtrain.learner.frameworks import FRAMEWORKS
 
 PACKAGE = ROOT / "hvdtrain"
 LEVELS, ROOT_FILES = 9, 11
 
 PLACES = {
-    "torch": ["learner/torch/*", "comm/torch*.py", "returnn_layer/*", "plugins/*"],
-    "tensorflow": ["learner/tensorflow/*", "learner/returnn_tf/*"],
-    "keras": ["learner/tensorflow/*"],
+    "torch": ["learner/torch/*", "comm/torch*.py", "plugins/*"],
+    "tensorflow": ["plugins/tensorflow/*", "plugins/returnn/network/*"],
+    "keras": ["plugins/tensorflow/*"],
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
     "h5py": ["data/*", "hdf_tools/*"],
-    "returnn": ["returnn_layer/*", "learner/returnn_tf/*", "data/formats/returnn*.py"],
+    "returnn": ["plugins/returnn/*"],
 }
 """Where a package may be imported."""
 
@@ -97,7 +98,13 @@ def test_imports_go_down_only_and_levels_are_few() -> None:
     assert not [name for name, others in units().items() if "__init__" in others], "the package itself is for configs"
 
 
-def test_only_a_plug_in_imports_itself() -> None:
+def needs(place: str) -> Mapping[str, str]:
+    """The other plug-ins that the one of a file declares to need."""
+    name = place.split("/")[1] if place.startswith("plugins/") else ""
+    return plugins()[f"plug-in {name}"].needs if name and name != "__init__.py" else {}
+
+
+def test_only_a_plug_in_that_needs_another_one_imports_it() -> None:
     importing = {(place, name) for place, imported in imports_of_files().items() for name in imported}
     wrong = [
         (place, name)
@@ -105,6 +112,7 @@ def test_only_a_plug_in_imports_itself() -> None:
         if name.startswith("hvdtrain.plugins.")
         and name != "hvdtrain.plugins."
         and unit("/".join(name.split(".")[1:])) != unit(place)
+        and name.split(".")[2] not in needs(place)
     ]
     assert wrong == []
 
@@ -133,18 +141,18 @@ def test_a_package_is_imported_in_its_places_only(package: str) -> None:
             assert any(fnmatch(place, allowed) for allowed in PLACES[package]), f"{place} imports {package}"
 
 
-def test_only_returnns_layer_compares_the_backend_with_a_name() -> None:
+def test_only_returnns_plug_in_compares_the_backend_with_a_name() -> None:
     comparing = set()
     for place, tree in sources().items():
         for node in ast.walk(tree):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = {one.value for one in sides if isinstance(one, ast.Constant)} & FRAMEWORKS.keys()
-            if not names or place.startswith("learner/tensorflow/"):  # which asks for Keras' own
+            if not names or place.startswith("plugins/tensorflow/"):  # which asks for Keras' own
                 continue
             if any(word in ast.unparse(node) for word in ("backend", "framework")):
                 comparing.add(place)
     horovods = {"plugins/doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
-    assert comparing == {"returnn_layer/translate.py", "returnn_layer/values.py"} | horovods
+    assert comparing == {"plugins/returnn/translate.py", "plugins/returnn/values.py"} | horovods
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -158,9 +166,9 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 FORMATS_OF_RETURNN = [
-    "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
+    "plugins/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "learner/frameworks.py",
-    "learner/returnn_tf/*", "start_up/data.py", "start_up/overfit.py",
+    "start_up/data.py", "start_up/overfit.py",
     "training/search_output.py",
 ]  # fmt: skip
 """Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints, files of learning rates and of searches."""

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain.config.check import describe  # noqa: E402  # found through the line above
 from hvdtrain.config.keys import Key, declared_keys  # noqa: E402
 from hvdtrain.help import anchor  # noqa: E402
-from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED  # noqa: E402
+from hvdtrain.plugins.returnn.names import ALIASES, UNSUPPORTED  # noqa: E402
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS  # noqa: E402
 
 

@@ -133,10 +133,10 @@ MUTATIONS = [
     ),
     Mutation(
         "RETURNN's decay of the learning rate is taken for its growth",
-        "returnn_layer/names.py",
+        "plugins/returnn/names.py",
         '"learning_rate_decay": "newbob_learning_rate_decay"',
         '"learning_rate_decay": "newbob_learning_rate_growth"',
-        ("tests/config/test_config.py", "tests/returnn_layer/test_keys.py"),
+        ("tests/config/test_config.py", "tests/plugins/returnn/test_keys.py"),
     ),
     # The ranks
     Mutation(
@@ -221,7 +221,7 @@ MUTATIONS = [
         "learner/param_sync.py",
         "velocity = self.momentum * moments[0] + gradient",
         "velocity = self.momentum * moments[0] - gradient",
-        ("tests/learner/test_tensorflow_outer.py",),
+        ("tests/plugins/tensorflow/test_outer.py",),
     ),
     Mutation(
         "changes that were multiplied before sending are not divided afterwards",
@@ -247,7 +247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "TensorFlow forgets the batches of an update before its last one",
-        "learner/tensorflow/graph.py",
+        "plugins/tensorflow/graph.py",
         "accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)",
         "accumulated = collected",
         (

@@ -1,4 +1,4 @@
-"""Prints the names that the installed RETURNN reads from a config and hvdtrain does not: the table in returnn_layer/names.py.
+"""Prints the names that the installed RETURNN reads from a config and hvdtrain does not: the table in plugins/returnn/names.py.
 
 .venv/bin/python tools/returnn_keys.py
 .venv/bin/python tools/returnn_keys.py --page > docs/returnn_keys.md   # all names, with the values that turn them off
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.keys import Key
-from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, NO_OPS, UNSUPPORTED
-from hvdtrain.returnn_layer.values import DEFAULT, IGNORED_WITH_TORCH, OFF
+from hvdtrain.plugins.returnn.names import ALIASES, BY_VALUES, NO_OPS, UNSUPPORTED
+from hvdtrain.plugins.returnn.values import DEFAULT, IGNORED_WITH_TORCH, OFF
 from hvdtrain.settings import all_keys
 
 METHODS = (

@@ -38,6 +38,8 @@ Kind = Literal[
     "trackers",
     "reporters",
     "artifacts",
+    "sources",
+    "translations",
     "keys",
     "configs",
     "templates",
@@ -50,6 +52,7 @@ class Plugin:
 
     Attributes:
         datasets: by the `class` of a dataset's dict, the subclass of `DatasetKeys` with its opener.
+        sources: by the `class` of a dataset's dict, a subclass of `SequenceSource` whose arguments are the other entries.
         backends: by the value of the key `backend`, a `Framework`.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
@@ -65,9 +68,12 @@ class Plugin:
             so on). It is called when a config gives that key a value; the config's own values come before the returned ones, and
             beside them in `callbacks` and `epoch_scores`.
         templates: by an option of `init`, a line of help, and the package whose file template.txt is that config.
+        translations: by the name of another program, the `Translation` of its configs.
+        needs: by the name of another folder of `hvdtrain/plugins/`, what does not work without it.
     """
 
     datasets: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +85,8 @@ class Plugin:
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
     templates: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    translations: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
 
 
 class Registry(Mapping[str, T]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,12 +23,14 @@ from hvdtrain.data.remote import is_remote
 from hvdtrain.data.speech.keys import KaldiFolderKeys, LhotseDatasetKeys
 from hvdtrain.errors import Problem, problem
 
-OWN = {
-    "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
-    "IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset",
-    "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
-    "ReturnnDataset": "hvdtrain.data.formats.returnn_stream:ReturnnDataset",
-}
+SOURCES: Registry[type] = Registry(
+    "sources",
+    {
+        "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
+        "IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset",
+        "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
+    },
+)
 """Sources whose lengths are not known in advance; the other entries of the dict are their arguments."""
 
 BY_RETURNN = tuple(
@@ -103,6 +105,13 @@ KINDS: Registry[type[DatasetKeys]] = Registry(
 
 ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")
 """The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
+
+
+def inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset inside a MultiProcDataset of RETURNN, with the keys that it passes on to it."""
+    outer = ("class", "dataset", "num_workers", "buffer_size", "sharding_method")
+    return {**{name: value for name, value in options.items() if name not in outer}, **options["dataset"]}
+
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"
 

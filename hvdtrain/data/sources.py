@@ -23,10 +23,9 @@ from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset,
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
 from hvdtrain.data.formats.objects import Objects, ObjectsDataset, is_loader, read_loader
-from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
+from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.remote import RemoteFile, is_remote
@@ -183,7 +182,7 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
         value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
-    kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
+    kind = SOURCES.entries.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in KINDS:
         return _check_kind(name, kind, options, defaults)
     return _check_class(name, kind, options, defaults)
@@ -224,10 +223,10 @@ def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
 def _check_class(
     name: str, kind: Any, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
-    """Check the dict of a class or function of the config, or of one in `OWN`."""
+    """Check the dict of a class or function of the config, or of one in `SOURCES`."""
     order_values = _pop_order(options, [])
     kind, collating, collate_problems = _pop_collate(name, kind, options)
-    has_fixed_order = kind == OWN["ReturnnDataset"]
+    has_fixed_order = kind == SOURCES.entries.get("ReturnnDataset")
     order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
     problems += collate_problems
     if has_fixed_order and order is not None:
@@ -239,14 +238,14 @@ def _check_class(
             for option, value in non_default(order).items()
         ]
     if not (callable(kind) or is_reference(kind)):
-        similar = closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
+        similar = closest(kind, [*KINDS, *SOURCES, *BY_RETURNN]) if isinstance(kind, str) else None
         hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
         problems += problem(
             "unknown-value",
-            f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
+            f"{name}.class: expected one of {', '.join([*KINDS, *SOURCES])}, a class, a function, or the name of one as "
             f"'module:name' or 'file.py:name', got {kind!r}{hint}",
         )
-    if isinstance(kind, str) and kind in OWN.values():
+    if isinstance(kind, str) and kind in SOURCES.entries.values():
         problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
@@ -264,7 +263,7 @@ def _pop_collate(name: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Ca
 
     Returns the class, what makes `Objects` of the items, if there is a `collate`, and the problems.
     """
-    if "collate" not in options or (isinstance(kind, str) and kind in OWN.values()):
+    if "collate" not in options or (isinstance(kind, str) and kind in SOURCES.entries.values()):
         return kind, None, []
     if callable(kind):
         with suppress(TypeError, ValueError):  # a class in C
@@ -528,7 +527,7 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
 
 
 def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Problems with the names of the arguments of a class in `OWN`."""
+    """Problems with the names of the arguments of a class in `SOURCES`."""
     class_name = kind.rpartition(":")[2]
     parameters = inspect.signature(resolve(kind)).parameters
     problems = []

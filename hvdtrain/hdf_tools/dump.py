@@ -22,6 +22,7 @@ import numpy
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
+from hvdtrain.config.translation import Watches
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
@@ -40,7 +41,6 @@ from hvdtrain.data.remote import is_remote
 from hvdtrain.data.sources import OpeningContext, numbers_of_opening, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
-from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.runtime.log import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
@@ -151,7 +151,7 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         except (ValueError, SyntaxError) as error:
             raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({error})") from None
     elif is_config:
-        loaded = load([Path(source)], overrides, {}, WatchedImports().builtins)
+        loaded = load([Path(source)], overrides, {}, Watches().builtins)
         values = loaded.values
         from hvdtrain.settings import all_keys  # here, so that --help does not import it
 

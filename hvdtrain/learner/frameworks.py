@@ -15,8 +15,9 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.comm.fork_server import Fork, fork
@@ -145,12 +146,25 @@ class Framework:
         return self._module("model_file")
 
     @property
+    def read_progress(self) -> Callable[[Path], dict[str, Any]] | None:
+        """Returns the plain values in a model's file; None: no get_model is called with them."""
+        return getattr(self.model_files, "read_progress", None)
+
+    @property
     def tensors(self) -> ModuleType:
         """The module whose `zeros(count, local_rank)`, `size(tensor)` and `wait_for(tensor)` make and measure tensors."""
         return self._module("tensors")
 
     def _module(self, name: str) -> ModuleType:
-        return importlib.import_module(f"{self.package}.{name}")
+        try:
+            return importlib.import_module(f"{self.package}.{name}")
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("hvdtrain.plugins."):
+                raise
+            package, missing = self.package.removeprefix("hvdtrain."), str(error.name).split(".")[2]
+            raise ConfigError.of(
+                "missing-package", f"backend: expected hvdtrain's plug-in {missing}, which {package} needs, got none"
+            ) from error
 
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -168,19 +182,6 @@ FRAMEWORKS: Registry[Framework] = Registry(
                 "hvdtrain.comm.torch_dist",
                 "torch._dynamo",
             ),  # which its optimizers import
-        ),
-        "tensorflow": Framework(
-            "hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), has_prepare=True, header="tf"
-        ),
-        "tensorflow-net-dict": Framework(
-            "hvdtrain.learner.returnn_tf",
-            "returnn.npz",
-            ("returnn", "tensorflow", "tensorflow-cpu"),
-            has_prepare=True,
-            library="tensorflow",
-            model_suffix="index",
-            model_parts=(r"data-\d{5}-of-\d{5}", "meta", "progress"),
-            model_marker="progress",
         ),
     },
 )

@@ -86,6 +86,10 @@ class StateBase(ABC):
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 
+    def score_name(self, name: str) -> str:
+        """The name here of a score in a file of learning rates, which another program may have written."""
+        return name
+
     @abstractmethod
     def tensors(self, role: Role) -> dict[str, Tensor]:
         """See `ModelState`."""

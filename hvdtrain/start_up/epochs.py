@@ -14,12 +14,12 @@ from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.source import OVERRIDING, as_function
+from hvdtrain.config.translation import translate_names
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, DataError, Problem
 from hvdtrain.learner.base import Learner
-from hvdtrain.returnn_layer.translate import translate_names
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text

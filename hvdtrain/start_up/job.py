@@ -44,11 +44,9 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, BuildOptions
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.returnn_tf.source import NetworkSource
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.report.ends import append_hang, record_end, record_stop
-from hvdtrain.returnn_layer.networks import with_our_names
 from hvdtrain.runtime import log
 from hvdtrain.runtime.goodput import Goodput, steady_time
 from hvdtrain.runtime.heartbeats import exchange_contacts
@@ -244,10 +242,8 @@ def _require_packages(settings: Settings) -> None:
 def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[Start, tuple[int, int]]:
     """On rank 0, what to load, and the epoch and the step that get_model is called with. Raises: CheckpointError."""
     start = (start_of_task if purpose in WITH_TRAINED else start_of_training)(settings.start, checkpoints)
-    if isinstance(settings.learner.get_model, NetworkSource):
-        return start, NEW
-    read_progress = FRAMEWORKS[settings.run.backend].model_files.read_progress
-    return start, position_of_model(start, settings.start, checkpoints, read_progress)
+    read_progress = FRAMEWORKS[settings.run.backend].read_progress
+    return start, NEW if read_progress is None else position_of_model(start, settings.start, checkpoints, read_progress)
 
 
 def _resume(
@@ -258,8 +254,10 @@ def _resume(
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
-    if isinstance(settings.learner.get_model, NetworkSource):
-        progress.history = with_our_names(progress.history)  # learning_rate_file may have others
+    progress.history = [
+        replace(record, scores={state.score_name(name): score for name, score in record.scores.items()})
+        for record in progress.history
+    ]
     if state.base_hash is not None:
         together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:

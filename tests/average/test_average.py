@@ -16,8 +16,8 @@ from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.averaging import mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.tensorflow.model_file import write_model as write_arrays
 from hvdtrain.learner.torch.model_file import read_model, write_model
+from hvdtrain.plugins.tensorflow.model_file import write_model as write_arrays
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
 from hvdtrain.tasks.average import main

@@ -35,8 +35,8 @@ from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
 from hvdtrain.plugins.report.__main__ import parser as report_parser
+from hvdtrain.plugins.returnn.names import UNSUPPORTED
 from hvdtrain.plugins.submit.__main__ import parser as submit_parser
-from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective_keys, read_settings, with_datasets
 
 MINIMAL = """\

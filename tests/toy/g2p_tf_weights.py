@@ -3,7 +3,7 @@
 # ruff: noqa: F821  names that are not defined here are in configs/g2p_tf.py
 import numpy
 
-from hvdtrain.learner.tensorflow.tensors import variables_of
+from hvdtrain.plugins.tensorflow.tensors import variables_of
 
 optimizer = {"class": "sgd"}
 gradient_clip_global_norm = None

@@ -7,8 +7,8 @@ import pytest
 from launching import faults
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.returnn_tf.descriptions import Descriptions
-from hvdtrain.learner.returnn_tf.objective import depends_on_feed, objective_of
+from hvdtrain.plugins.returnn.network.descriptions import Descriptions
+from hvdtrain.plugins.returnn.network.objective import depends_on_feed, objective_of
 
 NETWORK = {
     "one": {"class": "linear", "n_out": 3, "from": ["data"]},

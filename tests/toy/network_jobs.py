@@ -16,7 +16,7 @@ from returnn.__main__ import main as run_returnn
 from returnn.tf.native_op import OpMaker
 
 from hvdtrain.cli import main as run_hvdtrain
-from hvdtrain.learner.returnn_tf import learner  # noqa: F401
+from hvdtrain.plugins.returnn.network import learner  # noqa: F401
 
 
 def run(program: str, config: str, overrides: dict[str, str]) -> None:

@@ -38,7 +38,7 @@ def arrays_of(learner):
         return dict(learner.state.contents({}).model)
     if hasattr(model, "state_dict"):
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    from hvdtrain.learner.tensorflow.tensors import variables_of
+    from hvdtrain.plugins.tensorflow.tensors import variables_of
 
     return {name: numpy.asarray(variable) for name, variable in variables_of(model).by_name.items()}
 

@@ -22,8 +22,7 @@ from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.items import ItemForm
-from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Question, ScannedSequences
-from hvdtrain.data.formats.streamed import AGAIN, Streamed, open_streamed
+from hvdtrain.data.formats.streamed import AGAIN, SCAN_SECONDS, Question, ScannedSequences, Streamed, open_streamed
 from hvdtrain.data.randomness import ITEM, mix_seed, seed_generators
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError

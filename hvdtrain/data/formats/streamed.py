@@ -1,4 +1,4 @@
-"""Training on data that is read from beginning to end: datasets of RETURNN (returnn_stream.py) and iterables (iterable.py).
+"""Training on data that is read from beginning to end: iterables (iterable.py), and datasets of plug-ins.
 
 The plan of an epoch needs all lengths, which such a source mostly knows only once a sequence has been read. So the data is read
 once for its lengths, which are saved in a file; after that, a sequence is identified by its place in the source's order of the
@@ -19,7 +19,6 @@ import numpy
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.items import batch_warnings
-from hvdtrain.data.formats.returnn_reading import Question, ScannedSequences
 from hvdtrain.data.index import HEAD_START, IndexFile
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -31,6 +30,31 @@ VARIES = "varies"
 """The part whose file records that lengths differ between epochs."""
 
 EVERYTHING = 1 << 62
+
+SCAN_SECONDS = 0.5
+"""How long the reading process reads between two reports of progress."""
+
+Question = tuple[Any, ...]
+"""The name of a method of the reading process, and its arguments."""
+
+
+@dataclass(frozen=True)
+class ScannedSequences:
+    """Consecutive sequences of an epoch, without their data.
+
+    Attributes:
+        lengths: by data key.
+        checksums: of tag and data.
+        total: the number of sequences of the epoch, if known.
+        ended: whether the epoch has no more sequences.
+    """
+
+    tags: list[str]
+    lengths: dict[str, list[int]]
+    checksums: list[int]
+    total: int | None
+    ended: bool
+
 
 FAR = 1000
 """Skipping at least this many sequences, which must be read for that, is announced in the log."""

@@ -1,5 +1,0 @@
-"""Tensors outside of a network's graph, which are those of TensorFlow."""
-
-from hvdtrain.learner.tensorflow.tensors import preserve_state, size, wait_for, zeros
-
-__all__ = ["preserve_state", "size", "wait_for", "zeros"]

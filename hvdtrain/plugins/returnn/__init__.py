@@ -1,0 +1,15 @@
+"""RETURNN: configs that are written for it, its networks for TensorFlow, and the datasets that only it reads.
+
+`translate.py` rewrites a config before its keys are checked: `names.py` and `values.py` have RETURNN's names and values of keys,
+`imports.py` watches what the config imports, and `steps.py` wraps its functions if it imports `returnn`. `network/` is the
+framework of configs with `network`; `dataset.py` and `reading.py` read datasets.
+"""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(
+    backends={"tensorflow-net-dict": f"{__name__}.backend:NETWORKS"},
+    sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
+    translations={"returnn": f"{__name__}.translate:RETURNN"},
+    needs={"tensorflow": "networks"},
+)

@@ -1,0 +1,375 @@
+"""RETURNN's datasets, opened and read by the installed RETURNN, in this process or in a dedicated one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
+from hvdtrain.data.dataset import Item
+from hvdtrain.data.formats.streamed import SCAN_SECONDS, Question, ScannedSequences
+from hvdtrain.data.kinds import inner_of_multi_proc
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import DataError, raised_text
+
+INSTALL = "(pip install returnn dm-tree rapidfuzz soundfile)"
+
+OF_LAUNCHES = ("torch_distributed", "use_horovod")
+"""Keys that would make RETURNN's datasets use a different order on every rank."""
+
+
+class OpenedDataset:
+    """A dataset that the installed RETURNN has opened. Call `begin` first.
+
+    Raises:
+        DataError: RETURNN is not installed, or cannot open the dataset.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.name = f"{options['class']} of RETURNN"
+        init_dataset = _returnn()
+        self._dataset = self._call("that it can open", lambda: init_dataset(dict(options)))
+        self._dense: dict[str, bool] = {}
+        self._in_epoch = False
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch (counted from 1), possibly again. Raises: DataError."""
+        self._finish()
+        self._call(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+        self._in_epoch = True
+        self._dense = {key: self._is_dense(key) for key in self._keys()}
+
+    def num_sequences(self) -> int | None:
+        """The number of sequences of the epoch; None if RETURNN does not know it."""
+        try:
+            return int(self._dataset.num_seqs)
+        except Exception:  # RETURNN does not know it; the class of the exception depends on the dataset
+            return None
+
+    def is_endless(self) -> bool:
+        """Whether an epoch is known to have no end."""
+        # AnythingDataset does not report that it is endless: inside a MetaDataset, another dataset sets the number of sequences.
+        return type(self._dataset).__name__ == "AnythingDataset" or self._dataset.estimated_num_seqs == math.inf
+
+    def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
+        """The labels and numbers of classes of sparse data, which some datasets provide only once an epoch has begun."""
+        found: dict[str, list[str]] = {}
+        dims: dict[str, int] = {}
+        labels = dict(self._dataset.labels or {})
+        for key, dense in self._dense.items():
+            names: Sequence[Any] = labels.get(key) or ()
+            if dense and not names:
+                continue
+            dim = int(self._dataset.get_data_dim(key) or 0)
+            if not dense and dim > 1:  # RETURNN returns 1 if it does not know
+                dims[key] = dim
+            if len(names) == dim and list(names) != ["dummy-label"]:
+                # A label may be a single byte of a character.
+                found[key] = [
+                    name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name) for name in names
+                ]
+        return found, dims
+
+    def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
+        """The streams, inferred from the arrays of one sequence."""
+        labels, dims = self.labels_and_dims()
+        result = {}
+        for key, array in arrays.items():
+            sparse = array.ndim == 1 and array.dtype.kind in "iu" and not self._dense[key]
+            dim = dims.get(key, 1) if sparse else int(numpy.prod(array.shape[1:], dtype=numpy.int64))
+            result[key] = Stream(array.dtype, array.shape[1:], dim, sparse, tuple(labels.get(key, ())))
+        return result
+
+    def item(self, number: int) -> Item | None:
+        """The epoch's sequence with this number; None after the last one. Numbers must ascend. Raises: DataError."""
+        item: Item | None = self._call(f"that can be read at sequence {number}", partial(self._item, number))
+        if item is None:
+            self._finish()
+        return item
+
+    def order(self) -> Array | None:
+        """The epoch's sequences as indices in the whole corpus, if RETURNN knows them before they are read."""
+        dataset = self._dataset
+        try:
+            return numpy.asarray(dataset.get_current_seq_order(), dtype=numpy.int64)
+        except Exception:  # as in num_sequences
+            pass
+        try:
+            if dataset.have_corpus_seq_idx():
+                return numpy.array([dataset.get_corpus_seq_idx(number) for number in range(dataset.num_seqs)], dtype=numpy.int64)
+        except Exception:
+            pass
+        return None
+
+    def all_tags(self) -> Array | None:
+        """The tags of the whole corpus as UTF-8, if RETURNN knows them."""
+        try:
+            return numpy.array([str(tag).encode("utf-8") for tag in self._dataset.get_all_tags()], dtype=bytes)
+        except Exception:
+            return None
+
+    def _finish(self) -> None:
+        """End the epoch. Some datasets read ahead and would continue from there; some wait for a thread that may fail."""
+        if self._in_epoch:
+            self._in_epoch = False
+            self._call("whose epoch can end", self._dataset.finish_epoch)
+
+    def _keys(self) -> list[str]:
+        return sorted(self._call("that knows its data keys", self._dataset.get_data_keys))
+
+    def _is_dense(self, key: str) -> bool:
+        """Whether a data key is dense. Some datasets describe texts by a dict, on which RETURNN's method raises an exception."""
+        described = (self._dataset.num_outputs or {}).get(key)
+        return not (described.get("sparse", False) if isinstance(described, dict) else self._dataset.is_data_sparse(key))
+
+    def _item(self, number: int) -> Item | None:
+        if not self._dataset.is_less_than_num_seqs(number):
+            return None
+        self._dataset.load_seqs(number, number + 1)
+        arrays = {key: _frames(self._dataset.get_data(number, key), dense) for key, dense in self._dense.items()}
+        return str(self._dataset.get_tag(number)), arrays
+
+    def _call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call RETURNN, which may raise any exception for bad data, often an assertion without a message. Raises: DataError."""
+        try:
+            return function()
+        except Exception as error:
+            raise DataError(f"{self.name}: expected a dataset {what}, got {raised_text(error)}") from error
+
+
+def without_processes(value: Any) -> Any:
+    """A dataset dict of RETURNN without the processes that it would start, as a dedicated process reads it anyway.
+
+    MultiProcDataset becomes its inner dataset, and RETURNN does not split the data among ranks: the sequences are the same.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(without_processes, value)) if type(value) in (list, tuple) else value
+    if not isinstance(value, Mapping):
+        return value
+    made = {name: without_processes(inside) for name, inside in value.items()}
+    if made.get("class") == "MultiProcDataset" and isinstance(made.get("dataset"), Mapping):
+        return inner_of_multi_proc(made)
+    if made.get("class") == "PostprocessingDataset":
+        made.pop("num_workers", None)
+    if made.get("class") == "VariableDataset" and callable(made.get("get_dataset")):
+        of_epoch = made["get_dataset"]
+        made["get_dataset"] = lambda **options: without_processes(of_epoch(**options))
+    if made.get("class") == "DistributeFilesDataset":
+        made.pop("distrib_shard_files", None)
+        if callable(made.get("get_sub_epoch_dataset")):
+            of_files = made["get_sub_epoch_dataset"]
+            made["get_sub_epoch_dataset"] = lambda files: without_processes(of_files(files))
+        if _has_argument("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
+            made |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
+    return made
+
+
+def num_parts(value: Any) -> int:
+    """The number of epochs after which a dataset dict, with all those inside it, is back at its first part.
+
+    >>> num_parts({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
+    6
+    """
+    inside: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    parts = value.get("partition_epoch") if isinstance(value, Mapping) else None
+    return int(parts or 1) * math.prod(map(num_parts, inside))
+
+
+def _has_argument(module: str, name: str, argument: str) -> bool:
+    """Whether a class of the installed RETURNN has an argument that not all versions have."""
+    return argument in inspect.signature(getattr(importlib.import_module(module), name).__init__).parameters
+
+
+def is_installed() -> bool:
+    if "returnn" in sys.modules:
+        return sys.modules["returnn"] is not None
+    return importlib.util.find_spec("returnn") is not None
+
+
+def _returnn() -> Callable[[dict[str, Any]], Any]:
+    """RETURNN's function that opens datasets, after setting up the global config and the log that it needs. Raises: DataError."""
+    try:
+        from returnn.config import Config, get_global_config, set_global_config
+        from returnn.datasets.basic import init_dataset
+        from returnn.log import log
+        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
+    except ImportError as error:
+        raise DataError(f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} {INSTALL}") from None
+    config, of_config = Config(), get_global_config(raise_exception=False)
+    if of_config is not None:
+        typed = {name: value for name, value in of_config.typed_dict.items() if name not in OF_LAUNCHES}
+        config.dict, config.typed_dict = dict(of_config.dict), typed
+    set_global_config(config)
+    if not log.initialized:
+        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
+    return init_dataset  # type: ignore[no-any-return]  # RETURNN is not typed here
+
+
+def _frames(values: Any, is_dense: bool) -> Array:
+    """The array as stored: frames on the first axis, and a feature axis for dense integers.
+
+    Every reader, including RETURNN, takes integers without a feature axis for class indices.
+    """
+    array = numpy.asarray(values)
+    if array.ndim == 0:  # one number or text for the sequence
+        array = array.reshape(1)
+    if is_dense and array.ndim == 1 and array.dtype.kind in "iu":
+        array = array[:, None]
+    return array
+
+
+class Reading:
+    """The reading process: a method for every question. It opens the dataset at the first one."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._opened: OpenedDataset | None = None
+        self._epoch = self._next = 0
+        self._thread_errors = ThreadErrors()
+
+    def __call__(self, question: Question) -> Any:
+        try:
+            with self._thread_errors.reraise():
+                return getattr(self, question[0])(*question[1:])
+        except ThreadFailed as failed:
+            error = failed.__cause__ or failed
+            name = f"{self._options['class']} of RETURNN"
+            raise DataError(f"{name}: expected a dataset whose threads can read it, got {raised_text(error)}") from error
+
+    def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
+        """The dataset's name, the number of parts that it cuts a full epoch into, and its streams."""
+        self._begin(epoch)
+        item = self._item(0)
+        if item is None:
+            raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
+        return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
+
+    def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
+        """Read up to `count` sequences from `start` on, for not much longer than `SCAN_SECONDS`."""
+        part = ScannedSequences([], {}, [], None, False)
+        until = time.monotonic() + SCAN_SECONDS
+        while len(part.tags) < count and (not part.tags or time.monotonic() < until):
+            item = self._read(epoch, start + len(part.tags), skip=False)
+            if item is None:
+                return replace(part, ended=True)
+            tag, arrays = item
+            part.tags.append(tag)
+            part.checksums.append(_checksum(item))
+            for key, values in arrays.items():
+                part.lengths.setdefault(key, []).append(len(values))
+        return replace(part, total=self._dataset.num_sequences())
+
+    def streams(self) -> Mapping[str, Stream] | None:
+        """The streams, if more is known about them than in `about`; else None."""
+        return None
+
+    def skip(self, epoch: int, number: int) -> int:
+        """Read on towards a sequence, for not much longer than `SCAN_SECONDS`. Returns the number of the next one."""
+        if self._opened is None or epoch != self._epoch or number < self._next:
+            self._begin(epoch)
+        until = time.monotonic() + SCAN_SECONDS
+        while self._next < number and time.monotonic() < until and self._item(self._next) is not None:
+            pass
+        return self._next
+
+    def order(self, epoch: int) -> tuple[Array, int] | None:
+        """As `OpenedDataset.order`, with a checksum of the tags of the corpus, which may differ from epoch to epoch."""
+        self._begin(epoch)
+        order, tags = self._dataset.order(), self._dataset.all_tags()
+        return None if order is None or tags is None else (order, zlib.crc32(tags.tobytes()))
+
+    def all_tags(self) -> Array | None:
+        """As `OpenedDataset.all_tags`."""
+        return self._dataset.all_tags()
+
+    def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
+        """Whether sequences of an epoch have these checksums when it begins again.
+
+        Args:
+            skip: whether to read them without those before them.
+        """
+        self._begin(epoch)
+        try:
+            return all(
+                item is not None and _checksum(item) == expected
+                for number, expected in sorted(checksums.items())
+                for item in [self._read(epoch, number, skip)]
+            )
+        except DataError:
+            self._opened = None  # skipping may have left it in any state
+            return False
+        finally:
+            self._epoch = 0
+
+    def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
+        """Sequences of an epoch. Unless `skip`, reads all sequences before them and in between, too."""
+        found: dict[int, Item] = {}
+        for number in sorted(set(numbers)):
+            item = self._read(epoch, number, skip)
+            if item is None:
+                raise DataError(f"{self._dataset.name}: expected sequence {number} of epoch {epoch}, got no more")
+            found[number] = item
+        return [found[number] for number in numbers]
+
+    @property
+    def _dataset(self) -> OpenedDataset:
+        if self._opened is None:
+            import multiprocessing  # here, so that `--help` does not import it
+
+            # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
+            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+            self._thread_errors.watch()
+            self._opened = OpenedDataset(without_processes(self._options))
+            self._epoch = 0
+        return self._opened
+
+    def _begin(self, epoch: int) -> None:
+        self._dataset.begin(epoch)
+        if self._dataset.is_endless():
+            raise DataError(
+                f"{self._dataset.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
+                "AnythingDataset belongs in a MetaDataset, whose seq_order_control_dataset determines the sequences)"
+            )
+        self._epoch, self._next = epoch, 0
+
+    def _read(self, epoch: int, number: int, skip: bool) -> Item | None:
+        if self._opened is None or epoch != self._epoch or number < self._next:
+            self._begin(epoch)
+        if skip:
+            self._next = number
+        while self._next < number:
+            if self._item(self._next) is None:
+                return None
+        return self._item(number)
+
+    def _item(self, number: int) -> Item | None:
+        item = self._dataset.item(number)
+        self._next = number + 1
+        if item is None:
+            return None
+        return item[0], {key: _texts_as_objects(values) for key, values in item[1].items()}
+
+
+def _texts_as_objects(values: Array) -> Array:
+    """The values, with texts as Python objects like those of an HDF file."""
+    return values.astype(object) if values.dtype.kind in "US" else values
+
+
+def _checksum(item: Item) -> int:
+    checksum = zlib.crc32(item[0].encode("utf-8"))
+    for key, values in sorted(item[1].items()):
+        data = repr(values.tolist()).encode() if values.dtype == object else numpy.ascontiguousarray(values).tobytes()
+        checksum = zlib.crc32(data, zlib.crc32(key.encode("utf-8"), checksum))
+    return checksum

@@ -1,0 +1,127 @@
+"""Rewrites a config before its keys are checked: RETURNN's names, values and functions become hvdtrain's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain.config.check import closest, is_no_key
+from hvdtrain.config.source import OVERRIDING, Source
+from hvdtrain.config.translation import Translation
+from hvdtrain.errors import Problem, problem
+from hvdtrain.plugins.returnn.imports import WatchedImports
+from hvdtrain.plugins.returnn.names import (
+    ALIASES,
+    BY_VALUES,
+    KEYS_OF_NETWORKS,
+    OF_THE_WRAPPER,
+    READ_BY_RETURNN,
+    TORCH_DISTRIBUTED,
+    UNSUPPORTED,
+    explain,
+    is_no_op,
+    without_effect,
+)
+from hvdtrain.plugins.returnn.networks import uses_network, with_network
+from hvdtrain.plugins.returnn.values import convert_values, ignored_by_returnn
+
+
+class Watched(WatchedImports):
+    """One config, of which the imports are watched, and which is then translated."""
+
+    def translate(self, source: Source, keys: Collection[str], booleans: Collection[str]) -> Source:
+        return translate(source, self, keys, booleans)
+
+
+def translate(source: Source, imports: WatchedImports, keys: Collection[str], booleans: Collection[str]) -> Source:
+    """As `Translation.translate`, given the imports of the config."""
+    honoured = KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
+    if honoured:
+        source = with_network(source, imports)
+    elif imports.has_returnn:
+        source = _with_wrapped_functions(source, imports)
+    origins, values = _our_names(source.origins), _our_names(source.values)
+    values, remarks = convert_values(values, origins, booleans, for_returnn=source.is_foreign)
+    in_dict: list[Problem] = []
+    if isinstance(values.get("torch_distributed"), dict):
+        values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
+    ignored = ignored_by_returnn(values) if source.is_foreign else ()
+    values = {name: value for name, value in values.items() if name not in ignored or name not in keys}
+    translated = replace(source, values=values, origins=origins)
+    misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
+    unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
+    notes: tuple[str, ...] = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
+    has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
+    if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
+        notes += (
+            "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN a sum of means",
+        )
+    return replace(
+        translated,
+        problems=(
+            *source.problems,
+            *_unsupported_problems(translated, {*ignored, *honoured}),
+            *_duplicate_problems(source),
+            *in_dict,
+        ),
+        foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
+        warnings=(*source.warnings, *misspelt.values(), *remarks),
+        notes=notes,
+    )
+
+
+def _our_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {ALIASES.get(name, name): value for name, value in values.items()}
+
+
+def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
+    backend = source.values.get("backend", "torch")
+    if backend != "torch":
+        found = problem("unknown-value", f"backend: expected 'torch' in a config that imports returnn, got {backend!r}")
+        return replace(source, is_foreign=True, problems=(*source.problems, *found))
+    from hvdtrain.plugins.returnn.steps import wrap_functions  # here, as it imports RETURNN
+
+    return replace(wrap_functions(source, imports), is_foreign=True)
+
+
+def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The entries of the dict that hvdtrain has, and problems with those that only RETURNN has."""
+    options = entries.get("options")
+    is_without_effect = isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options)
+    kept = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
+    return kept, [
+        Problem.of("unsupported", f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})")
+        for name, reason in TORCH_DISTRIBUTED.items()
+        if name in entries and not (name == "options" and is_without_effect)
+    ]
+
+
+def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[Problem]:
+    """Problems with keys of RETURNN that would change the training, except those that RETURNN itself ignores."""
+    for name, value in source.values.items():
+        if name in UNSUPPORTED and name not in ignored and not is_no_op(name, value):
+            where = source.origins[name]
+            yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({UNSUPPORTED[name]})")
+
+
+def _duplicate_problems(source: Source) -> Iterator[Problem]:
+    """Problems with keys that a file sets under both of their names."""
+    for other, name in ALIASES.items():
+        if other in source.values and name in source.values:
+            yield from problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
+
+
+def _misspelling_warnings(source: Source, keys: Collection[str]) -> dict[str, str]:
+    """Warnings about names in a config for RETURNN that look like misspelt keys, by name. RETURNN would ignore them."""
+    known = {*keys, *ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
+    found = {}
+    for name, value in source.values.items():
+        if name in known or is_no_key(name, value) or source.origins[name] in OVERRIDING:
+            continue
+        if match := closest(name, keys):
+            found[name] = f"{name} in {source.origins[name]}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"
+    return found
+
+
+RETURNN = Translation(ALIASES, explain, Watched)

@@ -1,0 +1,5 @@
+"""TensorFlow, with models of Keras: the backend 'tensorflow'."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(backends={"tensorflow": f"{__name__}.backend:TENSORFLOW"})

@@ -1,0 +1,367 @@
+"""A config's train_step and forward_step as TensorFlow graphs that include the exchange of gradients between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
+from hvdtrain.context import Loss, RunContext, Running
+from hvdtrain.data.types import Batch, Packed
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.epoch_scores import with_statistics
+from hvdtrain.learner.meter import (
+    TINY,
+    check_marked_losses,
+    check_marked_outputs,
+    check_same_normalized,
+    normalized_losses,
+    nothing_to_minimize,
+    scales_of,
+)
+from hvdtrain.learner.precision import GradientCheck
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.tensorflow.gradients import (
+    Accumulated,
+    AccumulatedGradients,
+    Exchange,
+    Gradient,
+    GraphGradients,
+    any_gradients,
+    combine,
+    pack,
+    unpack,
+)
+from hvdtrain.plugins.tensorflow.tensors import (
+    ModelVariables,
+    count_of,
+    extern_data_of,
+    numbers_of,
+    set_generators,
+    specs_of,
+    tensor_of,
+    tensorflow_variable,
+    total_of,
+    totals_of,
+    variables_of,
+    with_parts,
+)
+
+PARTS = ""
+"""Among the inputs of a graph, which are by data key: the number of the dataset of each sequence in a mix (`Batch.parts`), or of
+each frame of joined pieces."""
+
+Mixed = tuple[tuple[str, ...], bool]
+"""The names of the datasets of a mix, and whether the batches that it makes are joined to a row."""
+
+
+@dataclass(frozen=True)
+class ConfigFunctions:
+    """The config's functions. Attributes: forward_step: None if the config has none."""
+
+    train_step: Callable[..., None]
+    forward_step: Callable[..., None] | None
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """A graph.
+
+    Attributes:
+        names: the losses that it computes, each with the scale it is minimized with, or 0.
+    """
+
+    function: Callable[..., Any]
+    names: dict[str, float]
+
+
+Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
+"""The result of `train` and `send`: reduced gradients (packed); their divisor if a normalized loss is the only loss; and a tensor
+of shape (3,): the seconds of waiting for other ranks, and the bytes sent in float32 and in other types."""
+
+
+class StepGraphs:
+    """The graphs of a model's steps, each traced on first use.
+
+    A train_step is traced once for training and once for evaluation, and again only if a data key changes its type or number of
+    axes: batches of any length and any number of sequences share a graph. As in Keras, AutoGraph is not applied.
+
+    Args:
+        optimizer: the config's, which may scale the loss itself.
+        check: has the loss scale.
+
+    Attributes:
+        traces: how often train_step was traced.
+    """
+
+    def __init__(
+        self,
+        variables: ModelVariables,
+        functions: ConfigFunctions,
+        optimizer: Any,
+        gradients: GraphGradients,
+        gradient_exchange: GradientExchange,
+        check: GradientCheck,
+    ) -> None:
+        self.traces = 0
+        self.optimizer = optimizer
+        self._model_variables = variables
+        self._variables = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
+        self._functions = functions
+        self._gradients = gradients
+        self._accumulated = AccumulatedGradients(gradients)
+        self._gradient_exchange = gradient_exchange
+        self._check = check
+        self._exchange: Exchange | None = None
+        self._steps: dict[Any, TracedGraph] = {}
+        self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
+        self._packed: frozenset[str] = frozenset()  # this and the next describe the batches of the graph that is traced last
+        self._mix: Mixed = ((), False)
+
+    # What the learner calls
+
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether gradients are exchanged for the next update. Graphs include the exchange, so a change traces them again."""
+        return self._gradient_exchange.is_active
+
+    @property
+    def exchange(self) -> Exchange:
+        """The tensors to exchange for an update."""
+        if self._exchange is None:
+            raise RuntimeError("update() before the first backward()")
+        return self._exchange
+
+    def train(self, batch: Batch, epoch: int, step: int, seeds: Any) -> tuple[dict[str, float], tf.Tensor, Reduced]:
+        """Collective. Forward, backward, and the exchange of gradients.
+
+        Args:
+            seeds: for the model's generators of random numbers; uint32 of shape (generators,).
+
+        Returns:
+            The losses' names, each with the scale it is minimized with, or 0; their sums and counts of shape (2 * losses,); and
+            the reduced gradients.
+        """
+        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        traced, arguments = self._graph(batch, self._train, epoch, step, *inputs)
+        numbers, reduced = traced.function(*arguments)
+        return traced.names, numbers, reduced
+
+    def collect(
+        self, batch: Batch, epoch: int, step: int, seeds: Any, before: Accumulated | None
+    ) -> tuple[dict[str, float], tf.Tensor, Accumulated]:
+        """Forward and backward of one of several batches of an update. Does not send the gradients yet.
+
+        Args:
+            before: the gradients accumulated since the last update.
+        """
+        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        traced, arguments = self._graph(batch, self._collect, epoch, step, *inputs)
+        numbers, collected = traced.function(*arguments)
+        accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
+        return traced.names, numbers, accumulated
+
+    def agree(self) -> None:
+        """Collective. On a rank without a batch in the first step, learn from the others which tensors to exchange."""
+        if self._exchange is None:
+            self._exchange = self._gradient_exchange.agree(None)
+
+    def send(self, accumulated: Accumulated | None) -> Reduced:
+        """Collective. Reduce the accumulated gradients, or zeros on a rank that had no batch."""
+        if accumulated is None:
+            self.agree()
+            accumulated = self._accumulated.zeros(self.exchange)
+        sets = len(accumulated[0])
+        kind = sets, self.are_exchanged
+        if kind not in self._sends:
+            graph = tf.function(self._send, autograph=False)
+            self._sends[kind] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
+        return self._sends[kind](*accumulated)
+
+    def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, float], tf.Tensor]:
+        """The losses' names, sums and counts."""
+        traced, arguments = self._graph(batch, self._evaluate, epoch, step)
+        return traced.names, traced.function(*arguments)
+
+    def observe(self, batch: Batch, epoch: int, step: int, seeds: Any) -> None:
+        """Run train_step in training mode, for the statistics of BatchNorm layers. The layers' momentum is part of the graph."""
+        traced, arguments = self._graph(batch, self._observe, epoch, step, tf.constant(seeds, tf.uint32))
+        traced.function(*arguments)
+
+    def forward(self, batch: Batch, epoch: int, step: int) -> dict[str, tuple[tf.Tensor, tf.Tensor | None]]:
+        """The outputs by name: values of shape (batch, ...), and seq_lens of shape (batch,) if they were given."""
+        traced, arguments = self._graph(batch, self._forward, epoch, step)
+        outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
+        return outputs
+
+    def count(self, traffic: tf.Tensor) -> None:
+        """Count the seconds and bytes of a `Reduced`. Waits for the device."""
+        seconds, float32, others = traffic.numpy().tolist()
+        self._gradient_exchange.count_graph(seconds, int(float32), int(others))
+
+    # Tracing
+
+    def _graph(
+        self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
+    ) -> tuple[TracedGraph, list[Any]]:
+        """The graph that computes `function` for batches of this kind, and its arguments."""
+        data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
+        packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
+        kinds = tuple(
+            (key, values.dtype, tuple(values.shape[1 if key in packed else 2 :]), key in packed)
+            for key, (values, _) in data.items()
+        )
+        mix: Mixed = ((), False)
+        if batch.parts is not None:
+            numbers = batch.parts.numbers if batch.joined is None else batch.parts.numbers.repeat(batch.joined)
+            data[PARTS] = tf.constant(numbers, tf.int64)
+            mix = batch.parts.names, batch.joined is not None
+        arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
+        reduced = function == self._train and self.are_exchanged
+        kind = function.__name__, reduced, kinds, mix
+        traced = self._steps.get(kind)
+        if traced is None:
+            names: dict[str, float] = {}
+            self._packed, self._mix = packed, mix
+            of_parts = {} if batch.parts is None else {PARTS: tf.TensorSpec([None], tf.int64)}
+            of_data = {key: specs_of(data[key][0], key in packed) for key in batch.data}
+            specs: list[Any] = [{**of_data, **of_parts}]
+            specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
+            graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
+            traced = self._steps[kind] = TracedGraph(graph, names)
+        return traced, arguments
+
+    def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        """The scalar to differentiate: multiplied by the loss scale, and by the optimizer's scale if it has one."""
+        scaled = self.optimizer.scale_loss(total)
+        return scaled * tf.cast(scale, scaled.dtype)
+
+    def _train(
+        self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+    ) -> Any:
+        """The graph of `train`."""
+        set_generators(self._model_variables.generators, seeds)
+        with tf.GradientTape() as tape:
+            losses = self._losses(names, data, epoch, step, train=True)
+            own = normalized_losses(losses)
+            counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
+            waited = tf.zeros([], tf.float64)
+            if own.names and not own.is_only_loss:
+                counts, waited = time_exchange(self._gradients.exchange_counts, counts)
+            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
+            total = self._scale_loss(total_of(losses, divisors), scale)
+        found = tape.gradient(total, self._variables)
+        if all(gradient is None for gradient in found):
+            raise nothing_to_minimize()
+        self._agree(Exchange(own, self._gradients.rows(found)))
+        local = self._gradients.local(found, self.exchange)
+        return numbers_of(losses), self._reduce(local, counts, waited)
+
+    def _collect(
+        self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+    ) -> Any:
+        """The graph of `collect`."""
+        set_generators(self._model_variables.generators, seeds)
+        with tf.GradientTape(persistent=True) as tape:
+            losses = self._losses(names, data, epoch, step, train=True)
+            own = normalized_losses(losses)
+            totals = [self._scale_loss(total, scale) for total in totals_of(losses, () if own.is_only_loss else own.names)]
+        found = [tape.gradient(total, self._variables) for total in totals]
+        if all(gradient is None for of_loss in found for gradient in of_loss):
+            raise nothing_to_minimize()
+        self._agree(Exchange(own, self._gradients.rows(any_gradients(found))))
+        counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
+        return numbers_of(losses), ([pack(self._gradients.local(of_loss, self.exchange)) for of_loss in found], counts)
+
+    def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
+        """The graph of `send`."""
+        losses = self.exchange.losses
+        waited = tf.zeros([], tf.float64)
+        if losses.names and not losses.is_only_loss:
+            counts, waited = time_exchange(self._gradients.exchange_counts, counts)
+        return self._reduce(combine(sets, counts), counts, waited)
+
+    def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """The graph of `evaluate`."""
+        return numbers_of(self._losses(names, data, epoch, step, train=False))
+
+    def _observe(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+        """The graph of `observe`."""
+        set_generators(self._model_variables.generators, seeds)
+        return numbers_of(self._losses(names, data, epoch, step, train=True))
+
+    def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
+        """The graph of `forward`."""
+        if self._functions.forward_step is None:
+            raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
+        with Running(RunContext(epoch, step, False)) as context:
+            tensors = {key: of_key for key, of_key in data.items() if key != PARTS}
+            self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(tensors, self._packed))
+        check_marked_outputs(context.outputs)
+        return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
+
+    def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
+        """Run the config's train_step."""
+        self.traces += 1
+        parts = data.get(PARTS)
+        data = {key: tensors for key, tensors in data.items() if key != PARTS}
+        with Running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
+            self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data, self._packed))
+        check_marked_losses(context.losses, lambda value: True)  # any value is accepted: TensorFlow converts numbers to tensors
+        before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
+        if before != after:
+            raise ConfigError.of(
+                "wrong-result",
+                f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
+                "(Keras layers get theirs when they are first called: call the model once in get_model)",
+            )
+        losses = with_parts(with_statistics(context, lambda rows: tf.cast(rows, tf.float64)), parts, *self._mix)
+        names.update(scales_of(losses, train))
+        return losses
+
+    def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
+        """Collective, when the graph runs. Reduce the gradients, and with them the count of a normalized loss that is the only
+        loss."""
+        exchange = self.exchange
+        count_too = exchange.losses.is_only_loss and bool(exchange.losses.names)
+
+        def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
+            totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
+            return pack(self._gradients.reduce(unpack(own[0]), exchange)), totals
+
+        (reduced, divisor), seconds = time_exchange(reduce, (pack(gradients), counts))
+        return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
+
+    def _agree(self, own: Exchange) -> None:
+        """Collective in the first step, outside of the traced graph. Check later steps against the first."""
+        if self._exchange is None:
+            with tf.init_scope():
+                self._exchange = self._gradient_exchange.agree(own)
+        check_same_normalized(self._exchange.losses, own.losses, since="training")
+        if own.rows != self._exchange.rows:
+            raise ConfigError.of(
+                "wrong-result",
+                f"train_step: expected sparse gradients as in the first step, parameters {self._exchange.rows}, got {own.rows}",
+            )
+
+
+def time_exchange(
+    exchange: Callable[[Any], Any], own: Any, known: Callable[[Any], list[Any]] = tf.nest.flatten
+) -> tuple[Any, tf.Tensor]:
+    """The result of `exchange` for a rank's tensors, and its seconds after all of these were computed. Part of a graph.
+
+    With op determinism, a TensorFlow graph has no clock: zero seconds.
+
+    Args:
+        known: returns operations or tensors that are computed once given tensors are.
+    """
+    if is_op_determinism_enabled():
+        return exchange(own), tf.zeros([], tf.float64)
+    with tf.control_dependencies(known(own)):
+        begin = tf.timestamp()
+    result = exchange(own)
+    with tf.control_dependencies([*known(result), begin]):
+        return result, tf.timestamp() - begin

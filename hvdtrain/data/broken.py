@@ -8,8 +8,9 @@ Scores and gradients are sums over the sequences that were read, divided by thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from hvdtrain.data.types import Array, Batch, Broken
+from hvdtrain.data.types import Array, Batch, Broken, arrays_in
 from hvdtrain.errors import BrokenSequence
 
 LISTED = 5
@@ -112,6 +113,9 @@ def finite_problem(values: Array) -> str:
     """The first frame with a number that is NaN or infinite, for messages; '': there is none."""
     import numpy  # here, as `--help` imports this file
 
+    if values.dtype.kind == "O":  # texts, or items of any kind
+        inside = (arrays_in(item) for item in values.flat if not isinstance(item, str))
+        return next(filter(None, map(finite_problem, chain.from_iterable(inside))), "")
     if values.dtype.kind not in "fc" or numpy.isfinite(values.sum(dtype=numpy.result_type(values.dtype, numpy.float64))):
         return ""
     wrong = ~numpy.isfinite(values)

@@ -163,8 +163,8 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     if is_loader(value):
         try:
             objects, order_of_loader = read_loader(name, value)
-        except DataError as error:
-            return None, problem("unsupported", str(error))
+        except ConfigError as error:
+            return None, [*error.problems]
         value = {"class": lambda: objects}
         if name != "train" or "seq_ordering" not in defaults:
             value["seq_ordering"] = order_of_loader

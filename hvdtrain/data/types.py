@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +149,19 @@ class Batch:
         return (
             numpy.append(self.indices, [index for index, _ in self.broken]).astype(numpy.int64) if self.broken else self.indices
         )
+
+
+def arrays_in(item: Any) -> Iterator[Array]:
+    """The numbers and texts in an item of any kind, as arrays."""
+    import numpy
+
+    if isinstance(item, (str, bytes, int, float, complex)) or getattr(item, "__array__", None) is not None:
+        yield numpy.atleast_1d(getattr(item, "detach", lambda: item)())  # a tensor's values without its gradient
+    elif isinstance(item, (Mapping, list, tuple)):
+        for each in item.values() if isinstance(item, Mapping) else item:
+            yield from arrays_in(each)
+    else:
+        yield from arrays_in(getattr(item, "__dict__", {}))
 
 
 class UnlikeError(DataError):

@@ -9,6 +9,7 @@ from math import isfinite
 import numpy
 
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.data.broken import finite_problem
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, Naming
 from hvdtrain.errors import TrainingError, first_few
@@ -144,6 +145,8 @@ def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:
         except Exception as error:  # a missing file or the user's code: the known facts are worth reporting anyway
             return f"its input cannot be read again ({error})"
         for key, values in arrays.items():
+            if values.dtype.kind == "O" and (problem := finite_problem(values)):
+                found.append(f"{dataset.tags([index])[0]}: {problem}")
             if values.dtype.kind in "fc" and not (finite := numpy.isfinite(values)).all():
                 frames = len(values) - int(finite.reshape(len(values), -1).all(axis=1).sum())
                 [tag] = dataset.tags([index])

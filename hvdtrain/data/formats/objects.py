@@ -11,7 +11,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset, ended_iterator_error
 from hvdtrain.data.types import Array, Batch, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 
 KEY = "data"
 """The data key of the items."""
@@ -125,15 +125,16 @@ def read_loader(where: str, loader: Any) -> tuple[Objects, str]:
     """The items of a DataLoader with its `collate_fn` and its size of batches, and the order of its sampler.
 
     Raises:
-        DataError: it has something that hvdtrain's plan of an epoch cannot have.
+        ConfigError: it has something that hvdtrain's plan of an epoch cannot have.
     """
     of_torch: Any = sys.modules["torch.utils.data"]
     batches, items = loader.batch_sampler, loader.dataset
 
-    def refuse(what: str, advice: str) -> DataError:
-        return DataError(
+    def refuse(what: str, advice: str) -> ConfigError:
+        return ConfigError.of(
+            "unsupported",
             f"{where}: expected a DataLoader whose batches hvdtrain can plan, so that each item comes once in an epoch over all "
-            f"ranks, got one with {what} ({advice})"
+            f"ranks, got one with {what} ({advice})",
         )
 
     if isinstance(items, of_torch.IterableDataset):

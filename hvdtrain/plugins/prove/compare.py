@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from math import floor, inf, isfinite, isnan, log10, sqrt
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.types import Array, Batch, Items
+from hvdtrain.data.types import Array, Batch, Items, arrays_in
 
 SKETCH = 256
 """The size of a sketch. The relative error of an estimated norm is about sqrt(1 / (2 * SKETCH)) to sqrt(2 / SKETCH)."""
@@ -68,26 +68,11 @@ def checksum(batch: Batch) -> int:
             sequences = numpy.split(padded.values[0], numpy.cumsum(batch.joined)[:-1])
         for values in sequences:
             if isinstance(padded, Items):
-                content = b"".join(bytes_of(values[0]))
+                content = b"".join(array.tobytes() for array in arrays_in(values[0]))
             else:
                 content = repr(values.tolist()).encode() if values.dtype == object else values.tobytes()
             total += zlib.crc32(content, zlib.crc32(key.encode()))
     return total
-
-
-def bytes_of(item: Any) -> Iterator[bytes]:
-    """The numbers and texts in an item of any kind."""
-    if isinstance(item, Mapping):
-        item = [*item.values()]
-    elif hasattr(item, "__dict__") and not hasattr(item, "__array__"):
-        item = [*vars(item).values()]
-    if isinstance(item, (list, tuple)):
-        for each in item:
-            yield from bytes_of(each)
-    elif isinstance(item, (str, bytes)):
-        yield item.encode() if isinstance(item, str) else item
-    elif hasattr(item, "__array__") or isinstance(item, (int, float, complex)):
-        yield numpy.asarray(item).tobytes()
 
 
 Losses = dict[str, tuple[float, float]]

@@ -19,13 +19,20 @@ run() {
     fi
 }
 
-extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,optimizers,remote,arrow,kaldi,lhotse,text,docs,dev
+extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,transformers,speechbrain,optimizers,remote,arrow,kaldi,lhotse,text,docs,dev
 stamp=.venv/setup-tests-complete
 wanted=$(cat tools/setup_tests.sh pyproject.toml | sha256sum | cut -d' ' -f1)
 if [ ! -f $stamp ] || [ "$(cat $stamp)" != "$wanted" ]; then
     mkdir -p .venv/setup-logs
     run "Python's packages" .venv/setup-logs/tests.log \
         .venv/bin/python -m pip --disable-pip-version-check install --no-build-isolation -e ".[$extras]" || exit 1
+    # espnet needs packages that pin old versions of others; what is tested needs two of them.
+    run "espnet" .venv/setup-logs/espnet.log .venv/bin/python -m pip --disable-pip-version-check install --no-deps \
+        espnet typeguard humanfriendly || exit 1
+    # PyPI's torchaudio, which speechbrain imports, is built for CUDA. With a CPU build of torch its extension cannot be loaded, which is
+    # an error; without the file, torchaudio does without it.
+    .venv/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None)" ||
+        rm -f .venv/lib/python3*/site-packages/torchaudio/lib/*.so
     echo "$wanted" >$stamp
 fi
 [ "${1:-}" != python ] || exit 0

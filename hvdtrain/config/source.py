@@ -376,14 +376,14 @@ class LargeImports(MetaPathFinder):
             loader.exec_module(module)
         finally:
             gc.set_threshold(*usual)
-        users: list[Any] = [module for module in sys.modules.values() if not _is_installed(module)]
+        users: list[Any] = [module for module in list(sys.modules.values()) if not _is_installed(module)]
         users.append(users)  # not frozen: at exit, Python clears these modules, so that their files are written and closed
         gc.freeze()
 
 
 def _is_installed(module: ModuleType) -> bool:
     """Whether a module belongs to Python or to an installed package."""
-    file = getattr(module, "__file__", None)
+    file = vars(module).get("__file__")  # asking a module that is imported on first use for an attribute would import it
     return file is None or file.startswith((sys.prefix, sys.base_prefix))
 
 

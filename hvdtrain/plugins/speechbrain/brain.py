@@ -1,0 +1,226 @@
+"""A Brain as keys: its forward and objectives in train_step, its optimizer, and its hooks in a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from speechbrain import Brain, Stage
+from speechbrain.dataio.batch import PaddedBatch
+
+import hvdtrain
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.speechbrain.ranks import as_one_job
+from hvdtrain.plugins.speechbrain.stages import Stages
+from hvdtrain.plugins.speechbrain.states import load_from
+
+KEY = "brain"
+ENTRIES = ("class", "hparams", "overrides", "run_opts", "make", "datasets", "checkpoint")
+
+THEIR_LOOP = (
+    "fit", "fit_batch", "_fit_train", "_fit_valid", "optimizers_step", "freeze_optimizers", "zero_grad", "update_average",
+    "check_gradients", "check_loss_isfinite", "no_sync", "on_fit_start", "on_fit_batch_start", "make_dataloader",
+)  # fmt: skip
+"""Methods of the loop, which is hvdtrain's. A class that has its own is refused."""
+
+OPTIONS = {
+    "debug": "++dry_run 1, or overfit_batches",
+    "jit": "the key torch_compile",
+    "jit_module_keys": "the key torch_compile",
+    "compile": "the key torch_compile",
+    "compile_module_keys": "the key torch_compile",
+    "data_parallel_backend": "a process for each GPU",
+    "optimizer_step_limit": "num_epochs, or partition_epoch",
+    "profile_training": "the key profile_steps",
+    "test_only": "++task eval",
+}
+"""Options of a run that have no effect here, and what there is instead."""
+
+LOADERS = {"train": "train_dataloader_opts", "valid": "valid_dataloader_opts", "test": "test_dataloader_opts"}
+NOT_SERVED = ("sampler", "batch_sampler", "looped_nominal_epoch")
+"""Options of a DataLoader that choose batches in another way than hvdtrain's plan."""
+
+
+def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that follow from `brain`. Raises: ConfigError."""
+    maker = Maker(values[KEY], int(values.get("random_seed") or 42))
+    brain = maker.first()
+    hparams = vars(getattr(brain, "hparams", None) or Nothing())
+    stages = Stages(maker)
+    steps = Steps(maker, stages)
+    found: dict[str, Any] = {
+        "get_model": maker.get_model,
+        "optimizer": maker.optimizer,
+        "learning_rate": 1.0,
+        "dynamic_learning_rate": steps.rate,
+        "train_step": steps.train,
+        "gradient_clip_global_norm": brain.max_grad_norm,
+        "accum_grad_multiple_step": brain.grad_accumulation_factor,
+        "callbacks": [stages],
+        "epoch_scores": {"brain": stages},
+    }
+    found |= {} if brain.precision == "fp32" else {"mixed_precision": {"bf16": "bfloat16", "fp16": "float16"}[brain.precision]}
+    if brain.ckpt_interval_minutes > 0:
+        found["save_interval_minutes"] = brain.ckpt_interval_minutes
+    if brain.ckpt_interval_steps > 0:
+        found["save_interval_steps"] = brain.ckpt_interval_steps
+    if "seed" in hparams:
+        found["random_seed"] = int(hparams["seed"])
+    epochs = hparams.get("number_of_epochs", getattr(hparams.get("epoch_counter"), "limit", None))
+    found |= {} if epochs is None else {"num_epochs": int(epochs)}
+    return found | _data(maker, hparams, str(values.get("task") or "train"))
+
+
+class Nothing:
+    """No hyperparameters."""
+
+
+class Maker:
+    """Makes the Brain: once to see its options, and again only if a model is asked for again.
+
+    Attributes:
+        brain: the one whose model was asked for last.
+    """
+
+    def __init__(self, given: Any, seed: int) -> None:
+        self.given = dict(given) if isinstance(given, Mapping) else {"make": given}
+        unknown = sorted(self.given.keys() - set(ENTRIES))
+        if unknown or not ("make" in self.given or "class" in self.given):
+            got = f"{unknown[0]!r}{did_you_mean(unknown[0], ENTRIES)}" if unknown else repr(given)
+            raise ConfigError.of("wrong-type", f"{KEY}: expected a function, or a dict of {', '.join(ENTRIES)}, got {got}")
+        self._seed = seed
+        self._parameters: list[torch.nn.Parameter] = []
+        self._unused: Any = None
+        self.brain: Any = None
+
+    def first(self) -> Any:
+        """The Brain whose model will be asked for first. Raises: ConfigError, if it has what hvdtrain cannot serve."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            self._unused = self._make()
+        return self._unused
+
+    def get_model(self, *, device: str, **_: Any) -> torch.nn.Module:
+        """As the key get_model: all modules of the Brain."""
+        self.brain, self._unused = self._unused or self.first(), None
+        self.brain.device = device
+        if (folder := self.given.get("checkpoint")) is not None:
+            load_from(Path(folder), dict(self.brain.modules))
+        return self.brain.modules  # type: ignore[no-any-return]
+
+    def optimizer(self, _: Any) -> torch.optim.Optimizer:
+        """As the key optimizer: the Brain's. Raises: ConfigError, if it has several, or several rates."""
+        brain = self.brain
+        brain.optimizers_dict = None
+        brain.init_optimizers()
+        several = brain.optimizers_dict or {"optimizer": getattr(brain, "optimizer", None)}
+        made = next(iter(several.values()))
+        rates = {group["lr"] for group in made.param_groups} if made is not None else set()
+        if len(several) != 1 or len(rates) != 1:
+            raise ConfigError.of(
+                "unsupported", f"{KEY}: expected one optimizer with one learning rate, got {len(several)} with {len(rates)}"
+            )
+        brain.optimizer = made
+        if (folder := self.given.get("checkpoint")) is not None:
+            load_from(Path(folder), {"optimizer": made}, is_optional=True)
+        return made  # type: ignore[no-any-return]
+
+    def _make(self) -> Any:
+        as_one_job()
+        brain = self.given["make"]() if "make" in self.given else self._of_class()
+        if not isinstance(brain, Brain):
+            raise ConfigError.of("wrong-result", f"{KEY}: expected a Brain, got a {type(brain).__name__}")
+        own = [name for name in THEIR_LOOP if getattr(type(brain), name) is not getattr(Brain, name)]
+        if own:
+            raise ConfigError.of(
+                "unsupported", f"{KEY}: expected a Brain with SpeechBrain's own {own[0]}, got that of {type(brain).__name__}"
+            )
+        for name, instead in OPTIONS.items():
+            if getattr(brain, name, None):
+                raise ConfigError.of("unsupported", f"{KEY}: expected {instead}, got {name} = {getattr(brain, name)!r}")
+        if any(one is other for one in brain.modules.parameters() for other in self._parameters):
+            raise ConfigError.of(
+                "wrong-result", f"{KEY}: expected modules that are made anew, got those that are trained already"
+            )
+        self._parameters = list(brain.modules.parameters())
+        if brain.grad_accumulation_factor > 1 and type(brain).on_fit_batch_end is not Brain.on_fit_batch_end:
+            raise ConfigError.of("unsupported", f"{KEY}: expected no grad_accumulation_factor with on_fit_batch_end, got both")
+        return brain
+
+    def _of_class(self) -> Any:
+        hparams = self.given.get("hparams")
+        if isinstance(hparams, (str, Path)):
+            from hyperpyyaml import load_hyperpyyaml
+
+            with Path(hparams).open(encoding="utf-8") as file:
+                hparams = load_hyperpyyaml(file, self.given.get("overrides"))
+        elif callable(hparams):
+            hparams = hparams()
+        else:
+            raise ConfigError.of(
+                "wrong-type", f"{KEY}.hparams: expected a hyperpyyaml file, or a function that makes them, got {hparams!r}"
+            )
+        hparams = dict(hparams)
+        arguments = {name: hparams.get(name) for name in ("modules", "opt_class", "checkpointer")}
+        return self.given["class"](hparams=hparams, run_opts=self.given.get("run_opts"), **arguments)
+
+
+class Steps:
+    """The keys train_step and dynamic_learning_rate."""
+
+    def __init__(self, maker: Maker, stages: Stages) -> None:
+        self._maker, self._stages = maker, stages
+
+    def rate(self, **_: Any) -> float:
+        """The rate that the Brain's optimizer has, which its hooks may have changed."""
+        return float(self._maker.brain.optimizer.param_groups[0]["lr"])
+
+    def train(self, *, extern_data: Any, **_: Any) -> None:
+        """The loss of a batch, which is the mean over its items."""
+        brain, stages, context = self._maker.brain, self._stages, hvdtrain.get_run_ctx()
+        if context.train_flag:
+            stages.train(context.step, context.epoch)
+            outputs = brain.compute_forward(extern_data, Stage.TRAIN)
+            loss = brain.compute_objectives(outputs, extern_data, Stage.TRAIN)
+            stages.note(extern_data, outputs, loss)
+        else:
+            loss = brain.evaluate_batch(extern_data, stages.evaluate())
+        context.mark_as_loss(loss, "loss")  # one number: the mean over the items of a batch that was collated
+
+
+def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The keys of the datasets, if the dict has a function that makes them. Raises: ConfigError."""
+    make = maker.given.get("datasets")
+    if make is None:
+        return {}
+    datasets = make(dict(hparams))
+    if not isinstance(datasets, Mapping):
+        datasets = dict(zip(LOADERS, datasets, strict=False))
+    found: dict[str, Any] = {}
+    for stage, dataset in datasets.items():
+        if stage not in LOADERS:
+            raise ConfigError.of("wrong-result", f"{KEY}.datasets: expected {', '.join(LOADERS)}, got {stage!r}")
+        options = dict(hparams.get(LOADERS[stage]) or {})
+        for name in NOT_SERVED:
+            if options.get(name) is not None:
+                raise ConfigError.of(
+                    "unsupported", f"{KEY}: expected batches by batch_size or max_seqs, got {name} in {LOADERS[stage]}"
+                )
+        key = {"train": "train", "valid": "dev", "test": "eval"}[stage]
+        if stage == "test" and task != "eval":
+            continue  # as there, which evaluates it once, at the end
+        found[key] = {"class": partial(same, dataset), "collate": options.get("collate_fn") or PaddedBatch}
+        if stage == "train":
+            found[key]["seq_ordering"] = "random" if options.get("shuffle") else "default"
+        size = options.get("batch_size", hparams.get("batch_size", 1))
+        found |= {"max_seqs": size} if stage == "train" else {"max_seqs_dev": size} if stage == "valid" else {}
+    return found
+
+
+def same(dataset: Any) -> Any:
+    """A dataset that is made already."""
+    return dataset

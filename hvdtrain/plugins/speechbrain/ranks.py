@@ -1,0 +1,44 @@
+"""SpeechBrain's functions for several processes, such as run_on_main: they concern the ranks of hvdtrain."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from speechbrain.utils import distributed
+
+import hvdtrain
+
+
+def as_one_job() -> None:
+    """Let them ask hvdtrain which rank this is, instead of torchrun's environment and torch.distributed.
+
+    They are called in hooks, in which all ranks take part.
+    """
+
+    def broadcast(values: list[Any], src: int = 0) -> None:
+        values[:] = hvdtrain.all_gather(list(values), name="speechbrain.broadcast")[src]
+
+    def barrier(**_: Any) -> None:
+        hvdtrain.all_gather(None, name="speechbrain.barrier")
+
+    distributed.get_rank = hvdtrain.rank
+    distributed.is_distributed_initialized = lambda: hvdtrain.size() > 1
+    theirs = SimpleNamespace(
+        barrier=barrier,
+        broadcast_object_list=broadcast,
+        get_backend=lambda: "hvdtrain",
+        Backend=torch.distributed.Backend,
+    )
+    distributed.torch = Torch(theirs)
+
+
+class Torch:
+    """The module torch, with another `distributed`."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.distributed = theirs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,84 @@
+"""What SpeechBrain's Checkpointer saves: read from its folders, and as texts in hvdtrain's checkpoints."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, PARAMFILE_EXT, get_default_hook
+
+from hvdtrain.errors import CheckpointError
+
+
+def states_of(brain: Any) -> dict[str, str]:
+    """The state of what the Brain's hooks change beside its modules and its optimizer: schedulers, counters, ..."""
+    found = {}
+    with TemporaryDirectory() as folder:
+        for name, one in recoverables(brain).items():
+            path = Path(folder) / "state"
+            (_custom(brain, "custom_save_hooks", name) or get_default_hook(one, DEFAULT_SAVE_HOOKS))(one, path)
+            found[name] = b64encode(path.read_bytes()).decode()
+            path.unlink()
+    return found
+
+
+def restore(brain: Any, states: Mapping[str, str]) -> None:
+    """Give them the state that `states_of` returned."""
+    with TemporaryDirectory() as folder:
+        for name, one in recoverables(brain).items():
+            if name in states:
+                path = Path(folder) / "state"
+                path.write_bytes(b64decode(states[name]))
+                (_custom(brain, "custom_load_hooks", name) or get_default_hook(one, DEFAULT_LOAD_HOOKS))(one, path, True)
+
+
+def recoverables(brain: Any) -> dict[str, Any]:
+    """By name, the objects of the Checkpointer and of the hyperparameters that have a state of their own."""
+    modules = {id(one) for one in brain.modules.modules()}
+    named = dict(vars(getattr(brain, "hparams", None) or object) if hasattr(brain, "hparams") else {})
+    named |= getattr(brain.checkpointer, "recoverables", {})
+    found: dict[str, Any] = {}
+    for name, one in sorted(named.items()):
+        is_ours = one is brain or id(one) in modules or isinstance(one, (torch.optim.Optimizer, torch.nn.ModuleList))
+        is_known = get_default_hook(one, DEFAULT_SAVE_HOOKS) is not None or _custom(brain, "custom_save_hooks", name) is not None
+        if is_known and not is_ours and not isinstance(one, type) and not any(one is other for other in found.values()):
+            found[name] = one
+    return found
+
+
+def _custom(brain: Any, kind: str, name: str) -> Any:
+    return getattr(brain.checkpointer, kind, {}).get(name)
+
+
+def load_from(folder: Path, objects: Mapping[str, Any], is_optional: bool = False) -> None:
+    """Load objects from a folder of the Checkpointer's, or from the newest of several in it.
+
+    Raises:
+        CheckpointError: there is none, or an object has no file.
+    """
+    inside = [path for path in folder.glob("CKPT+*") if path.is_dir()]
+    folder = max(inside, key=lambda path: path.stat().st_mtime) if inside else folder
+    files = {name: folder / f"{name}{PARAMFILE_EXT}" for name in objects}
+    whole = folder / f"model{PARAMFILE_EXT}"  # the usual name of a ModuleList of all modules
+    missing = [name for name, path in files.items() if not path.exists()]
+    if missing and whole.exists() and not is_optional:
+        return _load_whole(whole, objects)
+    if missing and not is_optional:
+        raise CheckpointError(f"{folder}: expected a file {missing[0]}{PARAMFILE_EXT}, got none")
+    for name, path in files.items():
+        if path.exists():
+            get_default_hook(objects[name], DEFAULT_LOAD_HOOKS)(objects[name], path, True)
+    return None
+
+
+def _load_whole(path: Path, modules: Mapping[str, Any]) -> None:
+    """Load the file of a ModuleList with modules, in their order. Raises: CheckpointError."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    several = torch.nn.ModuleList([one for one in modules.values() if list(one.state_dict())])
+    if several.state_dict().keys() != state.keys():
+        raise CheckpointError(f"{path}: expected the tensors of {', '.join(modules)}, in this order, got others")
+    several.load_state_dict(state)

@@ -1,0 +1,265 @@
+"""The names of transformers' TrainingArguments in our keys; what would change the training and has no counterpart is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from hvdtrain.errors import ConfigError
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "average_tokens_across_devices", "bf16_full_eval", "data_seed", "dataloader_in_order",
+        "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
+        "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
+        "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout", "disable_tqdm", "do_eval", "do_predict", "do_train",
+        "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "include_num_input_tokens_seen",
+        "local_rank", "log_level", "log_level_replica", "log_on_each_node", "logging_dir", "logging_first_step",
+        "logging_nan_inf_filter", "logging_steps", "logging_strategy", "overwrite_output_dir", "prediction_loss_only",
+        "project", "restore_callback_states_from_checkpoint", "resume_from_checkpoint", "run_name", "save_on_each_node",
+        "save_only_model", "skip_memory_metrics", "sortish_sampler", "torch_empty_cache_steps", "use_cache", "use_cpu",
+    }
+)  # fmt: skip
+"""Arguments about how a training is distributed, read or logged, which hvdtrain has other keys for: they change no result."""
+
+LAYERS_WITHOUT_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""The names of parameters that do not decay, as in the Trainer."""
+
+KEY = "transformers_trainer"
+IGNORED = -100
+"""The label of an element without a loss."""
+
+UPDATES_BETWEEN = 1e-6
+"""How far a share of an epoch may be rounded below the number of updates that it stands for."""
+
+
+class Arguments:
+    """The arguments by name: those of a dict or of an object of the class, or their defaults.
+
+    Args:
+        given: a dict, a TrainingArguments or a Seq2SeqTrainingArguments; None: all defaults.
+
+    Raises:
+        ConfigError: with an argument that is unknown, or whose value hvdtrain cannot serve.
+    """
+
+    def __init__(self, given: Any) -> None:
+        from transformers import Seq2SeqTrainingArguments
+
+        defaults = {one.name: default_of(one) for one in fields(Seq2SeqTrainingArguments)}
+        if isinstance(given, Mapping):
+            self._given = dict(given)
+        elif given is None:
+            self._given = {}
+        elif is_dataclass(given) and not isinstance(given, type):
+            self._given = {name: getattr(given, name) for name in (one.name for one in fields(given))}
+        else:
+            raise ConfigError.of("wrong-type", f"{KEY}.args: expected a TrainingArguments, or a dict of them, got {given!r}")
+        self._values = defaults | self._given
+        unknown = sorted(self._given.keys() - defaults.keys() - WITHOUT_EFFECT)
+        served = SERVED | WITHOUT_EFFECT
+        for name in [*unknown, *(one for one in defaults if one not in served)]:
+            if name in unknown or plain(self._given.get(name, defaults[name])) not in (plain(defaults[name]), *UNSET):
+                raise ConfigError.of(
+                    "unknown-value",
+                    f"{KEY}.args: expected arguments that hvdtrain serves, got {name} = {self._given[name]!r} "
+                    "(docs/transformers.md has a table)",
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        return plain(self._values.get(name))
+
+    @property
+    def order(self) -> str:
+        """The key seq_ordering."""
+        orders = {
+            "random": "random",
+            "sequential": "default",
+            "group_by_length": f"laplace:.{50 * self.per_device_train_batch_size}",
+        }
+        if self.train_sampling_strategy not in orders:
+            raise refuse("train_sampling_strategy", f"one of {', '.join(orders)}", self.train_sampling_strategy)
+        return orders[self.train_sampling_strategy]
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """Our keys. Raises: ConfigError."""
+        found: dict[str, Any] = {}
+        for convert in CONVERSIONS:
+            found |= convert(self)
+        return found
+
+
+UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none")
+
+
+def default_of(one: Field[Any]) -> Any:
+    if one.default is not MISSING:
+        return one.default
+    return one.default_factory() if one.default_factory is not MISSING else None
+
+
+def plain(value: Any) -> Any:
+    """The value of an enum, or a value as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def refuse(name: str, expected: str, got: Any) -> ConfigError:
+    return ConfigError.of("unknown-value", f"{KEY}.args.{name}: expected {expected}, got {got!r}")
+
+
+def _lengths(args: Arguments) -> dict[str, Any]:
+    if args.max_steps > 0:
+        raise refuse("max_steps", "-1 (num_train_epochs says how long; partition_epoch makes shorter epochs)", args.max_steps)
+    if args.num_train_epochs != int(args.num_train_epochs) or args.num_train_epochs < 1:
+        raise refuse("num_train_epochs", "a whole number", args.num_train_epochs)
+    found = {
+        "num_epochs": int(args.num_train_epochs),
+        "max_seqs": args.per_device_train_batch_size,
+        "max_seqs_dev": args.per_device_eval_batch_size,
+        "accum_grad_multiple_step": args.gradient_accumulation_steps,
+        "random_seed": args.seed,
+    }
+    if args.dataloader_drop_last:
+        raise refuse("dataloader_drop_last", "False (each item is trained exactly once in an epoch)", True)
+    return found | ({"deterministic": True} if args.full_determinism else {})
+
+
+def _optimizer(args: Arguments) -> dict[str, Any]:
+    options = dict(part.split("=") for part in args.optim_args.replace(" ", "").split(",")) if args.optim_args else {}
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    kinds: dict[str, dict[str, Any]] = {
+        "adamw_torch": {"class": "adamw", **adam},
+        "adamw_torch_fused": {"class": "adamw", **adam, "fused": True},
+        "adafactor": {"class": "transformers.optimization.Adafactor", "scale_parameter": False, "relative_step": False},
+        "sgd": {"class": "sgd"},
+        "adagrad": {"class": "adagrad"},
+        "rmsprop": {"class": "rmsprop"},
+    }
+    if args.optim not in kinds or options:
+        raise refuse("optim", f"one of {', '.join(kinds)}, without optim_args (or the key optimizer)", args.optim)
+    spec = {**kinds[args.optim], "weight_decay": args.weight_decay, "param_groups_custom": decayed_and_others}
+    clip = {"gradient_clip_global_norm": args.max_grad_norm} if args.max_grad_norm else {}
+    return {"optimizer": spec, "learning_rate": args.learning_rate, **clip}
+
+
+def decayed_and_others(*, model: Any, optimizer_opts: Mapping[str, Any], **_: Any) -> list[dict[str, Any]]:
+    """The Trainer's two groups of parameters: neither norms nor biases decay."""
+    from torch.nn import LayerNorm
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [LayerNorm], list(LAYERS_WITHOUT_DECAY)))
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    groups = [
+        {"params": [one for name, one in trained if name in decayed], "weight_decay": optimizer_opts.get("weight_decay", 0.0)},
+        {"params": [one for name, one in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _precision(args: Arguments) -> dict[str, Any]:
+    if args.bf16 and args.fp16:
+        raise refuse("fp16", "either it or bf16", True)
+    found: dict[str, Any] = {"mixed_precision": "bfloat16"} if args.bf16 else {"mixed_precision": "float16"} if args.fp16 else {}
+    if args.torch_compile or args.torch_compile_backend or args.torch_compile_mode:
+        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        found["torch_compile"] = {name: value for name, value in options.items() if value is not None} or True
+    return found
+
+
+def _saving(args: Arguments) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if args.eval_strategy == "steps":
+        found["eval_interval_steps"] = whole("eval_steps", args.eval_steps or args.logging_steps)
+    if args.save_strategy == "steps":
+        found["save_interval_steps"] = whole("save_steps", args.save_steps)
+    if args.save_total_limit is not None:
+        found["cleanup_old_models"] = {"keep_last_n": args.save_total_limit, "keep_best_n": 1, "keep": []}
+    if (metric := args.metric_for_best_model) is not None:
+        name = metric.removeprefix("eval_")
+        found["early_stopping_measure"] = f"dev_loss_{name}"
+        if args.greater_is_better:
+            found["higher_is_better"] = [name]
+    trackers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    wanted = [name for name in trackers if name != "none"]
+    if unknown := [name for name in wanted if name not in ("tensorboard", "wandb", "mlflow")]:
+        raise refuse("report_to", "tensorboard, wandb or mlflow (or the key trackers)", unknown[0])
+    if "tensorboard" in wanted:
+        found["use_tensorboard"] = True
+    if services := [name for name in wanted if name != "tensorboard"]:
+        found["trackers"] = services
+    if args.output_dir is not None:
+        found["model"] = f"{args.output_dir}/model"
+    return found
+
+
+def whole(name: str, steps: float) -> int:
+    if steps < 1:
+        raise refuse(name, "a number of steps", steps)
+    return int(steps)
+
+
+CONVERSIONS: tuple[Callable[[Arguments], dict[str, Any]], ...] = (_lengths, _optimizer, _precision, _saving)
+
+SERVED = frozenset(
+    {
+        "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "dataloader_drop_last", "eval_steps", "eval_strategy", "fp16",
+        "full_determinism", "generation_config", "generation_max_length", "generation_num_beams",
+        "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "greater_is_better",
+        "label_names", "label_smoothing_factor", "learning_rate", "load_best_model_at_end", "lr_scheduler_kwargs",
+        "lr_scheduler_type", "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs", "optim", "optim_args",
+        "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "predict_with_generate",
+        "remove_unused_columns", "report_to", "save_steps", "save_strategy", "save_total_limit", "seed", "torch_compile",
+        "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "warmup_ratio", "warmup_steps",
+        "weight_decay",
+    }
+)  # fmt: skip
+"""Arguments that have an effect here. All others have to have their default."""
+
+
+def rates(args: Arguments, values: Mapping[str, Any], num_items: int, size: int) -> Callable[..., float]:
+    """The function `dynamic_learning_rate`, with the Trainer's rate of each update.
+
+    It follows the share of the epoch's items, so it is the same on any number of ranks if the items of an update are.
+
+    Args:
+        values: those of the config, which come before the arguments.
+        num_items: of the training data.
+        size: the number of ranks.
+    """
+    factor: list[Callable[[int], float]] = []
+    keys = {**args.keys, **{name: value for name, value in values.items() if value is not None}}
+    in_batch = int(keys["max_seqs_total"]) if "max_seqs_total" in keys else int(keys["max_seqs"]) * size
+    in_update = in_batch * int(keys["accum_grad_multiple_step"])
+    of_epoch = math.ceil(num_items / in_update)
+    total = of_epoch * int(keys["num_epochs"])
+
+    def rate(*, epoch: int, epoch_continuous: float, learning_rate: float, **_: Any) -> float:
+        if not factor:
+            factor.append(_factor(args, total))
+        within = math.floor((epoch_continuous - (epoch - 1)) * num_items / in_update + UPDATES_BETWEEN)
+        return learning_rate * factor[0]((epoch - 1) * of_epoch + within)
+
+    return rate
+
+
+def _factor(args: Arguments, total: int) -> Callable[[int], float]:
+    """The factor on the rate by update. Raises: ConfigError, if the schedule is more than such a function."""
+    import torch
+    from transformers import get_scheduler
+
+    warmup = args.warmup_steps or args.warmup_ratio or 0
+    warmup = int(warmup) if warmup >= 1 else math.ceil(total * warmup)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], args.learning_rate)
+    kwargs = args.lr_scheduler_kwargs
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total, dict(kwargs) if kwargs else None)
+    factors = getattr(schedule, "lr_lambdas", None)
+    if factors is None:
+        raise refuse(
+            "lr_scheduler_type", "one whose rate follows from the step (or learning_rate_control)", args.lr_scheduler_type
+        )
+    return factors[0]  # type: ignore[no-any-return]

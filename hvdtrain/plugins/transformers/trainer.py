@@ -1,0 +1,256 @@
+"""The arguments of transformers' Trainer as keys: a train_step with its model and collator, and a forward_step that generates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DataCollatorWithPadding, GenerationConfig, default_data_collator
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.utils.generic import find_labels
+
+import hvdtrain
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, rates
+from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
+from hvdtrain.training.pretrained import SavePretrained
+
+SERVED = (
+    "model", "model_init", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func",
+    "compute_metrics", "preprocess_logits_for_metrics",
+)  # fmt: skip
+REFUSED = {
+    "callbacks": "the key callbacks",
+    "optimizers": "the keys optimizer and dynamic_learning_rate",
+    "optimizer_cls_and_kwargs": "the key optimizer",
+}
+"""Arguments of a Trainer, and what there is instead."""
+
+QUESTIONS = ["start_positions", "end_positions"]
+
+
+def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that follow from `transformers_trainer`. Raises: ConfigError."""
+    given = {name: value for name, value in values[KEY].items() if value is not None}
+    for name in given:
+        if name in REFUSED:
+            raise ConfigError.of("unknown-key", f"{KEY}: expected {REFUSED[name]}, got {name}")
+        if name not in SERVED:
+            raise ConfigError.of(
+                "unknown-key", f"{KEY}: expected arguments of a Trainer, got {name!r}{did_you_mean(name, SERVED)}"
+            )
+    args = Arguments(given.get("args"))
+    model, processing = ModelOnce(given, args), given.get("processing_class")
+    pads = hasattr(processing, "pad")
+    collator = given.get("data_collator") or (DataCollatorWithPadding(processing) if pads else default_data_collator)
+    collate = Collate(collator, model if args.remove_unused_columns else None, args.label_names)
+    metrics = (
+        Metrics(given["compute_metrics"], given.get("preprocess_logits_for_metrics")) if "compute_metrics" in given else None
+    )
+    found = args.keys | {
+        "get_model": model.get,
+        "train_step": TrainStep(args, given.get("compute_loss_func"), metrics),
+        "forward_step": partial(forward_step, args=args),
+    }
+    found |= {} if metrics is None else {"epoch_scores": {"compute_metrics": metrics}}
+    train, dev = given.get("train_dataset"), given.get("eval_dataset")
+    if train is not None:
+        if not hasattr(train, "__len__"):
+            raise ConfigError.of("wrong-type", f"{KEY}.train_dataset: expected one with a length, got a {type(train).__name__}")
+        found["train"] = {**_dataset(train, collate), "seq_ordering": args.order}
+        if values.get("learning_rate_schedule") is None:
+            found["dynamic_learning_rate"] = rates(args, values, len(train), hvdtrain.size())
+    if type(dev) is dict:
+        found["eval_datasets"] = {name: _dataset(one, collate) for name, one in dev.items()}
+    elif dev is not None:
+        found["dev"] = _dataset(dev, collate)
+    if args.output_dir is not None:
+        found["callbacks"] = [SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing])]
+    return found
+
+
+def _dataset(items: Any, collate: Collate) -> dict[str, Any]:
+    return {"class": lambda: items, "collate": collate}
+
+
+class ModelOnce:
+    """The model, as the key get_model returns it."""
+
+    def __init__(self, given: Mapping[str, Any], args: Arguments) -> None:
+        self._model, self._init, self._args = given.get("model"), given.get("model_init"), args
+        self._is_given_out = False
+        if (self._model is None) == (self._init is None):
+            got = "neither" if self._model is None else "both"
+            raise ConfigError.of("conflict", f"{KEY}: expected either model or model_init, got {got}")
+
+    def get(self, **_: Any) -> Any:
+        """Raises: ConfigError, if the one model is asked for a second time, when it is trained already."""
+        if self._init is not None:
+            self._model = self._init()
+        elif self._is_given_out:
+            raise ConfigError.of(
+                "conflict", f"{KEY}.model: expected model_init, a function that makes it, to make it again, got the model itself"
+            )
+        self._is_given_out = True
+        if self._args.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable(self._args.gradient_checkpointing_kwargs)  # type: ignore[union-attr]
+        return self._model
+
+    def columns(self, label_names: Sequence[str] | None) -> set[str]:
+        """The columns of the data that the model, or a collator, takes."""
+        model = inner_model(self._model if self._model is not None else self.get())
+        names = list(label_names or find_labels(type(model)))
+        return {*inspect.signature(model.forward).parameters, "label", "label_ids", *names}
+
+
+class Collate:
+    """The collator, for items without the columns that the model does not take.
+
+    Args:
+        model: whose columns are kept; None: all are.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], model: ModelOnce | None, label_names: Sequence[str] | None) -> None:
+        self._collator, self._model, self._labels = collator, model, label_names
+        self._columns: set[str] | None = None
+
+    def __call__(self, items: list[Any]) -> Any:
+        if self._model is not None and isinstance(items[0], Mapping):
+            if self._columns is None:
+                self._columns = self._model.columns(self._labels)
+            items = [{name: value for name, value in item.items() if name in self._columns} for item in items]
+        return self._collator(items)
+
+
+def inner_model(model: Any) -> Any:
+    """A model without PEFT's adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class Counting:
+    """How the loss of a model's batch is the mean of its elements, and which these are.
+
+    Attributes:
+        shifts: the labels of a causal language model are those of the next token, so the first one has no loss. The Trainer knows
+            it of models whose `loss_type` says so (not of GPT-2), and what it counts determines the weights.
+        predicts_next: a loss with label smoothing is that of the next token.
+        takes_count: forward has **kwargs, for the number of elements (`num_items_in_batch`).
+        is_sum: the loss is a sum over the sequences, as CTC's unless `config.ctc_loss_reduction` is "mean".
+
+    Raises:
+        ConfigError: the loss is that of several kinds of labels, and no single number of elements is right for it.
+    """
+
+    def __init__(self, model: Any, label_names: Sequence[str] | None) -> None:
+        inner = inner_model(model)
+        config = getattr(inner, "config", None)
+        self.labels = list(label_names or find_labels(type(inner)))
+        self.shifts = LOSS_MAPPING.get(str(getattr(inner, "loss_type", ""))) is ForCausalLMLoss
+        self.shifts = self.shifts and not getattr(config, "is_encoder_decoder", False)
+        self.predicts_next = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        kinds = [one.kind for one in inspect.signature(inner.forward).parameters.values()]
+        self.takes_count = getattr(inner, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
+        self.is_ctc = type(inner).__name__.endswith("ForCTC")
+        self.is_sum = self.is_ctc and getattr(config, "ctc_loss_reduction", "mean") == "sum"
+        if self.labels != ["labels"] and sorted(self.labels) != sorted(QUESTIONS):
+            raise ConfigError.of(
+                "wrong-result",
+                f"{KEY}.model: expected a model with one kind of labels, got {type(inner).__name__} with "
+                f"{', '.join(self.labels) or 'none'}: the mean of its batches depends on the batches (write a train_step)",
+            )
+
+    def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The number of elements. Raises: ConfigError, if the batch has no labels."""
+        missing = [name for name in self.labels if name not in batch]
+        if missing:
+            raise ConfigError.of(
+                "wrong-result", f"{KEY}.data_collator: expected {missing[0]!r} in a batch, got {', '.join(batch)}"
+            )
+        labels = batch[self.labels[0]]
+        if self.is_ctc or self.labels != ["labels"]:
+            return torch.full((), len(labels), device=labels.device)
+        if "shift_labels" in batch:
+            labels = batch["shift_labels"]
+        elif self.shifts:
+            labels = labels[..., 1:]
+        number: torch.Tensor = (labels != IGNORED).sum()
+        return number
+
+
+class TrainStep:
+    """The key train_step: the loss of a batch, weighted by the number of its elements on all ranks and in all its batches."""
+
+    def __init__(self, args: Arguments, compute_loss: Callable[..., Any] | None, metrics: Metrics | None) -> None:
+        self._args, self._compute_loss, self._metrics = args, compute_loss, metrics
+        self._smooth = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
+        self._counting: tuple[Any, Counting] | None = None
+
+    def __call__(self, *, model: Any, extern_data: Any, **_: Any) -> None:
+        if self._counting is None or self._counting[0] is not model:
+            self._counting = model, Counting(model, self._args.label_names)
+        counting, batch = self._counting[1], dict(extern_data)
+        count = counting.count(batch)
+        at_least_one = count.clamp(min=1)
+        takes_labels = self._compute_loss is None and self._smooth is None
+        labels = None if takes_labels else batch.pop("labels", None)
+        outputs = model(**batch, **({"num_items_in_batch": at_least_one} if counting.takes_count else {}))
+        if self._compute_loss is not None:
+            loss = self._compute_loss(outputs, labels, num_items_in_batch=at_least_one)
+        elif self._smooth is not None:
+            loss = self._smooth(outputs, labels, shift_labels=counting.predicts_next, num_items_in_batch=at_least_one)
+        else:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        context = hvdtrain.get_run_ctx()
+        if counting.is_sum and takes_labels:
+            context.mark_as_loss(loss, "loss", custom_inv_norm_factor=count)
+        else:
+            context.mark_as_loss(loss * count, "loss", use_normalized_loss=True, custom_inv_norm_factor=count)
+        if self._metrics is not None and not context.train_flag:
+            predicted = generate(model, {**batch}, self._args)[0] if self._args.predict_with_generate else outputs
+            self._metrics.add(predicted, labels_of(extern_data, counting.labels), getattr(model, "config", None))
+
+
+def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> None:
+    """What the model generates, if `predict_with_generate` says so, else its logits; and the labels."""
+    context, batch = hvdtrain.get_run_ctx(), dict(extern_data)
+    labels = batch.pop("labels", None)
+    mask = batch.get("attention_mask")
+    inner = inner_model(model)
+    if args.predict_with_generate:
+        tokens, lengths = generate(model, batch, args)
+        context.mark_as_output(tokens, "output", seq_lens=lengths)
+    else:
+        logits = model(**batch).logits
+        lengths = None
+        if mask is not None and hasattr(inner, "_get_feat_extract_output_lengths"):
+            lengths = inner._get_feat_extract_output_lengths(mask.sum(-1))
+        elif mask is not None and logits.shape[:2] == mask.shape:
+            lengths = mask.sum(-1)
+        context.mark_as_output(logits, "output", seq_lens=lengths)
+    if labels is not None and labels.ndim == 2:
+        context.mark_as_output(labels, "labels", seq_lens=(labels != IGNORED).sum(-1))
+
+
+def generate(model: Any, batch: dict[str, Any], args: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The generated tokens, without those of the prompt, and how many there are up to the end of each sequence."""
+    given = args.generation_config
+    config = GenerationConfig.from_pretrained(given) if isinstance(given, str) else given or model.generation_config
+    options = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+    options = {name: value for name, value in options.items() if value is not None}
+    batch = {name: value for name, value in batch.items() if name != "labels" and not name.startswith("decoder_")}
+    tokens = model.generate(**batch, generation_config=config, **options)
+    is_decoder = not getattr(model.config, "is_encoder_decoder", False)
+    begin = batch["input_ids"].shape[1] if is_decoder and "input_ids" in batch else 0
+    tokens = tokens[:, begin:]
+    ends = config.eos_token_id
+    if ends is None:
+        return tokens, torch.full((len(tokens),), tokens.shape[1])
+    is_end = torch.isin(tokens[:, 1:], torch.as_tensor(ends, device=tokens.device))  # the first may be the decoder's start
+    length = torch.where(is_end.any(1), is_end.int().argmax(1) + 2, tokens.shape[1])
+    return tokens, length.cpu()

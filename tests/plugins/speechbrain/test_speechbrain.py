@@ -1,0 +1,169 @@
+"""A Brain against SpeechBrain's own `fit` on one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import run_inside
+from other_trainers import check_resume, difference, state_of, train
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+
+speechbrain = pytest.importorskip("speechbrain")
+hyperpyyaml = pytest.importorskip("hyperpyyaml")
+
+HPARAMS = """
+seed: 7
+__set_seed: !apply:torch.manual_seed [!ref <seed>]
+lr: 0.05
+save: !PLACEHOLDER
+encoder: !new:speechbrain.nnet.containers.Sequential
+    input_shape: [null, null, 6]
+    linear1: !name:speechbrain.nnet.linear.Linear
+        n_neurons: 8
+    linear2: !name:speechbrain.nnet.linear.Linear
+        n_neurons: 6
+modules:
+    encoder: !ref <encoder>
+opt_class: !name:torch.optim.SGD
+    lr: !ref <lr>
+    momentum: 0.9
+annealing: !new:speechbrain.nnet.schedulers.NewBobScheduler
+    initial_value: !ref <lr>
+    improvement_threshold: 0.5
+number_of_epochs: 2
+epoch_counter: !new:speechbrain.utils.epoch_loop.EpochCounter
+    limit: !ref <number_of_epochs>
+checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer
+    checkpoints_dir: !ref <save>
+    recoverables:
+        encoder: !ref <encoder>
+        annealing: !ref <annealing>
+        counter: !ref <epoch_counter>
+train_dataloader_opts:
+    batch_size: 4
+valid_dataloader_opts:
+    batch_size: 4
+"""
+
+
+class Recognizer(speechbrain.Brain):  # type: ignore[misc, name-defined]
+    def compute_forward(self, batch: Any, stage: Any) -> Any:
+        sound, lengths = batch.sig
+        return self.modules.encoder(sound).log_softmax(-1), lengths
+
+    def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> torch.Tensor:
+        (scores, lengths), (words, word_lengths) = predictions, batch.words
+        found = speechbrain.decoders.ctc_greedy_decode(scores, lengths, blank_id=0)
+        self.wer.append(batch.id, found, words, target_len=word_lengths)
+        return speechbrain.nnet.losses.ctc_loss(scores, words, lengths, word_lengths, blank_index=0)
+
+    def on_stage_start(self, stage: Any, epoch: Any = None) -> None:
+        self.wer = speechbrain.utils.metric_stats.ErrorRateStats()
+
+    def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+        self.seen = [*getattr(self, "seen", []), (stage.name, epoch, self.wer.summarize("error_rate"), len(self.wer.ids))]
+        if stage == speechbrain.Stage.VALID:
+            _, rate = self.hparams.annealing(self.wer.summarize("error_rate"))
+            speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, rate)
+            self.checkpointer.save_and_keep_only(meta={"wer": self.wer.summary["WER"]}, min_keys=["wer"])
+
+
+class EachStep(Recognizer):
+    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
+        assert should_step
+        speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, self.optimizer.param_groups[0]["lr"] * 0.9)
+
+    def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+        self.seen = [*getattr(self, "seen", []), (stage.name, epoch, self.wer.summarize("error_rate"), len(self.wer.ids))]
+
+
+def sentences(size: int) -> Any:
+    generator = torch.Generator().manual_seed(size)
+    made = {}
+    for number in range(size):
+        words = torch.randint(1, 6, (3 + number % 4,), generator=generator)
+        sound = torch.randn((3 * len(words), 6), generator=generator)
+        made[f"{number:02}"] = {"sig": sound, "words": words}
+    return speechbrain.dataio.dataset.DynamicItemDataset(made, output_keys=["id", "sig", "words"])
+
+
+def keys(folder: Path, kind: type = Recognizer, **more: Any) -> dict[str, Any]:
+    file = folder / "hparams.yaml"
+    file.write_text(HPARAMS)
+    given = {"class": kind, "hparams": file, "overrides": {"save": str(folder / "ours")}, **more}
+    return {"brain": {"datasets": lambda hparams: (sentences(12), sentences(8)), **given}}
+
+
+def fitted(folder: Path, kind: type) -> Any:
+    """A Brain that SpeechBrain has trained, and its weights before."""
+    hparams = hyperpyyaml.load_hyperpyyaml(HPARAMS, {"save": str(folder / "theirs")})
+    brain = kind(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu"}, hparams["checkpointer"])  # type: ignore[call-arg]
+    start = state_of(brain.modules)  # type: ignore[attr-defined]
+    options = hparams["train_dataloader_opts"]
+    brain.fit(  # type: ignore[attr-defined]
+        hparams["epoch_counter"], sentences(12), sentences(8), False, {**options, "shuffle": False}, {**options}
+    )
+    return brain, start
+
+
+@pytest.mark.parametrize("kind", [Recognizer, EachStep])
+def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path: Path) -> None:
+    brain, start = fitted(tmp_path, kind)
+    made: list[Any] = []
+
+    class Keeps(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            made.append(self)
+
+    result = hvdtrain.train(keys(tmp_path, Keeps), model=str(tmp_path / "model"), num_threads=1)
+    found = state_of(result.model)
+    assert difference(found, state_of(brain.modules), start) < 1e-6
+    assert made[-1].seen == brain.seen
+    assert made[-1].optimizer.param_groups[0]["lr"] == brain.optimizer.param_groups[0]["lr"] != 0.05
+    assert result.scores["dev_loss_wer"] == brain.seen[-1][2]
+    check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
+
+
+def test_a_checkpoint_of_theirs_is_where_a_training_begins(tmp_path: Path) -> None:
+    brain, _ = fitted(tmp_path, Recognizer)
+    brain.checkpointer.recover_if_possible(min_key="wer")
+    [folder] = (tmp_path / "theirs").glob("CKPT+*")
+    found = train(keys(tmp_path, checkpoint=folder), tmp_path / "model", learning_rate=1.0, dynamic_learning_rate=lambda **_: 0.0)
+    wanted = state_of(brain.modules)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class OwnLoop(Recognizer):
+    def fit_batch(self, batch: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"class": OwnLoop}, "expected a Brain with SpeechBrain's own fit_batch, got that of OwnLoop"),
+        ({"run_opts": {"jit": True, "device": "cpu"}}, "expected the key torch_compile, got jit = True"),
+        ({"hparam": 1}, "expected a function, or a dict of .*, got 'hparam'"),
+        ({"hparams": {}}, "expected a hyperpyyaml file, or a function that makes them, got {}"),
+        ({"datasets": lambda hparams: {"validation": sentences(2)}}, "expected train, valid, test, got 'validation'"),
+        ({"checkpoint": "/no"}, "expected a file encoder.ckpt, got none"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(given: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(hvdtrain.HvdtrainError, match=expected):
+        train(keys(tmp_path, **given) if "class" not in given else keys(tmp_path, given["class"]), tmp_path / "model")
+
+
+def test_evaluations_within_an_epoch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected evaluations after epochs only"):
+        train(keys(tmp_path), tmp_path / "model", eval_interval_steps=1)
+
+
+def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:
+    config = tmp_path / "mine.py"
+    assert run_inside(["init", config, "--speechbrain"]).status == 0
+    finished = run_inside([config, "++model", tmp_path / "model", "++num_epochs", 2, "++num_threads", 1])
+    assert finished.status == 0, finished.err

@@ -1,0 +1,208 @@
+"""Models of transformers, tiny and random, against its own Trainer on one process."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from inside import run_inside
+from other_trainers import check_resume, difference, state_of, train
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT_OF_SOUND = dict.fromkeys(
+    ["hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout", "layerdrop"], 0.0
+)
+CONVOLUTIONS = {
+    "conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer", "do_stable_layer_norm": True, "mask_time_prob": 0.0,
+}  # fmt: skip
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(3)
+    if kind == "gpt2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=32, **dropout)
+        return transformers.GPT2LMHeadModel(config)
+    if kind == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=30, decoder_start_token_id=0, pad_token_id=0, **sizes)
+        )
+    if kind == "bert":
+        config = transformers.BertConfig(vocab_size=30, num_labels=3, **SIZES, **NO_DROPOUT)
+        return transformers.BertForSequenceClassification(config)
+    reduction = {"ctc_loss_reduction": kind.removeprefix("wav2vec2 "), "pad_token_id": 0, "vocab_size": 6}
+    return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SIZES, **CONVOLUTIONS, **NO_DROPOUT_OF_SOUND, **reduction))
+
+
+def items_of(kind: str) -> list[dict[str, Any]]:
+    generator = numpy.random.default_rng(0)
+    items: list[dict[str, Any]] = []
+    for number in range(10):
+        size = int(generator.integers(3, 9))
+        tokens = generator.integers(3, 30, size).tolist()
+        one: dict[str, Any] = {"input_ids": tokens, "attention_mask": [1] * size, "name": f"item {number}"}
+        if kind == "gpt2":
+            one["labels"] = tokens
+        elif kind == "t5":
+            one["labels"] = generator.integers(3, 30, int(generator.integers(2, 6))).tolist()
+        elif kind == "bert":
+            one["labels"] = int(generator.integers(3))
+        else:
+            sound = generator.standard_normal(60 * size).tolist()
+            one = {"input_values": sound, "attention_mask": [1] * len(sound), "labels": generator.integers(1, 6, 2).tolist()}
+        items.append(one)
+    return items
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    assert "name" not in items[0]  # the model does not take it (remove_unused_columns)
+    padding = {"labels": -100}
+    found = {}
+    for name in items[0]:
+        values = [torch.tensor(item[name]) for item in items]
+        is_padded = values[0].ndim > 0
+        found[name] = torch.nn.utils.rnn.pad_sequence(values, True, padding.get(name, 0)) if is_padded else torch.stack(values)
+    return found
+
+
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 0.01, "num_train_epochs": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+    "weight_decay": 0.1, "warmup_steps": 2, "optim": "adamw_torch", "adam_epsilon": 1e-3, "train_sampling_strategy": "sequential",
+}  # fmt: skip
+
+
+def keys(kind: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+    given = {"model_init": lambda: make(kind), "args": arguments, "data_collator": collate, **more}
+    return {"transformers_trainer": {"train_dataset": items_of(kind), "eval_dataset": items_of(kind)[:7], **given}}
+
+
+def trainer(model: Any, kind: str, folder: Path, arguments: dict[str, Any], **more: Any) -> Any:
+    quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    args = transformers.Seq2SeqTrainingArguments(output_dir=str(folder), **quiet, **arguments)
+    return transformers.Seq2SeqTrainer(
+        model=model, args=args, train_dataset=items_of(kind), eval_dataset=items_of(kind)[:7], data_collator=collate, **more
+    )
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"labels": float((prediction.label_ids != -100).sum()), "highest": float(logits.max())}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt2", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
+        ("gpt2", {"label_smoothing_factor": 0.1}),
+        ("t5", {"optim": "sgd", "max_grad_norm": 0.0}),
+        ("bert", {}),
+        ("wav2vec2 sum", {"gradient_accumulation_steps": 2, "learning_rate": 0.001}),
+        ("wav2vec2 mean", {"learning_rate": 0.001}),
+    ],
+)
+def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    arguments, model, theirs, ours = {**ARGUMENTS, **changes}, make(kind), list[float](), list[float]()
+    start = state_of(model)
+
+    class Rates(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            theirs.append(optimizer.param_groups[0]["lr"])
+
+    class OurRates:
+        def on_step_end(self, training: Any) -> None:
+            ours.append(training.learning_rate)
+
+    its = trainer(model, kind, tmp_path, arguments, callbacks=[Rates()], compute_metrics=metrics)
+    its.train()
+    evaluated = its.evaluate()
+    given = {**keys(kind, arguments, compute_metrics=metrics), "callbacks": [OurRates()], "num_threads": 1}
+    result = hvdtrain.train({**given, "model": str(tmp_path / "model")})
+    found = state_of(result.model)
+    assert difference(found, state_of(model), start) < 1e-6
+    steps = arguments.get("gradient_accumulation_steps", 1)
+    assert [
+        *ours[steps - 1 : 3 : steps],
+        *ours[2:3][: steps - 1],
+        *ours[3 + steps - 1 :: steps],
+        *ours[5:][: steps - 1],
+    ] == theirs
+    assert result.scores["dev_loss_labels"] == evaluated["eval_labels"]
+    assert result.scores["dev_loss_highest"] == pytest.approx(evaluated["eval_highest"], rel=1e-5)
+    check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, 4, found)
+
+
+def test_every_token_counts_the_same_in_accumulated_batches(tmp_path: Path) -> None:
+    plain = {**ARGUMENTS, "optim": "sgd"}
+    whole = train(keys("gpt2", plain), tmp_path / "whole")
+    parts = {**plain, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert difference(train(keys("gpt2", parts), tmp_path / "parts"), whole, state_of(make("gpt2"))) < 1e-5
+
+
+def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(tmp_path: Path) -> None:
+    arguments = {**ARGUMENTS, "predict_with_generate": True, "generation_max_length": 6, "output_dir": str(tmp_path)}
+    result = hvdtrain.train(keys("t5", arguments), num_threads=1)
+    its = trainer(copy.deepcopy(result.model), "t5", tmp_path, {k: v for k, v in arguments.items() if k != "output_dir"})
+    predicted = its.predict(items_of("t5")[:7], max_length=6).predictions
+    outputs: dict[str, Any] = {}
+
+    class Callback:
+        def init(self, *, model: Any) -> None: ...
+        def process_seq(self, *, seq_tag: str, outputs: Any) -> None:
+            collected[seq_tag] = outputs
+
+        def finish(self) -> None: ...
+
+    collected = outputs
+    given = {**keys("t5", arguments), "forward_data": "dev", "forward_callback": Callback, "num_threads": 1}
+    hvdtrain.forward(given, checkpoint=2)
+    for number, tokens in enumerate(predicted):
+        mine = outputs[f"seq-{number}"]["output"].raw_tensor
+        assert mine.tolist() == tokens[: len(mine)].tolist()
+        assert outputs[f"seq-{number}"]["labels"].raw_tensor.tolist() == items_of("t5")[number]["labels"]
+    best = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "best")
+    saved = torch.load(tmp_path / f"model.{result.best.epoch:03}.pt", weights_only=True)["model"]
+    assert torch.equal(best.state_dict()["shared.weight"], saved["shared.weight"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"callbacks": [1]}, "expected the key callbacks, got callbacks"),
+        ({"datacollator": collate}, "expected arguments of a Trainer, got .datacollator. .did you mean data_collator"),
+        ({"model": torch.nn.Linear(1, 1)}, "expected either model or model_init, got both"),
+        ({"args": {"max_steps": 5}}, "max_steps: expected -1 .*, got 5"),
+        ({"args": {"deepspeed": "zero.json"}}, "expected arguments that hvdtrain serves, got deepspeed = 'zero.json'"),
+        ({"args": {"lerning_rate": 1}}, "expected arguments that hvdtrain serves, got lerning_rate = 1"),
+        ({"args": {"dataloader_drop_last": True}}, "dataloader_drop_last: expected False"),
+        ({"args": {"lr_scheduler_type": "reduce_lr_on_plateau"}}, "lr_scheduler_type: expected one whose rate follows"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(given: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    values = keys("bert", ARGUMENTS)["transformers_trainer"]
+    with pytest.raises(ConfigError, match=expected):
+        train({"transformers_trainer": {**values, **given}}, tmp_path / "model")
+
+
+def test_a_model_with_several_losses_is_refused(tmp_path: Path) -> None:
+    model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=30, **SIZES))
+    given = {"model": model, "data_collator": collate, "train_dataset": items_of("gpt2")}
+    with pytest.raises(ConfigError, match="expected a model with one kind of labels, got BertForPreTraining with labels, next_"):
+        train({"transformers_trainer": given}, tmp_path / "model")
+
+
+def test_init_writes_a_config_that_learns(tmp_path: Path) -> None:
+    config = tmp_path / "mine.py"
+    assert run_inside(["init", config, "--transformers"]).status == 0
+    finished = run_inside([config, "++model", tmp_path / "model", "++num_epochs", 2, "++num_threads", 1])
+    assert finished.status == 0, finished.err

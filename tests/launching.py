@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigError, Problem
-from hvdtrain.plugins.doctor.packages import implementation
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}
@@ -63,6 +62,8 @@ def torchrun(
 @cache
 def mpi_version() -> str:
     """That of mpirun, such as '4.1.4'."""
+    from hvdtrain.plugins.doctor.packages import implementation  # here, as the package may have no plug-ins
+
     found = implementation(subprocess.run(["mpirun", "--version"], capture_output=True, check=True, encoding="utf-8").stdout)
     assert found is not None
     return found[1]

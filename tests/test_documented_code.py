@@ -13,8 +13,8 @@ from documented import Block, blocks_of
 from launching import ROOT
 
 import hvdtrain
+from hvdtrain.config.translation import ALIASES
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.returnn.names import ALIASES
 from hvdtrain.settings import all_keys, read_settings
 
 DOCUMENTS = [

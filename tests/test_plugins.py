@@ -9,37 +9,97 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from hvdtrain.config.absent import NAMES
+from hvdtrain.config.plugins import Plugin, plugins
+
 CONFIG = ROOT / "configs/smallest.py"
 
 OWN = sorted(path.parent.name for path in (ROOT / "hvdtrain/plugins").glob("*/__init__.py"))
 
+OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/test_epoch_scores.py", "data/test_batches.py")
+"""Tests that take a second each."""
+
+ASKING: dict[str, dict[str, list[str]]] = {
+    "returnn": {
+        "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],
+        "train.class: expected one of": ["++train", "{'class': 'ReturnnDataset'}"],
+        "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
+    },
+    "submit": {"submit: expected a config file": ["submit"]},
+    "tensorflow": {"backend: expected 'torch'": ["++backend", "tensorflow"]},
+    "trackers": {"trackers: unknown key": ["++trackers", "wandb"], "metrics_file: unknown key": ["++metrics_file", "a.prom"]},
+}
+"""By plug-in, the message about what only it does, and the arguments that ask for it."""
+
 
 def run(package: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run Python with a copy of the package."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package.parent), str(ROOT / "tests")])}
-    command = [sys.executable, "-m", "hvdtrain", *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=package.parent, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package in which each plug-in's folder is deleted."""
-    package = tmp_path_factory.mktemp("core") / "hvdtrain"
+def copy_without(names: list[str], folder: Path) -> Path:
+    """A copy of the package in which these plug-ins' folders are deleted."""
+    package = folder / "hvdtrain"
     shutil.copytree(ROOT / "hvdtrain", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in OWN:
+    for name in names:
         shutil.rmtree(package / "plugins" / name)
     return package
 
 
-@pytest.mark.slow
-def test_the_core_trains_alone(core: Path, tmp_path: Path) -> None:
-    trained = run(core, CONFIG, "++model", tmp_path / "model", "++num_epochs", 1)
-    assert trained.returncode == 0, trained.stderr
-    assert (tmp_path / "scores.jsonl").exists()
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_without(OWN, tmp_path_factory.mktemp("core"))
+
+
+def entries(plugin: Plugin) -> set[str]:
+    """The names that a config or a command line can have."""
+    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.commands, plugin.templates)
+    return {name for table in tables for name in table}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_what_may_be_missing_are_those_of_the_plug_in(name: str) -> None:
+    from hvdtrain.config.keys import declared_keys
+    from hvdtrain.settings import OF_PLUGINS
+
+    plugin = plugins()[f"plug-in {name}"]
+    keys = {key.name for section in plugin.keys for key in declared_keys(OF_PLUGINS[section])}
+    assert set(NAMES[name].split()) - {"network"} == entries(plugin) | keys
+
+
+def check_refusals(package: Path, name: str) -> None:
+    for message, words in ASKING.get(name, {}).items():
+        refused = run(package, "-m", "hvdtrain", *words, *([] if words == ["submit"] else [CONFIG]))
+        assert refused.returncode == 2, refused.stdout
+        assert message in refused.stderr
+        assert f"hvdtrain's plug-in {name} has it, and is missing" in refused.stderr
 
 
 def test_what_is_missing_is_refused_by_name(core: Path) -> None:
-    assert run(core, "--help").returncode == 0
-    refused = run(core, "submit", CONFIG)
-    assert refused.returncode == 2
-    assert "submit: expected a config file, got: No such file or directory" in refused.stderr
-    assert "--help lists the commands" in refused.stderr
+    assert run(core, "-m", "hvdtrain", "--help").returncode == 0
+    check_refusals(core, "submit")
+
+
+@pytest.mark.slow
+def test_the_core_trains_alone_and_passes_its_tests(core: Path, tmp_path: Path) -> None:
+    trained = run(core, "-m", "hvdtrain", CONFIG, "++model", tmp_path / "model", "++num_epochs", 1)
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "scores.jsonl").exists()
+    files = [ROOT / "tests" / file for file in OF_THE_CORE]
+    options = ["-p", "no:cacheprovider", "--rootdir", ROOT, "--basetemp", tmp_path / "tested"]
+    tested = run(core, "-m", "pytest", *options, *files)
+    assert tested.returncode == 0, tested.stdout
+    for name in ASKING:
+        check_refusals(core, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_each_plug_in_may_be_deleted(name: str, tmp_path: Path) -> None:
+    package = copy_without([name], tmp_path)
+    trained = run(package, "-m", "hvdtrain", CONFIG, "++model", tmp_path / "exp/model", "++num_epochs", 1)
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "exp/scores.jsonl").exists()
+    assert run(package, "-m", "hvdtrain", "help", "all").returncode == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared_keys, spellings, words_of
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
 from hvdtrain.config.synonyms import SYNONYMS
@@ -45,7 +46,7 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
                 filled[key.field] = convert(value, key)
             except Mismatch as mismatch:
                 got = mismatch.got or f"{_short_repr(value)} in {origins.get(name.partition('.')[0], 'the config')}"
-                problems += problem(mismatch.rule, f"{where}{name}: expected {mismatch}, got {got}")
+                problems += problem(mismatch.rule, f"{where}{name}: expected {mismatch}, got {got}{absent(value)}")
     return (None, problems) if problems else (section(**filled), [])
 
 
@@ -92,7 +93,9 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
         if name in keys or name in source.foreign_names or is_no_key(name, value):
             continue
         origin = source.origins[name]
-        if match := closest(name, keys):
+        if hint := absent(name):
+            problems += problem("unknown-key", f"{name}: unknown key in {origin}{hint}")
+        elif match := closest(name, keys):
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.keys import text_value
 from hvdtrain.config.missing import import_failure
 from hvdtrain.config.synonyms import SYNONYMS
@@ -402,7 +403,7 @@ def _read(path: Path) -> str:
         close = get_close_matches(path.name, present, n=1, cutoff=0.8)
         hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
         key = f" (python -m hvdtrain CONFIG trains, --help lists the commands; for the key {path.name}, write ++{path.name})"
-        hint = hint or ("" if path.suffix else key)
+        hint = hint or absent(path.name) or ("" if path.suffix else key)
         raise ConfigError.of("unreadable", f"{path}: expected a config file, got: {error.strerror}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError.of("unreadable", f"{path}: expected a Python or JSON file, got bytes that are not UTF-8") from None

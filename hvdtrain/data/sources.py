@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from os.path import basename
 from typing import Any, NoReturn
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import as_function, is_reference, resolve
@@ -239,7 +240,7 @@ def _check_class(
         ]
     if not (callable(kind) or is_reference(kind)):
         similar = closest(kind, [*KINDS, *SOURCES, *BY_RETURNN]) if isinstance(kind, str) else None
-        hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
+        hint = absent(kind) or (f" (did you mean {similar}? see docs/datasets.md)" if similar else "")
         problems += problem(
             "unknown-value",
             f"{name}.class: expected one of {', '.join([*KINDS, *SOURCES])}, a class, a function, or the name of one as "

@@ -1,0 +1,31 @@
+"""The names that hvdtrain's own plug-ins add to configs and command lines, for messages where a plug-in's folder is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "doctor": "doctor build-horovod",
+    "prove": "prove",
+    "report": "report card",
+    "returnn": "tensorflow-net-dict ReturnnDataset network",
+    "submit": "submit",
+    "tensorflow": "tensorflow",
+    "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
+}
+"""By plug-in, its keys, backends, classes of datasets and commands."""
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+
+
+def absent(name: Any) -> str:
+    """A hint for the end of a message; empty, unless the name is one of a plug-in that is missing.
+
+    >>> absent("max_seqs"), absent("tensorflow")
+    ('', '')
+    """
+    for plugin, names in NAMES.items():
+        if name in names.split() and not (PLUGINS / plugin / "__init__.py").exists():
+            return f" (hvdtrain's plug-in {plugin} has it, and is missing in {PLUGINS})"
+    return ""

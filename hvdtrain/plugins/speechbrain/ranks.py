@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,17 @@ def as_one_job() -> None:
         Backend=torch.distributed.Backend,
     )
     distributed.torch = Torch(theirs)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside the `with` block, each rank does what else only rank 0 does, and waits for no other."""
+    usual = distributed.is_distributed_initialized
+    distributed.is_distributed_initialized = lambda: False
+    try:
+        yield
+    finally:
+        distributed.is_distributed_initialized = usual
 
 
 class Torch:

@@ -12,12 +12,13 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, PARAMFILE_EXT, get_default_hook
 
 from hvdtrain.errors import CheckpointError
+from hvdtrain.plugins.speechbrain.ranks import alone
 
 
 def states_of(brain: Any) -> dict[str, str]:
     """The state of what the Brain's hooks change beside its modules and its optimizer: schedulers, counters, ..."""
     found = {}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, alone():
         for name, one in recoverables(brain).items():
             path = Path(folder) / "state"
             (_custom(brain, "custom_save_hooks", name) or get_default_hook(one, DEFAULT_SAVE_HOOKS))(one, path)
@@ -28,7 +29,7 @@ def states_of(brain: Any) -> dict[str, str]:
 
 def restore(brain: Any, states: Mapping[str, str]) -> None:
     """Give them the state that `states_of` returned."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, alone():
         for name, one in recoverables(brain).items():
             if name in states:
                 path = Path(folder) / "state"

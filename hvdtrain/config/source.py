@@ -384,8 +384,14 @@ class LargeImports(MetaPathFinder):
 
 def _is_installed(module: ModuleType) -> bool:
     """Whether a module belongs to Python or to an installed package."""
-    file = vars(module).get("__file__")  # asking a module that is imported on first use for an attribute would import it
+    file = _file_of(module)
     return file is None or file.startswith((sys.prefix, sys.base_prefix))
+
+
+def _file_of(module: ModuleType) -> str | None:
+    """The file of a module. One that is imported on first use would be, if it were asked for an attribute that it lacks."""
+    file: str | None = getattr(module, "__dict__", {}).get("__file__")
+    return file
 
 
 def _read(path: Path) -> str:
@@ -429,7 +435,7 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
         folders = {str(config.resolve().parent) for config in configs} - set(path)
         sys.path[:] = path
         for name in set(sys.modules) - modules - {MODULE_NAME}:
-            file = getattr(sys.modules[name], "__file__", None) or ""
+            file = _file_of(sys.modules[name]) or ""
             if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
                 del sys.modules[name]
 

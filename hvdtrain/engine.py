@@ -154,7 +154,8 @@ class Engine:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
-        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
+        trained = self._learner.trained_now() if self._comm.size > 1 else {}
+        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file, trained)
         self._begin_steps(epoch, counts.most)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for steps in groups(counts.most, partial(self._steps_per_update, epoch)):

@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError, problem
 SHOWN = 5
 """The most differences that a message shows."""
 
-Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "plan", "data", "weights", "all_reduce"]
+Fact = Literal["keys", "keys_of_epoch", "model", "buffers", "extra_models", "trained", "plan", "data", "weights", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ COMPARED: Mapping[Fact, Comparison] = {
     ),
     "extra_models": Comparison(
         "when they are built", "extra_models: ", "every rank makes and loads it by itself: are the files the same on all hosts?"
+    ),
+    "trained": Comparison(
+        "before the steps of an epoch",
+        "whether it is trained, ",
+        "does a callback or train_step change requires_grad, or trainable of a layer, by what this rank alone has?",
     ),
     "keys_of_epoch": Comparison(
         "before the epoch", "", "every rank gets them by itself: do they depend on hvdtrain.rank() or the host?"

@@ -175,6 +175,10 @@ class Learner(ABC):
         """What the modules compute as far as their text says it, by name in the model's order."""
         return ((name, type(module).__qualname__) for name, module in self.modules())
 
+    def trained_now(self) -> dict[str, str]:
+        """By the name of a parameter, whether it is trained in the next step, as text: a callback may have changed that."""
+        return {}
+
     @abstractmethod
     def layers(self) -> Iterator[Layer]:
         """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs

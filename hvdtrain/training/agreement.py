@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -99,6 +100,8 @@ def completed_share(
     return share_done
 
 
+NO_NAMES: Mapping[str, str] = {}
+
 UNCHANGED_KEYS = "continue with the same data and the same keys for batches"
 
 
@@ -149,26 +152,37 @@ class BatchCounts:
 
 
 def agree_on_batches(
-    comm: Communicator, feed: Feed, plan: Plan, num_left: int, current: EpochProgress, file: Path | None
+    comm: Communicator,
+    feed: Feed,
+    plan: Plan,
+    num_left: int,
+    current: EpochProgress,
+    file: Path | None,
+    trained: Mapping[str, str] = NO_NAMES,
 ) -> BatchCounts:
     """Collective. How many batches the ranks have left of an epoch; stores what identifies the plan in its progress.
 
     Args:
         num_left: the number of this rank.
+        trained: by the name of a parameter, whether it is trained now, as text.
         file: the model's file from which training resumes.
 
     Raises:
         CheckpointError: the epoch began with another plan, or the position is beyond its end.
+        ConfigError: a parameter is trained on one rank, and not on another.
     """
-    answers = comm.gather((num_left, plan.fingerprint, plan.num_batches), name="plan")
-    fingerprints = [fingerprint for _, fingerprint, _ in answers]
+    checksum = zlib.crc32(repr(sorted(trained.items())).encode())
+    answers = comm.gather((num_left, plan.fingerprint, plan.num_batches, checksum), name="plan")
+    if any(answer[-1] != answers[0][-1] for answer in answers):
+        check_alike(comm, "trained", trained)
+    fingerprints = [fingerprint for _, fingerprint, _, _ in answers]
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None
     if feed.distribution == "shard":
         fingerprints = fingerprints[:1]  # `plan_together` has compared them
     if current.fingerprints and not _is_same_plan(current, feed, fingerprints):
         error = _changed_plan_error(current, feed, plan_inputs, file)
-    elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
+    elif current.position > (most := max(num_batches for _, _, num_batches, _ in answers)):
         error = CheckpointError(
             f"{file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
             f"{current.position} (remove this file to repeat the epoch from its beginning)"
@@ -176,7 +190,7 @@ def agree_on_batches(
     if error is not None:
         raise error.on_all_ranks()
     current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
-    return BatchCounts(count for count, _, _ in answers)
+    return BatchCounts(count for count, _, _, _ in answers)
 
 
 def _is_same_plan(current: EpochProgress, feed: Feed, fingerprints: Sequence[int]) -> bool:

@@ -58,16 +58,20 @@ def train_step(*, model, extern_data, **_):
 
 
 class Clips:
+    def on_epoch_begin(self, training):
+        if what == "frozen" and own:
+            training.model[0].weight.requires_grad_(False)
+
     def on_step_end(self, training):
         with torch.no_grad():
-            training.model[0].weight += 1e-7 * own if what == "tiny" else own
+            training.model[0].weight += 1e-7 * own if what == "tiny" else own * (what == "callback")
 
 
 def dynamic_learning_rate(*, learning_rate, **_):
     return learning_rate / (1 + own) if what == "rate" else learning_rate
 
 
-callbacks = [Clips] if what in ("callback", "tiny") else []
+callbacks = [Clips] if what in ("callback", "tiny", "frozen") else []
 train = dev = Corpus()
 num_epochs, num_threads, batch_size, learning_rate, log_verbosity = 2, 1, 30, 0.01, 3
 optimizer = {"class": "sgd", "momentum": 0.9}
@@ -98,6 +102,7 @@ def trained(folder: Path, what: str, **keys: object) -> None:
         ("attribute", r"module itself: .* Net\(scale=1.0, .* on rank 0 and .* Net\(scale=2.0, .* on rank 1"),
         ("walk", r"module itself: .* walk=\[0, 1, 2, 3\]\) on rank 0 and .* walk=\[3, 2, 1, 0\]\) on rank 1"),
         ("rate", "the learning rate: expected the same on all ranks, got 0.01 on rank 0 and 0.005 on rank 1"),
+        ("frozen", "whether it is trained, 0.weight: expected the same on all ranks, got True on rank 0 and False on rank 1"),
         ("callback", r"0.weight: expected the same on all ranks, got the checksum \w+ on rank 0"),
     ],
 )

@@ -20,6 +20,7 @@ from hvdtrain.data.feed import Staging
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import TRAIN, Exported, Layer, Learner, LearnerKeys, StepCost, Total
 from hvdtrain.learner.epoch_scores import EpochScores, with_statistics
 from hvdtrain.learner.frameworks import BuildOptions
@@ -38,7 +39,6 @@ from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import BatchSplitter
-from hvdtrain.learner.torch.attributes import kinds_of_modules
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.cost import compute_dtype, step_cost
 from hvdtrain.learner.torch.device import (
@@ -269,7 +269,10 @@ class TorchLearner(Learner):
         yield from self.model.named_modules()
 
     def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
-        return kinds_of_modules(self.model)
+        return kinds_of(self.model.named_modules(), _settings_of_own)
+
+    def trained_now(self) -> dict[str, str]:
+        return {name: str(parameter.requires_grad) for name, parameter in self.model.named_parameters()}
 
     def layers(self) -> Iterator[Layer]:
         return layers_of(self.model)
@@ -475,6 +478,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     learner.epoch_scores = EpochScores(epoch_scores)
     return learner
+
+
+def _settings_of_own(module: torch.nn.Module) -> str | None:
+    """Those of PyTorch's own modules. (Another's extra_repr may name the rank.)"""
+    return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else None
 
 
 def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:

@@ -16,6 +16,7 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.randomness import StepSeeds, mix_seed, noise_seeds
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions, gpu_of
@@ -28,7 +29,14 @@ from hvdtrain.plugins.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.plugins.tensorflow.inspect import describe_layers, export_model
 from hvdtrain.plugins.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.plugins.tensorflow.state import TensorFlowState, WeightAverage
-from hvdtrain.plugins.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
+from hvdtrain.plugins.tensorflow.tensors import (
+    ModelVariables,
+    array_of,
+    layers_of,
+    settings_of_own,
+    tensorflow_variable,
+    variables_of,
+)
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
@@ -214,6 +222,12 @@ class TensorFlowLearner(Learner):
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
+
+    def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
+        return kinds_of(self.modules(), settings_of_own)
+
+    def trained_now(self) -> dict[str, str]:
+        return {name: str(variable.trainable) for name, variable in self.variables.by_name.items()}
 
     def layers(self) -> Iterator[Layer]:
         return describe_layers(self.variables)

@@ -295,6 +295,16 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
     return walk(model, "")
 
 
+def settings_of_own(layer: Any) -> str | None:
+    """The settings of a layer of Keras' own, as text, without those that are objects; None: it is somebody else's."""
+    if not type(layer).__module__.startswith("keras."):
+        return None
+    if isinstance(layer, keras.Model):
+        return ""
+    simple = {name: value for name, value in layer.get_config().items() if isinstance(value, bool | int | float | str)}
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(simple.items()) if name != "name")
+
+
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a layer or module that may hold variables: first those of its author, then Keras' lists."""
     for name, value in list(vars(owner).items()):

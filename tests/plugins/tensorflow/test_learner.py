@@ -670,3 +670,25 @@ def test_seq_lens_of_other_elements_than_a_loss_has_are_an_error() -> None:
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="expected a loss with the elements of all sequences.*flat"):
         learner(step).evaluate(mixed_batches()["padded"])
+
+
+class Scaled(keras.layers.Layer):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.own_rank = scale, 3
+
+    def call(self, values: Any) -> Any:
+        return self.scale * values
+
+
+def test_settings_of_layers_are_compared_with_those_of_other_ranks() -> None:
+    def made(scale: float, rate: float) -> dict[str, str]:
+        model = keras.Sequential([Scaled(scale), keras.layers.Dropout(rate), keras.layers.Dense(1)])
+        model.build((None, None, 2))
+        return dict(learner(get_model=lambda **_: model).kinds_of_modules())
+
+    first, again, other = made(1.0, 0.1), made(1.0, 0.1), made(2.0, 0.2)
+    assert first == again
+    assert sum(first[name] != other[name] for name in first) == 2
+    assert "scale=1.0" in " ".join(first.values())
+    assert "own_rank" not in " ".join(first.values())

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-
-from torch import nn
 
 OWN = re.compile(
     r"(^|_)(rank|main|master|leader|worker|shard|device|host(name)?|port|pid|uuid|path|dir|folder|file(name)?|tmp|temp|cache|seed|time"
@@ -18,24 +16,30 @@ OWN = re.compile(
 )
 """Attributes that a rank may have for itself, by their names."""
 
+OF_FRAMEWORKS = frozenset(("training", "name", "built", "trainable", "dtype_policy"))
+"""Attributes that frameworks set: the names of Keras' layers are numbered in each process."""
+
 MOST_LETTERS = 80
 """Longer values are shown by a checksum."""
 
 
-def kinds_of_modules(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The class and the settings of each module, by name in the model's order."""
-    names = {id(module): name or "the model" for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        kind = type(module)
-        is_known = kind.__module__.startswith("torch.nn.")
-        settings = module.extra_repr() if is_known else _attributes(module, names)  # another's extra_repr may name the rank
-        yield name, f"{kind.__qualname__}({settings})"
+def kinds_of(modules: Iterable[tuple[str, Any]], described: Callable[[Any], str | None]) -> Iterator[tuple[str, str]]:
+    """The class and the settings of each module, by name in the model's order.
+
+    Args:
+        described: the settings of a framework's own module; None: it is somebody else's.
+    """
+    modules = list(modules)
+    names = {id(module): name or "the model" for name, module in modules}
+    for name, module in modules:
+        settings = described(module)
+        yield name, f"{type(module).__qualname__}({_attributes(module, names) if settings is None else settings})"
 
 
-def _attributes(module: nn.Module, names: Mapping[int, str]) -> str:
+def _attributes(module: Any, names: Mapping[int, str]) -> str:
     texts = {}
     for name, value in vars(module).items():
-        if not OWN.search(name) and name != "training":
+        if not OWN.search(name) and name not in OF_FRAMEWORKS:
             with suppress(RecursionError):  # it contains itself
                 texts[name] = _text(value, names)
     return ", ".join(f"{name}={_short(text)}" for name, text in sorted(texts.items()))

@@ -44,6 +44,7 @@ class Dataset(ABC):
         has_fixed_order: whether the sequences of `at_epoch` already are those of an epoch, in the order to read them.
         window: the number of neighbouring sequences that may be reordered, if they are read from beginning to end; None: see
             `has_fixed_order`.
+        reads_batches: whether `padded` and `packed` are the user's own, to be called wherever a batch is read.
         mix: the parts that an epoch mixes; None: it consists of all sequences, or of those that are selected.
         collate: makes what `train_step` gets of a list of items; None: arrays are padded.
         max_seqs: the number of sequences in a batch where no key limits it; None: a key must.
@@ -56,6 +57,7 @@ class Dataset(ABC):
     reads_for_tags: bool = False
     has_fixed_order: bool = False
     window: int | None = None
+    reads_batches: bool = False
     mix: Mix | None = None
     collate: Callable[[list[Any]], Any] | None = None
     max_seqs: int | None = None

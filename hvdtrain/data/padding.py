@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -22,24 +22,30 @@ KEPT = 8
 
 
 class Memory:
-    """Memory for batches, reused once no array refers to it.
+    """Memory for batches, reused once no array refers to it: for arrays of at least half its size, as they may be kept.
 
     The system provides new memory of the size of a batch page by page, which takes longer than filling it.
+
+    Any thread may take a piece, and give one back at any moment, as a lock or the garbage collector does: each step is a single
+    operation of a dict, or of a copy.
     """
 
     def __init__(self) -> None:
-        self._free: list[bytearray] = []
+        self._free: dict[int, bytearray] = {}  # by id, the oldest first
+
+    def free(self) -> list[bytearray]:
+        """The pieces that no array refers to, the oldest first."""
+        return list(self._free.values())
 
     def empty(self, shape: tuple[int, ...], dtype: numpy.dtype[Any]) -> Array:
         """An uninitialized array."""
         size = math.prod(shape) * dtype.itemsize
         if size < REUSED:
             return numpy.empty(shape, dtype)
-        try:
-            piece = self._free.pop()
-        except IndexError:  # the list is empty; checking first would be a race between threads
-            piece = bytearray()
-        if len(piece) < size:
+        fitting = (key for key, free in list(self._free.items()) if size <= len(free) <= 2 * size)
+        taken = (self._free.pop(key, None) for key in fitting)  # None: another thread was faster
+        piece = next((free for free in taken if free is not None), None)
+        if piece is None:
             piece = bytearray(size + size // 4)  # room for a slightly larger batch
         # Every view refers to `root`, as numpy does not own the memory below it: `root` dies with the last view.
         root = numpy.frombuffer(piece, numpy.uint8, size)
@@ -47,8 +53,9 @@ class Memory:
         return root.view(dtype).reshape(shape)
 
     def _give_back(self, piece: bytearray) -> None:
-        if len(self._free) < KEPT:
-            self._free.append(piece)
+        self._free[id(piece)] = piece
+        for oldest in list(self._free)[:-KEPT]:
+            self._free.pop(oldest, None)
 
 
 MEMORY = Memory()
@@ -148,6 +155,29 @@ def gather_packed(array: Array, starts: Array, lengths: Array) -> Packed:
     return Packed(_take_frames(array, _places(starts, lengths)), lengths)
 
 
+def gather_parts(
+    stream: Stream, parts: Iterable[tuple[Array, int, int]], starts: Array, lengths: Array, rows: Array, packed: bool
+) -> Padded:
+    """`gather`, or `gather_packed`, of sequences of several arrays.
+
+    Args:
+        parts: the arrays, each with the numbers of its first sequence and of the one after its last.
+        starts, lengths: of all sequences, array by array.
+        rows: for every row of the batch, the number of its sequence.
+    """
+    frames = numpy.arange(int(lengths.max()))
+    places = starts[:, None] + frames
+    values = numpy.empty((*places.shape, *stream.shape), stream.dtype)
+    for array, begin, end in parts:
+        values[begin:end] = _take_frames(array, places[begin:end])
+    values, lengths = values[rows], lengths[rows]
+    is_padding = frames >= lengths[:, None]
+    if packed:
+        return Packed(values[~is_padding], lengths)
+    values[is_padding] = 0
+    return Padded(values, lengths)
+
+
 def _places(starts: Array, lengths: Array) -> Array:
     """The frames from every start on, one sequence after the other: int64 of shape (frames,)."""
     before = lengths.cumsum(dtype=numpy.int64) - lengths
@@ -176,14 +206,27 @@ def merge_batches(
     Args:
         lengths: by data key, of all rows, for rows that are missing; those of the others are the parts'.
         packed: the data keys without padding.
+
+    Raises:
+        UnlikeError: numpy would repeat, round or cut a part.
     """
     batch: dict[str, Padded] = {}
     for name, stream in streams.items():
         given = [(rows, part[name]) for rows, part in parts if name in part]
         seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
         for rows, part in given:
-            seq_lens[rows] = part.seq_lens
-        shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), int(seq_lens.max()))
+            if len(part.seq_lens) == len(rows):
+                seq_lens[rows] = part.seq_lens
+            most = max(int(seq_lens[rows].max()), *part.values.shape[1:2])
+            frames = (int(seq_lens[rows].sum(dtype=numpy.int64)),) if name in packed else (len(rows), most)
+            is_like = part.values.dtype == stream.dtype or _holds(stream.dtype, part.values)
+            if part.values.shape != (*frames, *stream.shape) or not is_like:
+                raise UnlikeError(
+                    f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "
+                    f"got {part.values.dtype} of shape {part.values.shape} with {len(part.seq_lens)} lengths"
+                )
+        longest = max((part.values.shape[1] for _, part in given), default=0) if name not in packed else 0
+        shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), longest)
         values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
         starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
         for rows, part in given:

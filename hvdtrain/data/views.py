@@ -60,6 +60,7 @@ class View(Dataset):
     reads_for_tags: bool = FORWARDED()
     has_fixed_order: bool = FORWARDED()
     window: int | None = FORWARDED()
+    reads_batches: bool = FORWARDED()
     mix: Mix | None = FORWARDED()
     collate: Callable[[list[Any]], Any] | None = FORWARDED()
     max_seqs: int | None = FORWARDED()
@@ -129,6 +130,8 @@ class View(Dataset):
 
 class ChangedSequences(View):
     """A view whose sequences differ from those inside: every way to read them goes through `sequences`."""
+
+    reads_batches = False
 
     @abstractmethod
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]: ...

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy
 
@@ -14,11 +14,13 @@ from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, M
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, refuse_selection, split
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.handles import Handles, Opened
-from hvdtrain.data.padding import are_short, merge_batches
+from hvdtrain.data.padding import are_short, gather_parts, merge_batches
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.data.views import OF_ANY, ChangedSequences
 from hvdtrain.errors import DataError
+
+T = TypeVar("T", bound="UnionDataset")
 
 SEQUENCES_PER_PART = 8
 """If a batch has fewer sequences per dataset than this, they are read one by one, which is then faster."""
@@ -35,6 +37,7 @@ class UnionDataset(ChangedSequences):
     """
 
     reads_for_tags: bool = OF_ANY()
+    reads_batches: bool = OF_ANY()
 
     def __init__(
         self,
@@ -120,19 +123,21 @@ class UnionDataset(ChangedSequences):
         return self.packed(indices, ())
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        """Each dataset reads its part of the batch at once, unless sequences are long, or of too many datasets."""
+        """Each dataset reads its part of the batch at once, unless sequences are long, or of too many datasets; but a user's own
+        methods for batches are called."""
         lengths = {name: column[indices] for name, column in self.lengths.items()}
         most = len(indices) // SEQUENCES_PER_PART
         owners = numpy.searchsorted(self._first, indices, side="right")
         is_spread = len(self._inside) > most and len(numpy.unique(owners)) > most
-        has_items = self.collate is not None
-        if is_spread or has_items or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
+        is_slow = is_spread or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items())
+        if self.collate is not None or (is_slow and not self.reads_batches):
             return super().packed(indices, keys)
         parts = []
         for number, rows, inside in split(indices, self._first):
-            there = self._keys[number]
-            batch = self._inside[number].packed(inside, [there[name] for name in keys if name in there])
-            parts.append((rows, {name: batch[source] for name, source in there.items()}))
+            dataset, there = self._inside[number], self._keys[number]
+            packed = [there[name] for name in keys if name in there]
+            batch = dataset.packed(inside, packed) if packed else dataset.padded(inside)
+            parts.append((rows, {name: batch[source] for name, source in there.items() if source in batch}))
         return merge_batches(self.streams, lengths, keys, parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -185,25 +190,25 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a ConcatDataset. Raises: DataError."""
-    return concatenate(where, datasets)
+    return concatenate(where, datasets, UnionDataset)
 
 
 def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a MixingDataset. Raises: DataError."""
     for name, dataset in datasets.items():
         refuse_selection(f"{where}.datasets.{name}", dataset, "weights and stop say how many sequences an epoch takes")
-    made = concatenate(where, datasets)
+    made = concatenate(where, datasets, UnionDataset)
     ends = numpy.cumsum([dataset.num_sequences for dataset in datasets.values()]).tolist()
     bounds = dict(zip(datasets, zip([0, *ends[:-1]], ends, strict=True), strict=True))
     made.mix = Mix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
     return made
 
 
-def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[UnionDataset] | None = None) -> UnionDataset:
+def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[T]) -> T:
     """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
     same = dict(zip(streams, streams, strict=True))
-    return (kind or UnionDataset)(where, list(datasets.values()), [same] * len(datasets), streams)
+    return kind(where, list(datasets.values()), [same] * len(datasets), streams)
 
 
 def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
@@ -244,6 +249,18 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
 
 def _words(stream: Stream) -> str:
     return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"
+
+
+class MappedFile(Dataset):
+    """A file, of which parts may be memory-mapped.
+
+    Attributes:
+        frames: all frames of the data keys that are.
+        starts: by data key, the first frame of every sequence.
+    """
+
+    frames: dict[str, Array]
+    starts: dict[str, Array]
 
 
 class ReopenedFile(Dataset):
@@ -313,6 +330,23 @@ class FilesDataset(UnionDataset):
 
     is_stochastic = False
     reads_for_tags = False
+    reads_batches = False
+    _mapped: Sequence[MappedFile] = ()
+    """All files, if all of their data is memory-mapped."""
+
+    _starts_there: Mapping[str, Array] = {}
+
+    def keep_once(self) -> None:
+        """Have in memory once what both the files and the whole need."""
+        mapped = [file for file in self._inside if isinstance(file, MappedFile)]
+        if self.memory_mapped == self.streams.keys() and len(mapped) == len(self._inside):
+            self._mapped = mapped
+            self._starts_there = {name: numpy.concatenate([file.starts[name] for file in mapped]) for name in self.streams}
+        for file, (start, stop) in zip(self._inside, pairwise(self._starts), strict=True):
+            file.streams = {name: file.streams[name] for name in self.streams}  # further keys are not read
+            file.lengths = {name: column[start:stop] for name, column in self.lengths.items()}
+            if self._mapped and isinstance(file, MappedFile):
+                file.starts = {name: column[start:stop] for name, column in self._starts_there.items()}
 
     def at_epoch(self, epoch: int) -> Self:
         return self
@@ -331,6 +365,28 @@ class FilesDataset(UnionDataset):
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         made = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
         return [made[index] for index in indices]
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        """Short sequences that are memory-mapped are gathered at once."""
+        if not self._mapped:
+            return super().packed(indices, keys)
+        order = numpy.argsort(indices)
+        wanted = indices[order]
+        lengths = {name: column[wanted] for name, column in self.lengths.items()}
+        if not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
+            return super().packed(indices, keys)
+        ends = numpy.searchsorted(wanted, self._first).tolist()
+        parts = [
+            (file, *ends[number : number + 2]) for number, file in enumerate(self._mapped) if ends[number] < ends[number + 1]
+        ]
+        rows = numpy.empty_like(order)
+        rows[order] = numpy.arange(len(order))
+        batch = {}
+        for name, stream in self.streams.items():
+            arrays = [(file.frames[name], begin, end) for file, begin, end in parts]
+            starts = self._starts_there[name][wanted]
+            batch[name] = gather_parts(stream, arrays, starts, lengths[name], rows, name in keys)
+        return batch
 
     def how_read(self) -> str:
         return "; ".join(sorted({file.how_read() for file in self._inside}))
@@ -355,7 +411,5 @@ def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Data
         return files[0]
     names = [f"{path} (file {number})" for number, path in enumerate(paths)]
     joined = concatenate(where, dict(zip(names, files, strict=True)), FilesDataset)
-    for file, (start, stop) in zip(files, pairwise(joined.file_bounds().tolist()), strict=True):
-        file.streams = {name: file.streams[name] for name in joined.streams}  # further keys are not read
-        file.lengths = {name: column[start:stop] for name, column in joined.lengths.items()}  # in memory once
+    joined.keep_once()
     return joined

@@ -72,7 +72,7 @@ class UserDataset(ChangedSequences):
         redrawn = lru_cache(maxsize=8)(lambda epoch, draw: latest(epoch).redrawn(draw))
         self._shared = _Processes(lambda asked: redrawn(asked[1], asked[2])._answer(asked[0], *asked[3:]), num_workers)
         self._note = scanning.note
-        self._is_whole = _reads_batches(dataset)
+        self.reads_batches = _reads_batches(dataset)
         if num_workers:
             self._shared.start()
         elif isinstance(dataset, ItemsDataset) and dataset.draws:
@@ -165,7 +165,7 @@ class UserDataset(ChangedSequences):
 
     def _in_one(self, read: Callable[[], T]) -> T | None:
         """What the user's own method for batches returns; None: sequences must be read one by one."""
-        if not self._is_whole or self._shared.draws or ALONE.has_them:
+        if not self.reads_batches or self._shared.draws or ALONE.has_them:
             return None
         made = self._undrawn(read)
         self._shared.draws = made is None
@@ -249,8 +249,12 @@ def _reads_batches(dataset: Dataset) -> bool:
     """Whether the user's class has methods of its own to read several sequences."""
     if isinstance(dataset, ForeignDataset):
         return dataset.reads_batches
-    names = ("sequences", "padded", "packed")
-    return not _is_ours(type(dataset)) and any(getattr(type(dataset), name) is not getattr(Dataset, name) for name in names)
+
+    def place(name: str) -> int:
+        return next(number for number, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
+
+    # A class that only overrides `sequence` of one with batches is read by that.
+    return not _is_ours(type(dataset)) and any(place(name) <= place("sequence") for name in ("sequences", "padded", "packed"))
 
 
 def _is_ours(kind: type) -> bool:

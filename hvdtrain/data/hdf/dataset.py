@@ -17,7 +17,7 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
-from hvdtrain.data.combine.union import open_files
+from hvdtrain.data.combine.union import MappedFile, open_files
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.handles import Handles, Opened
@@ -42,7 +42,7 @@ from hvdtrain.data.types import Array, External, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 
 
-class HDFFile(Dataset):
+class HDFFile(MappedFile):
     """One file: opened, checked and indexed."""
 
     def __init__(self, path: Path, external: External = "refuse", handles: Handles | None = None) -> None:
@@ -52,9 +52,9 @@ class HDFFile(Dataset):
         self._size = 0
         self.streams: dict[str, Stream] = {}
         self.lengths: dict[str, Array] = {}
-        self._starts: dict[str, Array] = {}
+        self.starts = {}
         self._names: dict[str, str] = {}
-        self._arrays: dict[str, Array] = {}
+        self.frames = {}
         self._parts: list[Path] = []
         with ExitStack() as stack:
             file = stack.enter_context(open_file(path))
@@ -76,7 +76,7 @@ class HDFFile(Dataset):
                 MemoryError,
             ) as error:  # raised by h5py for a damaged file
                 raise damage_error(path, error) from None
-        self.memory_mapped = frozenset(self._arrays)
+        self.memory_mapped = frozenset(self.frames)
 
     def open(self) -> Opened:
         """The file, opened again. Raises: DataError, if it is another one by now: the index is of the first one."""
@@ -98,8 +98,9 @@ class HDFFile(Dataset):
         return {key: self._read(index, key) for key in self.streams}
 
     def _read(self, index: int, key: str) -> Array:
-        start, stop = self._starts[key][index], self._starts[key][index + 1]
-        if (array := self._arrays.get(key)) is not None:
+        start = self.starts[key][index]
+        stop = start + self.lengths[key][index]
+        if (array := self.frames.get(key)) is not None:
             return array[start:stop]
         name = self._names[key]
         with self._reading(f"sequence {index} of {name}") as file:
@@ -113,9 +114,9 @@ class HDFFile(Dataset):
         """Short sequences of mapped data keys are gathered at once."""
         batch: dict[str, Padded] = {}
         for key, stream in self.streams.items():
-            array, lengths = self._arrays.get(key), self.lengths[key][indices]
+            array, lengths = self.frames.get(key), self.lengths[key][indices]
             if array is not None and are_short(stream, lengths):
-                batch[key] = (gather_packed if key in keys else gather)(array, self._starts[key][indices], lengths)
+                batch[key] = (gather_packed if key in keys else gather)(array, self.starts[key][indices], lengths)
             else:
                 batch[key] = (pack if key in keys else pad)([self._read(index, key) for index in indices.tolist()])
         return batch
@@ -146,7 +147,7 @@ class HDFFile(Dataset):
     def close(self) -> None:
         """Close the file. Views of memory-mapped data stay valid."""
         self.release()
-        self._arrays = {}
+        self.frames = {}
 
     def how_read(self) -> str:
         """Which data keys are memory-mapped and which are read through h5py."""
@@ -190,10 +191,10 @@ class HDFFile(Dataset):
                     f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
                     f"of {self._names[key]}, got {starts[-1]}"
                 )
-            self._starts[key] = starts
+            self.starts[key] = starts[:-1]
             mapped = mapped_array(path, dataset, maps)
             if mapped is not None:
-                self._arrays[key] = mapped
+                self.frames[key] = mapped
         tags = strings_in(path, file, "seqTags")
         if len(tags) != self._size:
             raise DataError(f"{path}: expected {self._size} tags in /seqTags as in /seqLengths, got {len(tags)}")

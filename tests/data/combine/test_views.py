@@ -20,12 +20,13 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.padding import pad
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import parse
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.hdf_tools.dump import Selection, dump
 
@@ -105,6 +106,49 @@ def test_a_cache_neither_freezes_nor_hides_what_a_users_dataset_does() -> None:
     assert len({one[3]["data"].tobytes() for one in seen}) == 4  # the last one is random
     own.arrays[0] += 1
     assert dataset.at_epoch(5).sequence(0)["data"].tolist() == [[1], [1]]
+
+
+class Batching(Own):
+    """It counts its batches, and pads them to a multiple of four frames."""
+
+    def __init__(self, frames: int = 2) -> None:
+        super().__init__()
+        self.lengths = {"data": numpy.arange(frames, frames + 4, dtype=numpy.int32)}
+        self.batches = 0
+        self.wrong: Padded | None = None
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return {"data": numpy.full((self.lengths["data"][index], 1), index, numpy.float32)}
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        self.batches += 1
+        batch = pad([self.sequence(index)["data"] for index in indices.tolist()])
+        more = -batch.values.shape[1] % 4
+        return {"data": self.wrong or Padded(numpy.pad(batch.values, [(0, 0), (0, more), (0, 0)]), batch.seq_lens)}
+
+
+def test_a_users_batches_are_read_within_other_datasets() -> None:
+    for frames in (2, 500):
+        own, other = Batching(frames), Batching(frames)
+        for dataset in own, other:
+            dataset.streams = {"data": replace(Own.streams["data"], dtype=numpy.dtype(["f4", "f8"][dataset is other]))}
+        inside = [{"class": lambda own=own: own}, {"class": lambda other=other: other}]
+        several = {"datasets": dict(zip("ab", inside, strict=True))}
+        for value in (
+            {"class": "ConcatDataset", "datasets": [{"class": "ConcatDataset", "datasets": inside}]},
+            {"class": "CombinedDataset", **several, "data_map": {(name, "data"): "data" for name in "ab"}},
+            {"class": "MixingDataset", **several},
+        ):
+            before = own.batches
+            batch = opened(value).padded(numpy.array([6, 1, 0, 4]))["data"]
+            assert (own.batches, own.batches) == (before + 1, other.batches), "one batch of each"
+            assert batch.seq_lens.tolist() == [frames + number for number in (2, 1, 0, 0)]
+            assert (batch.values.dtype, batch.values.shape) == ("f8", (4, -(-(frames + 2) // 4) * 4, 1))
+            assert batch.values.sum() == 2 * (frames + 2) + frames + 1
+        for wrong in (batch.values[:1], batch.values[:2, :frames], batch.values[:2, ..., 0]):
+            other.wrong = Padded(wrong, batch.seq_lens[: len(wrong)])
+            with pytest.raises(DataError, match=r"data key 'data': expected float64 of shape \(2, "):
+                opened(value).padded(numpy.array([6, 1, 0, 4]))
 
 
 class Selecting(Own):

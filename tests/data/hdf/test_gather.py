@@ -69,21 +69,28 @@ def test_memory_that_is_too_small_is_replaced():
     large = memory.empty((10 * REUSED,), numpy.dtype(numpy.int8))
     large[...] = 1
     assert large.sum(dtype=int) == 10 * REUSED
+    del large
+    kept = [memory.empty((REUSED,), numpy.dtype(numpy.int8)) for _ in range(9)]  # which do not hold the large piece
+    assert [len(piece) > 10 * REUSED for piece in memory.free()] == [True]
+    del kept
+    assert [len(piece) for piece in memory.free()] == 8 * [REUSED * 5 // 4]
 
 
 @pytest.mark.parametrize(("copies", "rows"), [(1, 30), (3, 60), (20, 30)])
-def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows):
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows, is_mapped):
     generator = numpy.random.default_rng(copies)
     with HDFWriter(tmp_path / "a.hdf") as writer:
         for number in range(20):
             frames, labels = generator.integers(0, 9, 2)
-            text = numpy.array([f"{number}"] * (number % 3 + 1))
-            writer.add(f"{number}", {"data": numpy.ones((frames, 40)), "classes": numpy.arange(labels), "text": text})
+            text = {} if is_mapped else {"text": numpy.array([f"{number}"] * (number % 3 + 1))}
+            writer.add(f"{number}", {"data": numpy.full((frames, 40), number), "classes": numpy.arange(labels), **text})
     dataset = open_hdf([tmp_path / "a.hdf"] * copies)
     assert dataset.memory_mapped == {"data", "classes"}
     indices = generator.permutation(20 * copies)[:rows] if copies > 1 else generator.integers(0, 20, rows)
     batch = dataset.padded(indices)
     for key in dataset.streams:
-        expected = pad([dataset.sequence(index)[key] for index in indices.tolist()])
-        assert numpy.array_equal(batch[key].values, expected.values)
-        assert numpy.array_equal(batch[key].seq_lens, expected.seq_lens)
+        for make, read in ((pad, batch), (pack, dataset.packed(indices, [key]))):
+            expected = make([dataset.sequence(index)[key] for index in indices.tolist()])
+            assert numpy.array_equal(read[key].values, expected.values)
+            assert numpy.array_equal(read[key].seq_lens, expected.seq_lens)

@@ -169,7 +169,6 @@ FORMATS_OF_RETURNN = [
     "plugins/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "learner/frameworks.py",
     "config/absent.py", "start_up/data.py", "start_up/overfit.py",
-    "training/search_output.py",
 ]  # fmt: skip
 """Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints, files of learning rates and of searches."""
 

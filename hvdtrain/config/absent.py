@@ -9,7 +9,8 @@ NAMES = {
     "doctor": "doctor build-horovod",
     "prove": "prove",
     "report": "report card",
-    "returnn": "tensorflow-net-dict ReturnnDataset network",
+    "returnn": "tensorflow-net-dict ReturnnDataset network returnn search_output_file search_output_file_format "
+    "search_output_layer search_labels",
     "submit": "submit",
     "tensorflow": "tensorflow",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",

@@ -39,6 +39,7 @@ Kind = Literal[
     "reporters",
     "artifacts",
     "sources",
+    "writers",
     "translations",
     "keys",
     "configs",
@@ -61,6 +62,8 @@ class Plugin:
         trackers: by an entry of the key `trackers`, a class with methods of a tracker.
         reporters: by any name, a function of the settings, the `Session` and the record of the start, which rank 0 calls when a
             training begins; it returns a context manager, open until the training ends, of the `Reporters` that get its numbers.
+        writers: by any name, a function of the settings that returns what makes an `OutputWriter` for the tasks forward and
+            search, or None.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
@@ -81,6 +84,7 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     reporters: Mapping[str, str] = field(default_factory=dict)
+    writers: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)

@@ -14,9 +14,7 @@ from hvdtrain.errors import DataError, HvdtrainError
 
 TEMPLATES = {
     "torch": "PyTorch, with data that the config makes up (default)",
-    "tensorflow": "the same with TensorFlow and Keras",
     "hdf": "PyTorch, with data from HDF files, whose sizes it has if they exist",
-    "returnn": "PyTorch, in RETURNN's style; needs the package returnn",
 }
 TASKS = {
     "ctc": "speech recognition with CTC: a Transformer encoder",

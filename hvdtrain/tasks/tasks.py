@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import SaverBase, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.config.plugins import Registry
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
@@ -45,7 +46,7 @@ from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.tasks.scaling import predict_speed, spread
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.forward import forward
+from hvdtrain.training.forward import WriterMaker, forward
 from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
@@ -92,6 +93,10 @@ def evaluate_all(settings: Settings, comm: Communicator | None = None) -> dict[s
         return scores
 
 
+WRITERS: Registry[Callable[[Settings], WriterMaker | None]] = Registry("writers")
+"""Those of plug-ins."""
+
+
 def forward_all(settings: Settings, comm: Communicator | None = None) -> dict[str, float]:
     """Run the config's forward_step over forward_data or search_data; return the scores of a search. Raises: HvdtrainError.
 
@@ -104,8 +109,8 @@ def forward_all(settings: Settings, comm: Communicator | None = None) -> dict[st
         began = time.perf_counter()
         [feed] = session.feeds
         epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
-        keys = settings.forwarding if settings.run.task == "search" else replace(settings.forwarding, search_output_file=None)
-        steps, means = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix)
+        makers = [maker for make in WRITERS.values() if (maker := make(settings)) is not None]
+        steps, means = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix, makers)
         if means:
             log.result(f"epoch {epoch} {settings.run.task}: {feed.name}: {text(means)}")
         log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")

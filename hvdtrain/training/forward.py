@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.comm.base import Communicator, together, together_with_message
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, Naming
-from hvdtrain.data.types import Array
+from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import Outputs
@@ -22,8 +22,6 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import ForwardKeys
-from hvdtrain.training.search_output import SearchWriter
-from hvdtrain.training.search_output import check as check_search
 from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 SLICE = 1.0
@@ -35,6 +33,24 @@ class SequenceOutput:
     """One output of one sequence, as passed to a callback. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
 
     raw_tensor: Array
+
+
+class OutputWriter(Protocol):
+    """Takes the outputs of one sequence after the other, in the dataset's order. Its block leaves a file, or nothing."""
+
+    def __enter__(self) -> OutputWriter: ...
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None: ...
+
+    def entry(self, outputs: Mapping[str, Array]) -> object:
+        """What is written of a sequence. Raises: ConfigError, DataError."""
+
+    def add(self, tag: str, outputs: Mapping[str, Array]) -> None:
+        """Write a sequence. Raises: ConfigError, DataError."""
+
+
+WriterMaker = Callable[[Mapping[str, Stream]], OutputWriter]
+"""Makes a writer, given the streams of the dataset."""
 
 
 class Spool:
@@ -58,23 +74,34 @@ class Spool:
 
 
 def forward(
-    comm: Communicator, learner: Learner, watchdog: Watchdog, feed: Feed, epoch: int, keys: ForwardKeys, spool_prefix: Path
+    comm: Communicator,
+    learner: Learner,
+    watchdog: Watchdog,
+    feed: Feed,
+    epoch: int,
+    keys: ForwardKeys,
+    spool_prefix: Path,
+    makers: Sequence[WriterMaker] = (),
 ) -> tuple[int, dict[str, float]]:
     """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps, and the exact
     means of the losses and errors that the learner computes with the outputs.
 
     Each rank collects its outputs in a temporary file next to `spool_prefix`; rank 0 passes them on when all are complete.
 
+    Args:
+        makers: of writers, besides those of the keys.
+
     Raises:
-        ConfigError: none of output_file, search_output_file and forward_callback is set, or forward_step marks no output.
+        ConfigError: none of output_file and forward_callback is set, with no other writer, or forward_step marks no output.
         DataError: a file exists or cannot be written, or the ranks did not use exactly what was planned.
     """
-    callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
+    together(comm, lambda: _check(keys, is_written=bool(makers)), name="outputs")
+    writers = together(comm, lambda: [make(feed.dataset.streams) for make in makers], name="writers")
+    callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else None, name="forward_callback")
     if callback is not None:
         callback.init(model=learner.model)
     plan = plan_together(comm, feed, epoch)
     share, account = feed.share(plan), Account(feed, plan)
-    searched = together(comm, lambda: _search_writer(feed, keys), name="search_output")
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         stop_vote = Vote(comm, learner.numbers, TASK_INTERVAL)
@@ -86,8 +113,8 @@ def forward(
                     with Naming(batch, feed):
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
-                        if searched is not None and number == 0:
-                            searched.entry(outputs)  # what cannot be written is an error now, not when all is computed
+                        for writer in writers if number == 0 else ():
+                            writer.entry(outputs)  # what cannot be written is an error now, not when all is computed
                         spool.add(index, outputs)
                     account.add(batch.indices)
                 stop_vote.step(Requests)
@@ -100,7 +127,7 @@ def forward(
         spools = [(path, places) for path, places, *_ in gathered]
         total = sum(len(places) for _, places in spools)
         done = 0
-        with closing(_hand_on(feed, spools, callback, keys.output_file, searched)) as work:
+        with closing(_hand_on(feed, spools, callback, keys.output_file, writers)) as work:
             while done < total:
                 watchdog.beat(f"handing on the outputs of {feed.name}, {done} of {total} sequences", "handing on")
                 _, [done, *_] = together_with_message(
@@ -113,9 +140,9 @@ def forward(
     return len(share), Scores.merge(scores for *_, scores, _ in gathered).means()
 
 
-def _check(keys: ForwardKeys) -> None:
+def _check(keys: ForwardKeys, *, is_written: bool) -> None:
     """Raises: ConfigError, DataError."""
-    if keys.output_file is None and keys.forward_callback is None and keys.search_output_file is None:
+    if keys.output_file is None and keys.forward_callback is None and not is_written:
         raise ConfigError.of(
             "missing",
             "output_file, forward_callback: expected one of them for the task forward or search, or search_output_file for the "
@@ -123,12 +150,10 @@ def _check(keys: ForwardKeys) -> None:
         )
     if keys.output_file is not None and Path(keys.output_file).exists():
         raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
-    check_search(keys)
 
 
 def _callback(keys: ForwardKeys) -> Any:
     """The user's object. Raises: ConfigError."""
-    _check(keys)
     value = as_function(keys.forward_callback, "forward_callback")
     made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
     missing = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
@@ -137,11 +162,6 @@ def _callback(keys: ForwardKeys) -> Any:
             "missing", f"forward_callback: expected the method {missing[0]}, got a {type(made).__name__} without it"
         )
     return made
-
-
-def _search_writer(feed: Feed, keys: ForwardKeys) -> SearchWriter | None:
-    """Raises: ConfigError, DataError."""
-    return None if keys.search_output_file is None else SearchWriter(keys, feed.dataset.streams)
 
 
 def _open_spool(prefix: Path, rank: int) -> Spool:
@@ -168,7 +188,7 @@ def _hand_on(
     spools: list[tuple[Path, list[tuple[int, int]]]],
     callback: Any,
     output_file: str | None,
-    searched: SearchWriter | None,
+    others: Sequence[OutputWriter],
 ) -> Generator[int, None, None]:
     """On rank 0: pass on all outputs in the dataset's order. Yields the number of sequences after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
@@ -178,13 +198,13 @@ def _hand_on(
         if output_file is not None:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             writer = stack.enter_context(HDFWriter(Path(output_file)))
-        if searched is not None:
-            stack.enter_context(searched)
+        for other in others:
+            stack.enter_context(other)
         for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
             if writer is not None:
                 writer.add(tag, _as_streams(outputs, vectors))
-            if searched is not None:
-                searched.add(tag, outputs)
+            for other in others:
+                other.add(tag, outputs)
             if callback is not None:
                 callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
             yield number

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.data.keys import DataKeys
@@ -73,23 +73,6 @@ class ForwardKeys(Section):
         None,
         "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
         "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
-    )
-    search_output_file: str | None = key(
-        None, "task search: a file for the texts of an output, in the dataset's order; with .gz compressed; it must not exist yet"
-    )
-    search_output_file_format: Literal["txt", "py"] = key(
-        "txt", "txt, a line for each sequence, or py, a dict from tags to texts; several hypotheses are a list of (score, text)"
-    )
-    search_output_layer: str | list[str] | None = key(
-        None,
-        "which output goes into search_output_file; None: 'output', 'hyps', 'hyp' or the only one; a list, for the format py: "
-        "several, as dicts",
-    )
-    search_labels: Any = key(
-        None,
-        "the labels of the numbers in search_output_file: a list, the name of a data key that has labels, or a function "
-        "{signature} that returns the text; None: those of the data key classes or targets, or the only one that has labels",
-        signature="*, name, numbers, **_",
     )
 
 

@@ -9,11 +9,14 @@ import pytest
 from launching import hvdtrain
 
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.init.__main__ import TEMPLATES, main
+from hvdtrain.init.__main__ import TEMPLATES as OF_THE_CORE
+from hvdtrain.init.__main__ import main
 from hvdtrain.settings import read_settings
 
 SLOW = ("returnn", "tensorflow")
 """These import much."""
+
+TEMPLATES = (*OF_THE_CORE, *SLOW)
 
 
 @pytest.mark.parametrize("template", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TEMPLATES])

@@ -2,7 +2,7 @@
 
 `translate.py` rewrites a config before its keys are checked: `names.py` and `values.py` have RETURNN's names and values of keys,
 `imports.py` watches what the config imports, and `steps.py` wraps its functions if it imports `returnn`. `network/` is the
-framework of configs with `network`; `dataset.py` and `reading.py` read datasets.
+framework of configs with `network`; `dataset.py` and `reading.py` read datasets, and `search_output.py` writes hypotheses.
 """
 
 from hvdtrain.config.plugins import Plugin
@@ -10,6 +10,9 @@ from hvdtrain.config.plugins import Plugin
 PLUGIN = Plugin(
     backends={"tensorflow-net-dict": f"{__name__}.backend:NETWORKS"},
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
+    writers={"search": f"{__name__}.search_output:search_writer"},
+    keys={"search": f"{__name__}.keys:SearchKeys"},
+    templates={"returnn": ("PyTorch, in RETURNN's style; needs the package returnn", __name__)},
     translations={"returnn": f"{__name__}.translate:RETURNN"},
     needs={"tensorflow": "networks"},
 )

@@ -2,4 +2,7 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(backends={"tensorflow": f"{__name__}.backend:TENSORFLOW"})
+PLUGIN = Plugin(
+    backends={"tensorflow": f"{__name__}.backend:TENSORFLOW"},
+    templates={"tensorflow": ("PyTorch's default config with TensorFlow and Keras", __name__)},
+)

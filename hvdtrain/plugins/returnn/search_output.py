@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hvdtrain.config.source import as_function
 from hvdtrain.context import is_size, size_name
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.training.keys import ForwardKeys
+from hvdtrain.plugins.returnn.keys import SearchKeys
+from hvdtrain.settings import Settings
+from hvdtrain.training.forward import WriterMaker
 
 USUAL_NAMES = ("output", "hyps", "hyp")
 """The output that is written if `search_output_layer` names none: the first of these that is marked, or else the only one."""
@@ -29,6 +32,12 @@ LONG_DICT = 40
 """RETURNN writes an entry of a dict on a separate line from this number of characters on."""
 
 
+def search_writer(settings: Settings) -> WriterMaker | None:
+    """What makes the writer, if the task is search, and the file is wanted."""
+    keys = settings.of(SearchKeys)
+    return partial(SearchWriter, keys) if settings.run.task == "search" and keys.search_output_file is not None else None
+
+
 class SearchWriter:
     """Takes the outputs of one sequence after the other. As a context manager, it writes the file, or leaves nothing.
 
@@ -36,11 +45,12 @@ class SearchWriter:
         streams: of the dataset, for the labels of its data keys.
 
     Raises:
-        ConfigError, DataError: as `check`.
+        ConfigError: a list of outputs as text, or labels that are not there.
+        DataError: the file exists.
     """
 
-    def __init__(self, keys: ForwardKeys, streams: Mapping[str, Stream]) -> None:
-        check(keys)
+    def __init__(self, keys: SearchKeys, streams: Mapping[str, Stream]) -> None:
+        _check(keys)
         self._path = Path(str(keys.search_output_file))
         self._unfinished = self._path.with_name(f"{self._path.name}.unfinished")
         self._wanted = keys.search_output_layer
@@ -125,7 +135,7 @@ class SearchWriter:
         return " ".join(self._labels[number] for number in value.reshape(-1).tolist())
 
 
-def check(keys: ForwardKeys) -> None:
+def _check(keys: SearchKeys) -> None:
     """Raises: ConfigError; DataError, if the file exists."""
     if isinstance(keys.search_output_layer, list) and keys.search_output_file_format != "py":
         raise ConfigError.of(

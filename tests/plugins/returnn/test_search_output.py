@@ -9,8 +9,8 @@ import pytest
 
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.training.keys import ForwardKeys
-from hvdtrain.training.search_output import SearchWriter
+from hvdtrain.plugins.returnn.keys import SearchKeys
+from hvdtrain.plugins.returnn.search_output import SearchWriter
 
 LABELS = ("<s>", "a", "b", "c")
 STREAMS = {
@@ -28,7 +28,7 @@ BEAM = {
 
 def written(path: Path, *sequences: dict[str, Any], streams: dict[str, Stream] = STREAMS, **keys: Any) -> str:
     keys = {"search_output_file": str(path), **keys}
-    with SearchWriter(ForwardKeys(**keys), streams) as writer:
+    with SearchWriter(SearchKeys(**keys), streams) as writer:
         for number, outputs in enumerate(sequences):
             writer.add(f"seq-{number}", outputs)
     assert [one.name for one in path.parent.iterdir()] == [path.name]

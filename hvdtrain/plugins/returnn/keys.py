@@ -1,0 +1,31 @@
+"""The keys of the file that RETURNN's task search writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hvdtrain.config.keys import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchKeys(Section):
+    """The file of the task search, as RETURNN writes it."""
+
+    search_output_file: str | None = key(
+        None, "task search: a file for the texts of an output, in the dataset's order; with .gz compressed; it must not exist yet"
+    )
+    search_output_file_format: Literal["txt", "py"] = key(
+        "txt", "txt, a line for each sequence, or py, a dict from tags to texts; several hypotheses are a list of (score, text)"
+    )
+    search_output_layer: str | list[str] | None = key(
+        None,
+        "which output goes into search_output_file; None: 'output', 'hyps', 'hyp' or the only one; a list, for the format py: "
+        "several, as dicts",
+    )
+    search_labels: Any = key(
+        None,
+        "the labels of the numbers in search_output_file: a list, the name of a data key that has labels, or a function "
+        "{signature} that returns the text; None: those of the data key classes or targets, or the only one that has labels",
+        signature="*, name, numbers, **_",
+    )

@@ -61,6 +61,7 @@ class Steps:
     def __init__(self, named: Mapping[str, str]) -> None:
         self._named = dict(named)
         self._inputs: dict[Any, dict[str, str]] = {}
+        self._takes_tags = False
 
     def train(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
         """The loss and the statistics of a batch, each a mean with the batch's weight. Raises: ConfigError."""
@@ -103,6 +104,7 @@ class Steps:
         """The arguments of forward."""
         if model not in self._inputs:
             self._inputs[model] = self._inputs_of(forward, list(extern_data))
+            self._takes_tags = "utt_id" in inspect.signature(forward).parameters
         batch: dict[str, Any] = {}
         padding = getattr(model, "ignore_id", INT_PADDING)
         for name, key in self._inputs[model].items():
@@ -114,7 +116,7 @@ class Steps:
             batch[name] = values
             lengths = one.seq_lens if one.device_seq_lens is None else one.device_seq_lens
             batch[f"{name}_lengths"] = lengths.long()
-        if "utt_id" in inspect.signature(forward).parameters:
+        if self._takes_tags:
             batch["utt_id"] = hvdtrain.get_run_ctx().seq_tags()  # type: ignore[misc]
         return batch
 

@@ -61,6 +61,7 @@ class DataKeys(Section):
     def may_limit_batches(self) -> bool:
         """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one."""
         given = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
+        given = [value.get("class") if isinstance(value, Mapping) else value for value in given]
         return any(getattr(value, "batch_sampler", None) is not None or isinstance(value, FunctionType) for value in given)
 
 

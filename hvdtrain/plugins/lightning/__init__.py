@@ -1,0 +1,9 @@
+"""A LightningModule, and a LightningDataModule, as they are: the keys `lightning_module` and `datamodule` (docs/lightning.md)."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(
+    keys={"lightning": "hvdtrain.plugins.lightning.keys:LightningKeys"},
+    configs={"lightning_module": "hvdtrain.plugins.lightning.job:keys_of"},
+    templates={"lightning": ("a LightningModule, with its loaders and its optimizer", __name__)},
+)

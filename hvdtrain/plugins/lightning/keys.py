@@ -1,0 +1,33 @@
+"""The keys about models of Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.keys import Section, key, not_negative
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningKeys(Section):
+    """A LightningModule that is trained as it is: get_model, train_step, the optimizer, its rates and the data follow from it."""
+
+    lightning_module: Any = key(
+        None, "a LightningModule, its class, a function that makes it, or 'file.py:Class'; None: the config has get_model itself"
+    )
+    datamodule: Any = key(
+        None,
+        "a LightningDataModule, its class, a function that makes it, or 'file.py:Class'; None: the module has its own loaders",
+    )
+    lightning_callbacks: list[Any] = key([], "Lightning's Callbacks, whose on_... methods are called as by its Trainer")
+    num_val_loaders: int | None = key(
+        None,
+        "how many loaders val_dataloader returns: dev, and val1, val2, ...; None: 1 where there is a validation_step, else 0",
+        not_negative,
+    )
+    lightning_checkpoint: str | None = key(
+        None, "a .ckpt file of Lightning's to begin with: weights, the optimizer and its schedulers"
+    )
+    save_ckpt: bool = key(
+        False, "beside each model, write NAME.ckpt, which load_from_checkpoint reads, with the optimizer and the hyperparameters"
+    )

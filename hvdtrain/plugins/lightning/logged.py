@@ -1,0 +1,249 @@
+"""What a module logs: means become errors of the step, which hvdtrain adds up exactly; the states of metrics are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import hvdtrain
+
+MEAN = ("mean", "avg")
+Reduced = tuple[torch.Tensor, str]
+"""A value, and how it is reduced over steps and ranks; '': that of rank 0 counts."""
+
+
+class Logged:
+    """The values of `self.log`, by name.
+
+    Args:
+        module: whose metrics they may be.
+        defaults: Lightning's rule for on_step and on_epoch, given the name of the hook.
+        values: receives the last value of each name, for callbacks and schedulers.
+    """
+
+    def __init__(self, module: Any, defaults: Callable[..., tuple[bool, bool]], values: dict[str, Any]) -> None:
+        self._module = module
+        self._defaults = defaults
+        self._values = values
+        self.metrics = {name: one for name, one in module.named_modules() if hasattr(one, "_reductions")}
+        for metric in self.metrics.values():
+            metric.sync_on_compute = False  # the states are put together here
+        self._paths = {id(one): name for name, one in self.metrics.items()}
+        self._batch_size: int | None = None  # of the step under way; None: there is none
+        self._suffix = ""  # of the names of this loader, one of several
+        self._of_step: dict[str, tuple[Any, float]] = {}  # by name, the weighted sum of the values, and the weight
+        self._of_epoch: dict[str, Reduced] = {}  # in hooks between steps
+        self._extremes: dict[str, Reduced] = {}  # of steps, by sum, min or max
+        self._objects: dict[str, str] = {}  # by name, the logged metric
+        self._means: dict[str, str] = {}  # by the name of a mean of the epoch, the one for both step and epoch
+        self._before: dict[str, int] | None = None  # the updates of each metric when an evaluation began; None: there is none
+        self._train: tuple[dict[str, Reduced], dict[str, str]] = {}, {}  # what training had logged then
+        self._local: dict[str, dict[str, State]] = {"train": {}, "evaluation": {}}
+        # this rank's states of the metrics that have those of all ranks
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """`LightningModule.log`. Means of steps are those over all ranks, with and without `sync_dist`.
+
+        Raises:
+            ConfigError: the value is not a number or a metric of the module, or `reduce_fx` is a function of the module's own.
+        """
+        hook = self._module._current_fx_name
+        on_step, on_epoch = (False, True) if hook is None else self._defaults(hook, on_step=on_step, on_epoch=on_epoch)
+        key = name + (self._suffix if add_dataloader_idx else "")
+        of_step = f"{key}_step" if on_epoch else key
+        if hasattr(value, "_reductions"):
+            path = metric_attribute or self._paths.get(id(value))
+            if path is None:
+                raise wrong(name, "a metric that is an attribute of the module", type(value).__name__)
+            self._objects[name] = path
+            if on_step and isinstance(value._forward_cache, torch.Tensor):
+                self._values[key] = self._values[of_step] = value._forward_cache.detach()
+            return
+        number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        if number.numel() != 1:
+            raise wrong(name, "a single number", f"a tensor of shape {tuple(number.shape)}")
+        number = number.reshape(()) if number.is_floating_point() else number.reshape(()).float()
+        reduce = str(reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", reduce_fx))
+        if reduce not in (*MEAN, "sum", "min", "max"):
+            raise wrong(name, "reduce_fx mean, sum, min or max", reduce)
+        if on_step or self._batch_size is None:
+            self._values[key] = number
+        if on_step:
+            self._values[of_step] = number
+        if self._batch_size is None:
+            self._of_epoch[name] = number, reduce if sync_dist else ""
+        elif reduce in MEAN:
+            weight = float(self._batch_size if batch_size is None else batch_size)
+            total, weights = self._of_step.get(name, (0.0, 0.0))
+            self._of_step[name] = total + number * weight, weights + weight
+            if on_epoch:
+                self._means[name] = f"{name}_epoch" if on_step else name
+        elif on_epoch:
+            old = self._extremes.get(name)
+            self._extremes[name] = (number if old is None else reduced(reduce, [old[0], number])), reduce
+
+    def begin_step(self, batch_size: int, suffix: str = "") -> None:
+        """Values belong to a batch from here on."""
+        self._batch_size, self._suffix = batch_size, suffix
+
+    def end_step(self) -> None:
+        """Mark the means of a batch as errors of the step."""
+        context = hvdtrain.get_run_ctx()
+        for name, (total, weight) in self._of_step.items():
+            context.mark_as_loss(total, own_name(name), as_error=True, custom_inv_norm_factor=weight)
+        if not context.losses:
+            context.mark_as_loss(torch.zeros(()), "nothing", as_error=True)  # hvdtrain expects at least one
+        self._batch_size, self._suffix, self._of_step = None, "", {}
+
+    def begin_evaluation(self) -> None:
+        """Metrics that are updated from here on belong to an evaluation."""
+        self._before = {name: one._update_count for name, one in self.metrics.items()}
+        self._train = self._extremes, self._objects
+        self._extremes, self._objects = {}, {}
+
+    def take_means(self, means: Mapping[str, float], suffix: str = "") -> None:
+        """Make the means of a dataset known, by the names with which they were logged."""
+        for name, both in self._means.items():
+            if own_name(name) in means:
+                self._values[name + suffix] = self._values[both + suffix] = torch.tensor(means[own_name(name)])
+
+    @property
+    def _phase(self) -> str:
+        return "train" if self._before is None else "evaluation"
+
+    def gather_metrics(self) -> None:
+        """Collective, after the last step. Give the metrics that were updated the states of all ranks."""
+        before = self._before or {}
+        own = {name: state_of(one) for name, one in self.metrics.items() if one._update_count != before.get(name, 0)}
+        if hvdtrain.size() == 1:
+            return
+        of_ranks = hvdtrain.all_gather(own, name="lightning_metrics")
+        for name in dict.fromkeys(name for one in of_ranks for name in one):
+            self._local[self._phase][name] = own.get(name) or state_of(self.metrics[name])
+            set_state(self.metrics[name], merged(self.metrics[name], [one[name] for one in of_ranks if name in one]))
+
+    def take_scores(self) -> dict[str, float]:
+        """Collective, after the hooks at the end of an epoch. What was logged and is no mean of steps, by name. The logged
+        metrics are reset."""
+        gathered = hvdtrain.all_gather((self._of_epoch | self._extremes, self._objects), name="lightning_scores")
+        scores: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(name for values, _ in gathered for name in values):
+            values = [one[name][0].cpu() for one, _ in gathered if name in one]
+            reduce = next(one[name][1] for one, _ in gathered if name in one)
+            scores[name] = reduced(reduce, values) if reduce else values[0]
+        paths = {name: path for _, objects in gathered for name, path in objects.items()}
+        for name, path in paths.items():
+            value = self.metrics[path].compute()
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise wrong(name, "a metric whose compute() returns a single number", str(value)[:60])
+            scores[name] = value.detach().cpu()
+        for path in paths.values():
+            self.metrics[path].reset()
+        for path, state in self._local[self._phase].items():
+            if self.metrics[path]._update_count:  # it was not reset
+                set_state(self.metrics[path], state)
+        self._of_epoch, self._local[self._phase] = {}, {}
+        self._extremes, self._objects = ({}, {}) if self._before is None else self._train
+        self._before = None
+        self._values.update(scores)
+        return {name: float(value) for name, value in scores.items()}
+
+    def state(self) -> list[Any]:
+        """Collective. What training has logged so far in the epoch, by rank."""
+        extremes, objects = (self._extremes, self._objects) if self._before is None else self._train
+        before = self._before or {}
+        states = {
+            name: self._local["train"].get(name) or state_of(one)
+            for name, one in self.metrics.items()
+            if one._update_count and one._update_count == before.get(name, one._update_count)
+        }
+        return hvdtrain.all_gather((states, extremes, objects, self._means), name="lightning_state")
+
+    def load(self, of_ranks: Sequence[Any]) -> None:
+        """Continue from what `state` returned, also on another number of ranks."""
+        rank, size = hvdtrain.rank(), hvdtrain.size()
+        mine = [of_ranks[rank]] if len(of_ranks) == size else list(of_ranks) if rank == 0 else []
+        for name, metric in self.metrics.items():
+            if states := [states[name] for states, *_ in mine if name in states]:
+                set_state(metric, states[0] if len(states) == 1 else merged(metric, states))
+        for _, extremes, objects, means in mine:
+            self._objects |= objects
+            self._means |= means
+            for name, (value, reduce) in extremes.items():
+                old = self._extremes.get(name)
+                self._extremes[name] = (value if old is None else reduced(reduce, [old[0], value])), reduce
+
+
+def wrong(name: str, expected: str, got: str) -> hvdtrain.ConfigError:
+    """The error about a value that cannot be logged."""
+    return hvdtrain.ConfigError.of("wrong-result", f"self.log: expected {expected} for {name!r}, got {got}")
+
+
+def own_name(name: str) -> str:
+    """The name among hvdtrain's scores: 'loss' is what training_step returns."""
+    return f"logged_{name}" if name == "loss" else name
+
+
+def reduced(reduce: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean, sum, minimum or maximum of numbers."""
+    together = torch.stack(list(values))
+    return together.mean() if reduce in MEAN else getattr(together, reduce)()
+
+
+State = tuple[int, dict[str, Any]]
+"""How often a metric was updated, and its states, on the CPU."""
+
+
+def state_of(metric: Any) -> State:
+    """A metric's state."""
+    found = {name: getattr(metric, name) for name in metric._defaults}
+    return metric._update_count, {
+        name: [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+        for name, value in found.items()
+    }
+
+
+def set_state(metric: Any, state: State) -> None:
+    """Give a metric a state."""
+    metric._update_count, values = state
+    metric._computed = None
+    for name, value in values.items():
+        moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, name, moved)
+
+
+def merged(metric: Any, states: Sequence[State]) -> State:
+    """The state of a metric that was updated on several ranks, as torchmetrics reduces it; means by the numbers of updates."""
+    counts = [count for count, _ in states]
+    values: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        parts = [state[name] for _, state in states]
+        kind = getattr(reduction, "__name__", "")
+        if isinstance(metric._defaults[name], list):
+            values[name] = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+        elif kind == "dim_zero_mean":
+            values[name] = sum(part * count for part, count in zip(parts, counts, strict=True)) / max(1, sum(counts))
+        elif len(parts) == 1:
+            values[name] = parts[0]
+        else:
+            together = torch.stack(parts)
+            values[name] = together if reduction is None else reduction(together)
+    return sum(counts), values

@@ -1,0 +1,178 @@
+"""What a module finds as `self.trainer`: what modules read most. Anything else is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import hvdtrain
+from hvdtrain.errors import Problem
+
+if TYPE_CHECKING:
+    from hvdtrain.plugins.lightning.job import Job
+
+
+class Refused(hvdtrain.ConfigError, AttributeError):
+    """An attribute that `hasattr` finds missing, and whose use ends the training with its name."""
+
+
+class Logger:
+    """`self.logger`: what is logged with it becomes scores, as by `self.log`."""
+
+    name = version = "hvdtrain"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self._job.logged.log(name, value)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """The records of a training have its config."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused("self.logger", name, "give trackers to hvdtrain: docs/reports.md")
+
+
+class Trainer:
+    """Attributes:
+    callback_metrics: the last value of whatever was logged, by name.
+    training, validating, testing, predicting: the stage.
+    """
+
+    sanity_checking = fast_dev_run = barebones = False
+    progress_bar_callback = profiler = None
+    num_nodes = 1
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.logger = Logger(job)
+        self.callback_metrics: dict[str, Any] = {}
+        self.stage = "train"
+        self.current_epoch = self.global_step = 0
+        self._stops = False
+        self.strategy = SimpleNamespace(
+            reduce_boolean_decision=lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
+            barrier=lambda *_: hvdtrain.all_gather(None),
+            broadcast=lambda value, src=0: hvdtrain.all_gather(value)[src],
+        )
+
+    @property
+    def training(self) -> bool:
+        return self.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        return self.stage == "validation"
+
+    @property
+    def testing(self) -> bool:
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self.validating or self.testing
+
+    @property
+    def world_size(self) -> int:
+        return hvdtrain.size()
+
+    num_devices = world_size
+
+    @property
+    def global_rank(self) -> int:
+        return hvdtrain.rank()
+
+    @property
+    def is_global_zero(self) -> bool:
+        return hvdtrain.rank() == 0
+
+    @property
+    def max_epochs(self) -> int:
+        return int(self._job.values.get("num_epochs") or 5)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return int(self._job.values.get("accum_grad_multiple_step") or 1)
+
+    @property
+    def num_training_batches(self) -> int:
+        """Those of a rank in an epoch; the last ones may be missing."""
+        return -(-self._job.num_batches // self.world_size)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return -(-self.num_training_batches // self.accumulate_grad_batches) * self.max_epochs
+
+    @property
+    def max_steps(self) -> int:
+        return -1
+
+    @property
+    def datamodule(self) -> Any:
+        return self._job.datamodule
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._job.module
+
+    model = lightning_module
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return self._job.callbacks
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return [] if self._job.optimizer is None else [self._job.optimizer]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        return self._job.schedulers
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [self.logger]
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        return self.callback_metrics
+
+    @property
+    def train_dataloader(self) -> Any:
+        return self._job.loaders("train")[0]
+
+    @property
+    def val_dataloaders(self) -> Any:
+        loaders = self._job.loaders("val")
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(Path(self._job.values["model"]).parent)
+
+    @property
+    def should_stop(self) -> bool:
+        return self._stops
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._stops = value
+        if value and self._job.training is not None:
+            self._job.training.finish("trainer.should_stop was set")
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused("self.trainer", name, "docs/lightning.md lists what there is")
+
+
+def refused(what: str, name: str, advice: str) -> Refused:
+    """The error about an attribute that there is not."""
+    return Refused(
+        [Problem.of("unsupported", f"{what}: expected what hvdtrain has of Lightning's Trainer, got {name!r} ({advice})")]
+    )

@@ -1,0 +1,246 @@
+"""LightningModules as they are: the same weights, rates and values as by Lightning's own Trainer."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import run_inside
+from other_trainers import check_resume, difference, state_of, train
+from torch.utils.data import DataLoader
+
+import hvdtrain
+from hvdtrain.errors import ConfigError, DataError
+
+lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks  # noqa: E402
+from lightning.pytorch.demos import boring_classes as demos  # noqa: E402
+from lightning.pytorch.demos.transformer import LightningTransformer  # noqa: E402
+from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
+from torchmetrics import MeanSquaredError  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """Two groups, schedulers of steps and of epochs, metrics of training and of evaluation, and a state of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(3)
+        self.items, self.others = demos.RandomDataset(32, 50), demos.RandomDataset(32, 22)
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
+        self.mse, self.train_mse = MeanSquaredError(), MeanSquaredError()
+        self.steps = 0
+        self.rates: list[list[float]] = []
+
+    def losses(self, batch: torch.Tensor) -> Any:
+        found, wanted = self.net(batch), batch[:, :2] / 2
+        return torch.nn.functional.mse_loss(found, wanted), found, wanted
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss, found, wanted = self.losses(batch)
+        self.steps += 1
+        self.rates.append([group["lr"] for group in self.optimizers().param_groups])
+        self.train_mse(found, wanted)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_mse", self.train_mse, on_step=False, on_epoch=True)
+        return {"loss": loss, "more": found}
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        loss, found, wanted = self.losses(batch)
+        self.mse(found, wanted)
+        self.log_dict({"val_loss": loss, "val_mse": self.mse})
+        self.log("most", found.max(), reduce_fx="max")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("again", self.mse.compute())
+
+    def configure_optimizers(self) -> Any:
+        first, last = ({"params": one.parameters(), "lr": lr} for one, lr in ((self.net[0], 0.01), (self.net[2], 0.003)))
+        optimizer = torch.optim.AdamW([first, last])
+        total = self.trainer.estimated_stepping_batches
+        step = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=total)
+        epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+        return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": epoch, "monitor": "val_loss"}]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["steps"] = self.steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps = checkpoint["steps"]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.items, batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.others, batch_size=4)
+
+    test_dataloader, test_step = val_dataloader, validation_step
+
+
+def fit(module: Any, epochs: int = 2, **more: Any) -> Any:
+    """Train with Lightning's Trainer."""
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    here = [LightningEnvironment()]  # else it looks for MPI, which starts a process
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", num_sanity_val_steps=0, plugins=here, **{**quiet, **more})
+    trainer.fit(module)
+    return trainer
+
+
+def test_weights_rates_and_values_are_those_of_lightnings_trainer(tmp_path: Path) -> None:
+    theirs, ours = Net(), Net()
+    start = state_of(theirs)
+    trainer = fit(theirs)
+    keys = {"lightning_module": ours, "model": str(tmp_path / "model"), "num_epochs": 2, "num_threads": 1, "save_ckpt": True}
+    result = hvdtrain.train(keys)
+    found = state_of(result.model)
+    assert difference(found, state_of(theirs), start) < 1e-6
+    assert ours.rates == theirs.rates
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for dataset, names in {"dev": ["val_loss", "val_mse", "most", "again"], "train": ["train_loss", "train_mse"]}.items():
+        for name in names:
+            assert result.scores[f"{dataset}_loss_{name}"] == pytest.approx(values[name], rel=1e-6)
+    assert {name: float(value) for name, value in ours.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
+    check_resume(lambda: {"lightning_module": Net(), "num_epochs": 2}, tmp_path, 5, found)
+    scores = hvdtrain.evaluate({**keys, "lightning_module": Net}, num_threads=1)
+    assert scores["eval_loss_val_mse"] == pytest.approx(values["val_mse"], rel=1e-6)
+    loaded = Net.load_from_checkpoint(tmp_path / "model.002.ckpt")
+    assert loaded.steps == 26
+    assert torch.equal(loaded.net[0].weight, found["net.0.weight"])
+
+
+def test_a_ckpt_of_lightnings_is_continued_with_its_optimizer(tmp_path: Path) -> None:
+    def boring() -> Any:
+        torch.manual_seed(2)
+        module = demos.BoringModel()
+        items = demos.RandomDataset(32, 12)
+        module.train_dataloader = module.val_dataloader = lambda: DataLoader(items, batch_size=4)
+        module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 0.01)
+        return module
+
+    fit(boring(), 1).save_checkpoint(tmp_path / "theirs.ckpt")
+    module = boring()
+    whole = boring()
+    fit(whole, 2)
+    keys = {"lightning_module": module, "lightning_checkpoint": str(tmp_path / "theirs.ckpt"), "num_epochs": 1}
+    found = train(keys, tmp_path / "model")
+    assert difference(found, state_of(whole), state_of(boring())) < 1e-6
+
+
+def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def recording(who: str, base: type, names: Any) -> Any:
+        def record(name: str) -> Any:
+            def method(self: Any, *args: Any, **more: Any) -> Any:
+                calls.append(f"{who}.{name}")
+                return getattr(base, name)(self, *args, **more)
+
+            return method
+
+        return type(f"Recording{who}", (base,), {name: record(name) for name in names if hasattr(base, name)})
+
+    hooks = {name for one in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(one) if not name.startswith("_")}
+    own = {"transfer_batch_to_device", "configure_sharded_model", "on_save_checkpoint"}  # not here, or at other times
+    steps = {"training_step", "validation_step", "configure_optimizers"}
+    module = recording("module", demos.BoringModel, sorted((hooks | steps) - own))
+    callback = recording("callback", lightning.Callback, [n for n in vars(lightning.Callback) if n[:3] in ("on_", "set", "tea")])
+    fit(module(), callbacks=[callback()], limit_train_batches=3, limit_val_batches=2)
+    loaders = ("module.train_dataloader", "module.val_dataloader", "callback.on_save_checkpoint")
+    theirs = [call for call in calls if call not in loaders]
+    calls.clear()
+
+    class Short(module):  # type: ignore[valid-type, misc]
+        def train_dataloader(self) -> Any:
+            return DataLoader(demos.RandomDataset(32, 3))
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(demos.RandomDataset(32, 2))
+
+    train({"lightning_module": Short(), "lightning_callbacks": [callback()], "num_epochs": 2}, tmp_path / "model")
+    assert [call for call in calls if call not in loaders] == theirs
+
+
+class Words(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        letters = torch.randint(0, 20, (7,), generator=torch.Generator().manual_seed(index))
+        return letters[:-1], letters[1:]
+
+
+class Transformer(LightningTransformer):  # type: ignore[misc]
+    """Lightning's demo with other data, which needs no network."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=20)
+
+    def prepare_data(self) -> None: ...
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Words(), batch_size=2, shuffle=True)
+
+
+class Demo(demos.DemoModel):  # type: ignore[misc]
+    def train_dataloader(self) -> Any:
+        return DataLoader(demos.RandomDataset(32, 8), batch_size=2)
+
+    def training_step(self, batch: Any, batch_nb: int) -> Any:
+        return None if batch_nb == 1 else super().training_step(batch, batch_nb)
+
+
+def test_lightnings_demos_train(tmp_path: Path) -> None:
+    boring = {"lightning_module": demos.BoringModel, "datamodule": demos.BoringDataModule, "num_epochs": 1}
+    train(boring, tmp_path / "boring")
+    outputs = hvdtrain.forward({**boring, "model": str(tmp_path / "boring"), "num_threads": 1})
+    assert [value["output"].shape for _, value in outputs] == [(2,)] * 64
+    for number, module in enumerate((Transformer, Demo)):
+        train({"lightning_module": module, "num_epochs": 1}, tmp_path / str(number))
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    class Stepping(demos.BoringModel):  # type: ignore[misc]
+        def optimizer_step(self, *args: Any, **more: Any) -> None: ...
+
+    class Asking(demos.BoringModel):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            self.trainer.fit_loop.run()
+
+    class Several(demos.BoringModel):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.layer.parameters(), 0.1)] * 2
+
+    cases: dict[Any, str] = {
+        demos.ManualOptimBoringModel: "expected automatic optimization",
+        Stepping: "expected a module without optimizer_step",
+        Asking: "self.trainer: expected .* got 'fit_loop'",
+        Several: "expected one optimizer from configure_optimizers, got 2",
+        torch.nn.Linear: "expected a LightningModule",
+    }
+    for number, (module, expected) in enumerate(cases.items()):
+        given = (lambda: torch.nn.Linear(1, 1)) if module is torch.nn.Linear else module
+        with pytest.raises(ConfigError, match=expected):
+            train({"lightning_module": given, "num_epochs": 1}, tmp_path / str(number))
+    boring = {"lightning_module": demos.BoringModel, "num_epochs": 1}
+    for more, expected in (
+        ({"learning_rate": 0.1}, "learning_rate: expected none with lightning_module"),
+        ({"lightning_callbacks": [lightning.callbacks.ModelCheckpoint()]}, "got ModelCheckpoint"),
+        ({"num_val_loaders": 2}, "expected 2 from val_dataloader, got 1"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            train({**boring, **more}, tmp_path / "more")
+    with pytest.raises(DataError, match="got one with an IterableDataset"):
+        train({**boring, "datamodule": demos.BoringDataModuleNoLen}, tmp_path / "endless")
+
+
+def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:
+    config = tmp_path / "mine.py"
+    assert run_inside(["init", config, "--lightning"]).status == 0
+    finished = run_inside([config, "++model", tmp_path / "model", "++num_epochs", 2, "++num_threads", 1])
+    assert finished.status == 0, finished.err
+    assert "val_accuracy" in finished.out

@@ -19,6 +19,7 @@ from typing import Any
 import hvdtrain
 from hvdtrain.config.source import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
+from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.trainer import Trainer
 
 OURS = {
@@ -47,7 +48,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `lightning_module`. Raises: ConfigError."""
     for name, reason in OURS.items():
         if values.get(name) is not None:
-            raise hvdtrain.ConfigError.of("conflict", f"{name}: expected none with lightning_module, got one ({reason})")
+            raise ConfigError.of("conflict", f"{name}: expected none with lightning_module, got one ({reason})")
     job = Job(values)
     keys: dict[str, Any] = {
         "get_model": job.get_model,
@@ -121,12 +122,10 @@ class Job:
         module = made(self.values["lightning_module"], "lightning_module")
         base = next((one for one in type(module).__mro__ if one.__name__ == "LightningModule"), None)
         if base is None:
-            raise hvdtrain.ConfigError.of(
-                "wrong-type", f"lightning_module: expected a LightningModule, got {type(module).__name__}"
-            )
+            raise ConfigError.of("wrong-type", f"lightning_module: expected a LightningModule, got {type(module).__name__}")
         self.lightning = base.__module__.removesuffix(".core.module")  # lightning.pytorch, or pytorch_lightning
         if not module.automatic_optimization:
-            raise hvdtrain.ConfigError.of(
+            raise ConfigError.of(
                 "unsupported",
                 f"lightning_module: expected automatic optimization, got {type(module).__name__}, whose training_step itself "
                 "updates (hvdtrain first adds up the gradients of all ranks; losses of a GAN have scales of zero in turn, in a "
@@ -134,7 +133,7 @@ class Job:
             )
         for name, reason in REFUSED.items():
             if self.is_overridden(name, module):
-                raise hvdtrain.ConfigError.of(
+                raise ConfigError.of(
                     "unsupported", f"lightning_module: expected a module without {name}, got {type(module).__name__} ({reason})"
                 )
         module.trainer = self.trainer
@@ -157,7 +156,7 @@ class Job:
         for callback in callbacks:
             kinds = {one.__name__ for one in type(callback).__mro__}
             if kinds & {"Checkpoint", "ProgressBar", "StochasticWeightAveraging", "GradientAccumulationScheduler"}:
-                raise hvdtrain.ConfigError.of(
+                raise ConfigError.of(
                     "unsupported",
                     f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
                     "saves, shows, averages and accumulates: cleanup_old_models, ema_decay, accum_grad_multiple_step)",
@@ -231,12 +230,12 @@ class Job:
             if given is None:
                 self.set_up({"train": "fit", "val": "validate" if self.values.get("task") == "eval" else "fit"}.get(kind, kind))
                 if (owner := self._owner(kind)) is None:
-                    raise hvdtrain.ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none")
+                    raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none")
                 given = getattr(owner, f"{kind}_dataloader")()
             loaders = list(given) if isinstance(given, (list, tuple)) else [given]
             expected = self.num_val_loaders if kind == "val" else 1
             if len(loaders) != expected:
-                raise hvdtrain.ConfigError.of(
+                raise ConfigError.of(
                     "out-of-range",
                     f"lightning_module: expected {expected} from {kind}_dataloader, got {len(loaders)} (num_val_loaders says how "
                     "many there are to evaluate; for training, torch.utils.data.ConcatDataset joins several)",
@@ -245,7 +244,7 @@ class Job:
         return self._loaders[kind]
 
     def data(self, kind: str, place: int = 0) -> Any:
-        """What hvdtrain reads of one of them: the items of a DataLoader. Raises: DataError, if that cannot be planned."""
+        """What hvdtrain reads of one of them: the items of a DataLoader. Raises: ConfigError, if none can be planned."""
         loader = self.loaders(kind)[place]
         if not is_loader(loader):
             return loader
@@ -289,7 +288,7 @@ class Job:
         try:
             contents: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise hvdtrain.ConfigError.of(
+            raise ConfigError.of(
                 "wrong-type", f"lightning_checkpoint: expected a .ckpt with tensors and plain values, got {file}: {error}"
             ) from error
         self.module.on_load_checkpoint(contents)
@@ -303,7 +302,7 @@ class Job:
         self.module._current_fx_name = None
         optimizers, schedulers, monitor = ([], [], None) if made_of is None else core._configure_optimizers(made_of)
         if len(optimizers) != 1:
-            raise hvdtrain.ConfigError.of(
+            raise ConfigError.of(
                 "unsupported", f"lightning_module: expected one optimizer from configure_optimizers, got {len(optimizers)}"
             )
         self.optimizer = optimizer = optimizers[0]
@@ -348,7 +347,7 @@ class Job:
             if on_plateau and value is None:
                 if config.strict:
                     known = ", ".join(self.trainer.callback_metrics)
-                    raise hvdtrain.ConfigError.of(
+                    raise ConfigError.of(
                         "unknown-value",
                         f"lr_scheduler: expected a monitor that was logged, got {config.monitor!r}, only: {known}",
                     )
@@ -405,7 +404,7 @@ class Job:
         self.skips = loss is None
         if loss is None:
             if hvdtrain.size() > 1:
-                raise hvdtrain.ConfigError.of(
+                raise ConfigError.of(
                     "wrong-result", "training_step: expected a loss on several ranks, got None (Lightning refuses that, too)"
                 )
             loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
@@ -482,7 +481,7 @@ class Job:
         if name not in self._taken:
             parameters = inspect.signature(getattr(self.module, name)).parameters.values()
             if any(one.name == "dataloader_iter" for one in parameters):
-                raise hvdtrain.ConfigError.of("unsupported", f"{name}: expected one that takes a batch, got dataloader_iter")
+                raise ConfigError.of("unsupported", f"{name}: expected one that takes a batch, got dataloader_iter")
             takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
             self._taken[name] = len(args) if takes_all else sum(one.kind < one.VAR_POSITIONAL for one in parameters)
         return args[: self._taken[name]]
@@ -676,7 +675,7 @@ def resolved(given: Any) -> Any:
     try:
         return resolve(given) if isinstance(given, str) else given
     except (ImportError, ValueError) as error:
-        raise hvdtrain.ConfigError.of(
+        raise ConfigError.of(
             "cannot-import", f"lightning_module: expected a name as 'file.py:Class', got {given!r}: {error}"
         ) from error
 
@@ -706,7 +705,7 @@ def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
     import torch
 
     if sync_grads:
-        raise hvdtrain.ConfigError.of("unsupported", "all_gather: expected sync_grads = False, got True")
+        raise ConfigError.of("unsupported", "all_gather: expected sync_grads = False, got True")
     tensor = torch.as_tensor(data)
     of_ranks = hvdtrain.all_gather(tensor.detach().cpu(), name="lightning_all_gather")
     return tensor if len(of_ranks) == 1 else torch.stack(of_ranks).to(tensor.device)

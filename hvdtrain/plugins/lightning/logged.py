@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import hvdtrain
+from hvdtrain.errors import ConfigError
 
 MEAN = ("mean", "avg")
 Reduced = tuple[torch.Tensor, str]
@@ -192,9 +193,9 @@ class Logged:
                 self._extremes[name] = (value if old is None else reduced(reduce, [old[0], value])), reduce
 
 
-def wrong(name: str, expected: str, got: str) -> hvdtrain.ConfigError:
+def wrong(name: str, expected: str, got: str) -> ConfigError:
     """The error about a value that cannot be logged."""
-    return hvdtrain.ConfigError.of("wrong-result", f"self.log: expected {expected} for {name!r}, got {got}")
+    return ConfigError.of("wrong-result", f"self.log: expected {expected} for {name!r}, got {got}")
 
 
 def own_name(name: str) -> str:

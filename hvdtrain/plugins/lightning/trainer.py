@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hvdtrain
-from hvdtrain.errors import Problem
-
-if TYPE_CHECKING:
-    from hvdtrain.plugins.lightning.job import Job
+from hvdtrain.errors import ConfigError, Problem
 
 
-class Refused(hvdtrain.ConfigError, AttributeError):
+class Refused(ConfigError, AttributeError):
     """An attribute that `hasattr` finds missing, and whose use ends the training with its name."""
 
 
@@ -22,7 +19,7 @@ class Logger:
 
     name = version = "hvdtrain"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Any) -> None:
         self._job = job
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -46,7 +43,7 @@ class Trainer:
     progress_bar_callback = profiler = None
     num_nodes = 1
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Any) -> None:
         self._job = job
         self.logger = Logger(job)
         self.callback_metrics: dict[str, Any] = {}
@@ -104,7 +101,7 @@ class Trainer:
     @property
     def num_training_batches(self) -> int:
         """Those of a rank in an epoch; the last ones may be missing."""
-        return -(-self._job.num_batches // self.world_size)
+        return int(-(-self._job.num_batches // self.world_size))
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -125,7 +122,7 @@ class Trainer:
     model = lightning_module
 
     @property
-    def callbacks(self) -> list[Any]:
+    def callbacks(self) -> Any:
         return self._job.callbacks
 
     @property
@@ -133,7 +130,7 @@ class Trainer:
         return [] if self._job.optimizer is None else [self._job.optimizer]
 
     @property
-    def lr_scheduler_configs(self) -> list[Any]:
+    def lr_scheduler_configs(self) -> Any:
         return self._job.schedulers
 
     @property

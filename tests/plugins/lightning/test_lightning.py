@@ -11,7 +11,7 @@ from other_trainers import check_resume, difference, state_of, train
 from torch.utils.data import DataLoader
 
 import hvdtrain
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks  # noqa: E402
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             train({**boring, **more}, tmp_path / "more")
-    with pytest.raises(DataError, match="got one with an IterableDataset"):
+    with pytest.raises(ConfigError, match="got one with an IterableDataset"):
         train({**boring, "datamodule": demos.BoringDataModuleNoLen}, tmp_path / "endless")
 
 

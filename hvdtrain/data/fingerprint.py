@@ -12,7 +12,8 @@ import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from types import CodeType, ModuleType
+from operator import itemgetter
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -34,6 +35,9 @@ ENDS = 32 << 20
 """The bytes at both ends of a large array that count."""
 
 Functions = (type(lambda: None), type(len), type(list.append), type("".join), type(object.__init__), type(object().__str__))
+
+
+CACHED: Any = type(functools.cache(len))
 
 
 def fingerprint_of(value: Any) -> str:
@@ -90,7 +94,8 @@ class _Walk:
 
     def _compound(self, value: Any) -> str:
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key!r}: {self.text(value[key])}" for key in sorted(value, key=repr)) + "}"
+            texts = [(repr(key) if _is_plain(key) else self.text(key), key) for key in value]
+            return "{" + ", ".join(f"{text}: {self.text(value[key])}" for text, key in sorted(texts, key=itemgetter(0))) + "}"
         if isinstance(value, (list, tuple)):
             if not self._names_files and _is_plain(value):
                 return repr(value)
@@ -99,6 +104,8 @@ class _Walk:
             return "{" + ", ".join(sorted(map(self.text, value))) + "}"
         if isinstance(value, functools.partial):
             return f"partial({self.text([value.func, value.args, value.keywords])})"
+        if isinstance(value, CACHED):
+            return self.text(value.__wrapped__)
         if isinstance(value, CodeType):
             return f"{value.co_code!r} {value.co_names} {self.text(value.co_consts)}"
         if isinstance(value, ModuleType):
@@ -135,7 +142,9 @@ class _Walk:
         except Exception:  # it cannot be pickled: a lock, an open file, or what its own methods refuse
             reduced = None
         if reduced is None:
-            return f"{self.text(kind)} {_without_addresses(value)} {self.text(getattr(value, '__dict__', {}))}"
+            # A method of its own for that may tell the order of a set.
+            named = "" if isinstance(kind.__repr__, FunctionType) else _without_addresses(value)
+            return f"{self.text(kind)} {named} {self.text(getattr(value, '__dict__', {}))}"
         made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
         iterators = (2, 3)  # over members; what follows may be a function
         parts = [list(part) if number in iterators and part is not None else part for number, part in enumerate(made_of)]
@@ -150,7 +159,7 @@ class _Walk:
         outside = {}
         for name in _names_in(code):
             found = function.__globals__.get(name)
-            own = getattr(found, "__module__", None) == function.__module__ and isinstance(found, (type, *Functions))
+            own = getattr(found, "__module__", None) == function.__module__ and isinstance(found, (type, CACHED, *Functions))
             if own or (found is not None and isinstance(found, CONSTANTS)):
                 outside[name] = found
         return self.text([code, function.__defaults__, function.__kwdefaults__, cells, outside])
@@ -163,7 +172,8 @@ class _Walk:
                 continue
             for name, member in vars(each).items():
                 function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
-                if hasattr(function, "__code__") or (isinstance(member, CONSTANTS) and not name.startswith("__")):
+                is_constant = isinstance(member, CONSTANTS) and not name.startswith("__")
+                if is_constant or hasattr(function, "__code__") or isinstance(function, CACHED):
                     found[f"{each.__qualname__}.{name}"] = function
         return f" {self.text(found)}" if found else ""
 

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +52,17 @@ def nested(function: Callable[[], int]) -> Callable[[], int]:
     return lambda: function()
 
 
+@dataclass
+class Locked:
+    words: set[str]
+    lock: Any = field(default_factory=threading.Lock)
+
+
+@cache
+def cached() -> int:
+    return 3
+
+
 def values(folder: str) -> list[Any]:
     words = {"eins", "zwei", "drei"}
     lines = [Lines([name], words) for name in ("a", "b")] + [Lines(["a"], words | {"vier"})]
@@ -58,7 +70,9 @@ def values(folder: str) -> list[Any]:
     generators = [numpy.random.default_rng(seed) for seed in (1, 2)]
     arrays = [numpy.arange(4), numpy.arange(4.0), numpy.arange(4).reshape(2, 2), list(range(2000)), list(range(2001))]
     plain = [{"a": 1}, {"a": 2}, {"b": 1}, "text", f"{folder}/file", re.compile("a"), re.compile("b"), range(3), {1, 2}, len]
-    return [*lines, *functions, *generators, *arrays, *plain]
+    by_key = [{key: 1} for key in (frozenset(words), frozenset("ab"), helper, in_set, Lines, (1, frozenset(words)))]
+    locked = [Locked(words), Locked({"eins"}), cached, nested(cached)]
+    return [*lines, *by_key, *locked, *functions, *generators, *arrays, *plain]
 
 
 def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path: Path) -> None:

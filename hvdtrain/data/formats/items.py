@@ -179,12 +179,14 @@ class ItemsDataset(Dataset):
         self._used = numpy.arange(self._size)
         if not self._size:
             return
+        given = getattr(items, "lengths", None)
+        # Before the first item is read, as reading it may change attributes of classes and modules, such as caches.
+        self._made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
         self._form = ItemForm(where)
         tag, first = self._first(scanning.broken.limit)
         before = generator_states()
         self.reads_for_tags = tag is not None
         self.streams = self._form.streams
-        given = getattr(items, "lengths", None)
         dims = dict(getattr(items, "dims", {}))
         if given is not None:
             self.lengths = self._given_lengths(given() if callable(given) else given, first)
@@ -300,9 +302,14 @@ class ItemsDataset(Dataset):
         self._lengths_path = file.path("items")
         return found
 
+    def _fingerprint(self) -> str:
+        """What the object is made of."""
+        simple = {key: value for key, value in getattr(self._items, "__dict__", {}).items() if isinstance(value, SIMPLE)}
+        return fingerprint_of([type(self._items), getattr(type(self._items), "__getitem__", None), simple])
+
     def _identity(self) -> str:
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
-        items, checksum = self._items, 0
+        checksum = 0
         for index in sorted({place * (self._size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
             try:
                 tag, arrays = self._arrays(index)
@@ -312,9 +319,7 @@ class ItemsDataset(Dataset):
             checksum = zlib.crc32(repr((index, tag, lengths)).encode("utf-8"), checksum)
             for key in sorted(key for key, stream in self.streams.items() if stream.sparse):
                 checksum = zlib.crc32(numpy.ascontiguousarray(arrays[key]).data, checksum)
-        simple = {key: value for key, value in getattr(items, "__dict__", {}).items() if isinstance(value, SIMPLE)}
-        made_of = fingerprint_of([type(items), getattr(type(items), "__getitem__", None), simple])
-        return f"items {made_of} {self._size} {self.streams} {checksum}"
+        return f"items {self._made_of} {self._size} {self.streams} {checksum}"
 
     def _count_block(self, block: range) -> Counted:
         lengths = {key: numpy.full(len(block), UNREADABLE, numpy.int32) for key in self.streams}

@@ -5,7 +5,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import opened_data
@@ -14,12 +14,13 @@ import torch
 from documented import blocks_of, section
 
 from hvdtrain.config.source import load
+from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.identity import DatasetPart, changes, identify
 from hvdtrain.data.sources import parse
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 
 
 def opened(value: Any, processes: int = 1) -> Dataset:
@@ -161,6 +162,41 @@ def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeyp
     with pytest.raises(DataError, match=f"if the data has changed, start again: {re.escape(str(kept))}, which had its lengths"):
         dataset.sequence(501)
     assert counted(words)[1] > 999
+
+
+class Remembering:
+    """Items that a class attribute counts, of which some are broken."""
+
+    read: ClassVar[list[int]] = []
+
+    def __init__(self, broken: list[int]) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        if index in self.broken:
+            raise BrokenSequence(f"item {index} is broken")
+        return FRAMES[: index % 3]
+
+
+def test_lengths_are_kept_though_reading_changes_a_class_until_a_broken_item_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(counting, "SAMPLED", 2)
+    for broken, used, number in (
+        ([30], 39, 2 + 40 + 2 + 1),
+        ([30], 39, 2 + 8 + 2 + 1),
+        ([], 39, 2 + 8 + 2 + 1),
+        ([], 40, 2 + 40 + 2),
+    ):
+        Remembering.read.clear()  # as in a new process
+        items = Remembering(broken)
+        found = ItemsDataset("train", items, Scanning(tmp_path, broken=BrokenSequences("train", 1)))
+        assert (found.num_sequences, len(items.read)) == (used, number)
 
 
 @pytest.mark.parametrize("items", [[FRAMES, FRAMES[1:]], numpy.stack([FRAMES, FRAMES])], ids=["list", "array"])

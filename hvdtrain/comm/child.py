@@ -32,6 +32,9 @@ HUNG = 77
 PARENT_WATCH = "launcher"
 """The name of the thread of `end_with`, which sleeps nearly all the time."""
 
+GONE = 0
+"""The process id of a parent that has ended."""
+
 TERMINATE_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from hvdtrain.comm import child, horovod_elastic, torchrun_failures
@@ -20,6 +21,16 @@ from hvdtrain.errors import TO_BE_CONTINUED, LaunchError, Outcome, TrainingError
 SECONDS_FOR_THE_CAUSE = 1.0
 """How long a rank waits before it reports that another one failed, so that the cause, from that rank or the launcher, is printed
 first. Most launchers end this rank meanwhile."""
+
+INIT = 1
+"""The process that adopts those whose parent has ended; in a container, it may be the launcher itself."""
+
+
+def _is_of_torch(process: int) -> bool:
+    try:
+        return b"torch" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,10 @@ class Torchrun(Launcher):
 
     @property
     def parent(self) -> int | None:
-        return os.getppid() if "TORCHELASTIC_RUN_ID" in self._environ else None
+        if "TORCHELASTIC_RUN_ID" not in self._environ:
+            return None
+        parent = os.getppid()
+        return parent if parent != INIT or _is_of_torch(parent) else child.GONE  # it ended before this process came here
 
     def on_start(self) -> int | None:
         """On several hosts, the failure has to be shared first: `refuse_to_repeat` does so once the ranks are connected."""

@@ -56,7 +56,9 @@ class Arguments:
         elif given is None:
             self._given = {}
         elif is_dataclass(given) and not isinstance(given, type):
-            self._given = {name: getattr(given, name) for name in (one.name for one in fields(given))}
+            usual = type(given)(output_dir=getattr(given, "output_dir", None))  # which fills in some values
+            values = {one.name: getattr(given, one.name) for one in fields(given)}
+            self._given = {name: value for name, value in values.items() if name == "output_dir" or value != getattr(usual, name)}
         else:
             raise ConfigError.of("wrong-type", f"{KEY}.args: expected a TrainingArguments, or a dict of them, got {given!r}")
         self._values = defaults | self._given

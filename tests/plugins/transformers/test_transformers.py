@@ -142,6 +142,17 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, 4, found)
 
 
+def test_arguments_may_be_an_object(tmp_path: Path) -> None:
+    """Of which only what differs from the defaults counts: the class itself fills in some values."""
+    wanted = train(keys("bert", ARGUMENTS), tmp_path / "dict")
+    made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), eval_strategy="epoch", use_cpu=True, **ARGUMENTS)
+    found = train(keys("bert", made), tmp_path / "object")  # type: ignore[arg-type]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    made.neftune_noise_alpha = 3.0
+    with pytest.raises(ConfigError, match="got neftune_noise_alpha = 3.0"):
+        train(keys("bert", made), tmp_path / "refused")  # type: ignore[arg-type]
+
+
 def test_every_token_counts_the_same_in_accumulated_batches(tmp_path: Path) -> None:
     plain = {**ARGUMENTS, "optim": "sgd"}
     whole = train(keys("gpt2", plain), tmp_path / "whole")

@@ -56,7 +56,8 @@ class Arguments:
         elif given is None:
             self._given = {}
         elif is_dataclass(given) and not isinstance(given, type):
-            usual = type(given)(output_dir=getattr(given, "output_dir", None))  # which fills in some values
+            kind: Any = type(given)
+            usual = kind(output_dir=getattr(given, "output_dir", None))  # which fills in some values
             values = {one.name: getattr(given, one.name) for one in fields(given)}
             self._given = {name: value for name, value in values.items() if name == "output_dir" or value != getattr(usual, name)}
         else:

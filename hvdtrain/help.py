@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from hvdtrain.config.check import describe, did_you_mean
+from hvdtrain.config.foreign import ALIASES, TRANSLATIONS
 from hvdtrain.config.keys import Key, declared_keys
-from hvdtrain.config.translation import ALIASES, TRANSLATIONS
 from hvdtrain.errors import LaunchError, Problem
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
 

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
+from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
@@ -33,7 +34,6 @@ from hvdtrain.config.keys import (
 )
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
-from hvdtrain.config.translation import ALIASES, Watches
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS

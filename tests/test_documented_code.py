@@ -13,7 +13,7 @@ from documented import Block, blocks_of
 from launching import ROOT
 
 import hvdtrain
-from hvdtrain.config.translation import ALIASES
+from hvdtrain.config.foreign import ALIASES
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import all_keys, read_settings
 

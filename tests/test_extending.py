@@ -92,11 +92,14 @@ def test_the_framework_trains_on_the_dataset_and_goes_on(extended: Path, tmp_pat
     assert losses(tmp_path / "whole") == losses(tmp_path / "plain"), "it went on where it stopped"
 
 
-def test_the_task_command_and_scheduler_do_their_work(extended: Path, tmp_path: Path) -> None:
+def test_the_task_command_scheduler_translation_and_source_do_their_work(extended: Path, tmp_path: Path) -> None:
     assert run(extended, "-m", "hvdtrain", "greet", "you") == "hello you\n"
     assert "  greet            print a greeting\n" in run(extended, "-m", "hvdtrain", "--help")
     keys = ["++model", tmp_path / "model"]
     assert "40 sequences with 120 frames" in run(extended, "-m", "hvdtrain", CONFIG, *keys, "++task", "count_frames")
+    shown = run(extended, "-m", "hvdtrain", CONFIG, *keys, "++passes", "2", "--print-config", "--changed")
+    assert "num_epochs = 2 " in shown
+    assert "8 sequences" in run(extended, "-m", "hvdtrain", "dump", "{'class': 'Ramp', 'count': 8}", tmp_path / "ramp.hdf")
     script = run(extended, "-m", "hvdtrain", "submit", CONFIG, "--scheduler", "queue", "--memory", "2G", *keys)
     assert "#QUEUE memory=2048\n" in script
     assert f"-m hvdtrain {CONFIG}" in script

@@ -162,13 +162,13 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
         ConfigError: by a plug-in's function.
     """
     values, origins = dict(source.values), dict(source.origins)
-    given = {names.get(name, name) for name in source.values}
+    given = {names.get(name, name) for name, value in source.values.items() if value is not None}
     for name in CONFIGS:
         if source.values.get(name) in (None, "") or not fits(source.values[name], keys[name]):
             continue
         implied = CONFIGS[name](MappingProxyType(source.values))
         for key, value in implied.items():
-            if key in given and values.get(key) is not None:
+            if key in given:
                 if key not in JOINED:
                     continue
                 value = _joined(value, values[key])

@@ -21,8 +21,8 @@ import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.config.foreign import Watches
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
-from hvdtrain.config.translation import Watches
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style

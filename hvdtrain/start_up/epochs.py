@@ -13,8 +13,8 @@ from typing import Any
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.config.foreign import translate_names
 from hvdtrain.config.source import OVERRIDING, as_function
-from hvdtrain.config.translation import translate_names
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.order_keys import OrderKeys

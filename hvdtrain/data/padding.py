@@ -217,8 +217,10 @@ def merge_batches(
         for rows, part in given:
             if len(part.seq_lens) == len(rows):
                 seq_lens[rows] = part.seq_lens
-            most = max(int(seq_lens[rows].max()), *part.values.shape[1:2])
-            frames = (int(seq_lens[rows].sum(dtype=numpy.int64)),) if name in packed else (len(rows), most)
+            if name in packed:
+                frames: tuple[int, ...] = (int(seq_lens[rows].sum(dtype=numpy.int64)),)
+            else:
+                frames = len(rows), max([int(seq_lens[rows].max()), *part.values.shape[1:2]])
             is_like = part.values.dtype == stream.dtype or _holds(stream.dtype, part.values)
             if part.values.shape != (*frames, *stream.shape) or not is_like:
                 raise UnlikeError(

@@ -3,6 +3,7 @@
 import numpy
 import pytest
 
+from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.padding import REUSED, Memory, gather, gather_packed, pack, pad
@@ -84,13 +85,18 @@ def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows, is_m
         for number in range(20):
             frames, labels = generator.integers(0, 9, 2)
             text = {} if is_mapped else {"text": numpy.array([f"{number}"] * (number % 3 + 1))}
-            writer.add(f"{number}", {"data": numpy.full((frames, 40), number), "classes": numpy.arange(labels), **text})
+            writer.add(
+                f"{number}",
+                {"data": numpy.full((frames, 40 if copies == 1 else 4), number), "classes": numpy.arange(labels), **text},
+            )
     dataset = open_hdf([tmp_path / "a.hdf"] * copies)
     assert dataset.memory_mapped == {"data", "classes"}
     indices = generator.permutation(20 * copies)[:rows] if copies > 1 else generator.integers(0, 20, rows)
-    batch = dataset.padded(indices)
-    for key in dataset.streams:
-        for make, read in ((pad, batch), (pack, dataset.packed(indices, [key]))):
-            expected = make([dataset.sequence(index)[key] for index in indices.tolist()])
-            assert numpy.array_equal(read[key].values, expected.values)
-            assert numpy.array_equal(read[key].seq_lens, expected.seq_lens)
+    both = concatenate("train", {"one": dataset, "other": dataset}, UnionDataset)
+    for whole, wanted in ((dataset, indices), (both, numpy.append(indices, indices[:9] + 20 * copies))):
+        batch = whole.padded(wanted)
+        for key in whole.streams:
+            for make, read in ((pad, batch), (pack, whole.packed(wanted, [key]))):
+                expected = make([whole.sequence(index)[key] for index in wanted.tolist()])
+                assert numpy.array_equal(read[key].values, expected.values)
+                assert numpy.array_equal(read[key].seq_lens, expected.seq_lens)

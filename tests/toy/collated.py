@@ -31,11 +31,12 @@ class Pairs(torch.utils.data.Dataset):
 
 
 def collate(items):
-    words = nn.utils.rnn.pad_sequence([item["pair"].words for item in items], batch_first=True)
+    pairs = [item.pop("pair") for item in items]
+    words = nn.utils.rnn.pad_sequence([pair.words for pair in pairs], batch_first=True)
     shift = torch.rand(1) if drawing == "collate" else torch.zeros(1)
     return {
         "input": [words, words > 0],
-        "labels": torch.tensor([item["pair"].label for item in items]),
+        "labels": torch.tensor([pair.label for pair in pairs]),
         "noise": torch.stack([item["noise"] for item in items]) + shift,
         "names": [item["name"] for item in items],
     }
@@ -63,6 +64,8 @@ def get_model(**_):
 
 
 def train_step(*, model, extern_data, **_):
+    if len(extern_data["labels"]) > fitting and hvdtrain.get_run_ctx().train_flag:
+        raise torch.OutOfMemoryError("out of memory")
     hvdtrain.get_run_ctx().mark_as_loss(loss_of(model, extern_data), "ce")
     if hvdtrain.get_run_ctx().step == stop_at and hvdtrain.get_run_ctx().train_flag:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -75,8 +78,9 @@ def forward_step(*, model, extern_data, **_):
 
 try:
     drawing, stop_at, reading = config.value("drawing", ""), config.int("stop_at", -1), config.value("reading", "dict")
+    fitting = config.int("fitting", 50)
 except NameError:  # imported by a test
-    drawing, stop_at, reading = "", -1, "dict"
+    drawing, stop_at, reading, fitting = "", -1, "dict", 50
 
 LOADERS = {
     "loader": lambda: torch.utils.data.DataLoader(Pairs(50), batch_size=12 // hvdtrain.size(), collate_fn=collate),

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, ForeignDataset, Scanning
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.formats.objects import ObjectsDataset
+from hvdtrain.data.formats.objects import ObjectsDataset, collate_items
 from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
 from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.data.views import ChangedSequences
@@ -203,7 +203,7 @@ class UserDataset(ChangedSequences):
         if what == "tag":
             return self._dataset.tags([index])[0]
         if what == "collate":
-            return self.collate([*given[:, 0]]) if self.collate is not None else None
+            return None if self.collate is None else collate_items(self._where, self.collate, given)
         return self._read(index, given)
 
     def _read(self, index: int, given: Any) -> dict[str, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -165,7 +167,7 @@ class Workers(Generic[Question]):
 
     def _send(self, worker: int, question: Question) -> None:
         try:
-            self._pipes[worker].send_bytes(pickle.dumps(question, pickle.HIGHEST_PROTOCOL))
+            self._pipes[worker].send_bytes(_pickled(question))
         except OSError:
             raise self._death_of(worker) from None
 
@@ -248,6 +250,29 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, without the rest of the memory that they are a part of: PyTorch takes 160 us for one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor or value.requires_grad:
+            return NotImplemented
+        try:
+            return _tensor_of, (value.numpy(),)
+        except (TypeError, RuntimeError):  # a type that numpy does not have, sparse, on another device
+            return NotImplemented
+
+
+def _tensor_of(array: Any) -> Any:
+    return import_module("torch").from_numpy(array)  # as pickle would: a process may have imported it alone
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
 def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection], parent: int | None) -> None:
     """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed.
 
@@ -284,7 +309,7 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
         except BaseException:
             answer = ("error", traceback.format_exc())
         try:
-            packed = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+            packed = _pickled(answer)
         except Exception:  # an answer that cannot be pickled
             packed = pickle.dumps(("error", traceback.format_exc()))
         try:

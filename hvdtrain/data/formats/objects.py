@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +87,7 @@ class ObjectsDataset(Dataset):
         return [f"seq-{index}" for index in indices]
 
     def collated(self, batch: Batch) -> Batch:
-        return replace(batch, tree=self.collate([*batch.data[KEY].values[:, 0]]), collate=self.collated)
+        return replace(batch, tree=collate_items(self._where, self.collate, batch.data[KEY].values), collate=self.collated)
 
     def how_read(self) -> str:
         return f"items, batches by {getattr(self.collate, '__qualname__', type(self.collate).__name__)}"
@@ -113,6 +114,21 @@ class ObjectsDataset(Dataset):
         return lengths
 
 
+def collate_items(where: str, collate: Callable[[list[Any]], Any], values: Array) -> Any:
+    """What `collate` makes of a batch's items, an array of objects of shape (batch, 1).
+
+    It gets copies of items that `item.pop("label")` would change: it may be called again for them, and those of a list are needed
+    in the next epoch, too.
+
+    Raises:
+        DataError: it made nothing.
+    """
+    tree = collate([copy(item) if isinstance(item, (MutableMapping, list)) else item for item in values[:, 0]])
+    if tree is None:
+        raise DataError(f"{where}.collate: expected a batch of {len(values)} items, got None (BrokenSequence leaves out an item)")
+    return tree
+
+
 def is_loader(value: Any) -> bool:
     """Whether a value of a config is a DataLoader of PyTorch that makes batches."""
     of_torch = sys.modules.get("torch.utils.data")
@@ -137,6 +153,8 @@ def read_loader(where: str, loader: Any) -> tuple[Objects, str]:
             f"ranks, got one with {what} ({advice})",
         )
 
+    if type(loader).__iter__ is not of_torch.DataLoader.__iter__:
+        raise refuse(f"{type(loader).__name__}.__iter__ of its own", "give its dataset and collate_fn")
     if isinstance(items, of_torch.IterableDataset):
         raise refuse("an IterableDataset", "set its batch_size to None, or give the dataset itself: hvdtrain makes the batches")
     if type(batches) is not of_torch.BatchSampler:
@@ -156,6 +174,8 @@ def read_loader(where: str, loader: Any) -> tuple[Objects, str]:
             else ("seq_ordering is the order, and a MixingDataset draws with weights")
         )
         raise refuse(f"the sampler {type(sampler).__name__}", advice)
+    elif len(sampler) != len(items):
+        raise refuse(f"a SequentialSampler of {len(sampler)} of {len(items)} items", "give a torch.utils.data.Subset")
     warnings = tuple(_warnings(loader))
     return Objects(items, loader.collate_fn, None, loader.num_workers, batches.batch_size, warnings), order
 

@@ -22,7 +22,7 @@ from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.precision import widen
 from hvdtrain.learner.torch.device import is_out_of_memory
 from hvdtrain.learner.torch.packed import PackedData
-from hvdtrain.learner.torch.trees import moved, pinned, tensors_in
+from hvdtrain.learner.torch.trees import moved, pinned, sent, tensors_in
 
 Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
@@ -181,7 +181,7 @@ def means_of_items(losses: Mapping[str, Loss], count: int) -> dict[str, Loss]:
     """Those losses of a collated batch that are one number without a count, as the means over its items that they are: their
     weight is the number of items."""
     return {
-        name: replace(loss, value=loss.value * count, count=float(count), use_normalized_loss=not loss.as_error)
+        name: replace(loss, value=_sum(loss.value) * count, count=float(count), use_normalized_loss=not loss.as_error)
         for name, loss in losses.items()
         if loss.value.ndim == 0 and loss.count is None
     }
@@ -312,7 +312,7 @@ class CudaStaging:
         try:
             with torch.cuda.stream(self._stream):
                 tensors = {key: _send(one, self._device) for key, one in here.tensors.items()}
-                tree = moved(here.tree, self._device)
+                tree = sent(here.tree, self._device)
                 copied = self._stream.record_event()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -335,7 +335,7 @@ def await_copy(batch: Batch | None) -> None:
 def extern_data_of(batch: Batch, device: torch.device) -> Any:
     """The tensors to pass to `train_step`, by data key, or what `collate` returned; call `await_copy` first."""
     if batch.collate is not None:
-        return batch.tree if isinstance(batch, SentBatch) or device.type == "cpu" else moved(batch.tree, device)
+        return batch.tree if device.type == "cpu" else moved(batch.tree, device)
     if isinstance(batch, SentBatch):
         return dict(batch.tensors)
     tensors = tensors_of(batch)

@@ -1,61 +1,84 @@
-"""Batches that a `collate` function returned: tensors in dicts, lists, tuples and objects of any kind."""
+"""Batches that a `collate` function returned: tensors in dicts, lists, tuples, dataclasses and objects of other kinds."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[Any], Any]
 
 
-def change_tensors(tree: Any, change: Change) -> Any:
-    """A copy of a tree with other tensors. Objects of other kinds stay as they are."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
+def change_leaves(tree: Any, change: Change) -> Any:
+    """A copy of a tree with other leaves: tensors, and what is no container. A container with a method `to` of its own, such as a
+    PackedSequence, is a leaf, unless it is a mapping.
+    """
     if isinstance(tree, Mapping):
-        made = {key: change_tensors(value, change) for key, value in tree.items()}
+        made = {key: change_leaves(value, change) for key, value in tree.items()}
         if type(tree) is dict or not isinstance(tree, MutableMapping):
             return made
         same = copy.copy(tree)  # keeps what else it has, such as a BatchEncoding's lengths
-        same.update(made)
+        for key, value in made.items():
+            same[key] = value
         return same
+    if isinstance(tree, (torch.Tensor, type)) or hasattr(tree, "to"):
+        return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(change_tensors(value, change) for value in tree))
+        return type(tree)(*(change_leaves(value, change) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(change_tensors(value, change) for value in tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **{each.name: change_tensors(getattr(tree, each.name), change) for each in fields(tree)})
-    return tree
+        return type(tree)(change_leaves(value, change) for value in tree)
+    if is_dataclass(tree):
+        twin: Any = copy.copy(tree)  # without a call of its constructor, which may take or do something else
+        for each in fields(tree):
+            object.__setattr__(twin, each.name, change_leaves(getattr(tree, each.name), change))
+        return twin
+    return change(tree)
+
+
+def sent(tree: Any, device: torch.device) -> Any:
+    """A tree whose tensors are being copied to a device. Objects that move themselves stay: their tensors, which only they know,
+    must belong to the stream that uses them.
+    """
+    return change_leaves(tree, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def moved(tree: Any, device: torch.device) -> Any:
     """A tree on a device; objects that have a method `to` move themselves."""
-    if not isinstance(tree, (torch.Tensor, Mapping, list, tuple)) and not is_dataclass(tree) and hasattr(tree, "to"):
-        there = tree.to(device)
-        return tree if there is None else there
-    return change_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        there = leaf.to(device) if _has(leaf, "to") else None
+        return leaf if there is None else there
+
+    return change_leaves(tree, move)
 
 
 def pinned(tree: Any) -> Any:
     """A tree in pinned memory, from which a GPU copies directly."""
-    if not isinstance(tree, (torch.Tensor, Mapping, list, tuple)) and not is_dataclass(tree) and hasattr(tree, "pin_memory"):
-        return tree.pin_memory()
-    return change_tensors(tree, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
+
+    def pin(leaf: Any) -> Any:
+        is_elsewhere = isinstance(leaf, torch.Tensor) and (leaf.device.type != "cpu" or leaf.layout != torch.strided)
+        there = leaf.pin_memory() if _has(leaf, "pin_memory") and not is_elsewhere else None
+        return leaf if there is None else there
+
+    return change_leaves(tree, pin)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a tree; those of objects of other kinds among their attributes."""
-    found: list[torch.Tensor] = []
+    """The tensors of a tree, without those inside objects that move themselves."""
+    leaves: list[Any] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
+    def keep(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
 
-    change_tensors(tree, keep)
-    if not found and hasattr(tree, "__dict__"):
-        change_tensors(vars(tree), keep)
-    yield from found
+    change_leaves(tree, keep)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _has(leaf: Any, method: str) -> bool:
+    return not isinstance(leaf, type) and callable(getattr(leaf, method, None))

@@ -1,6 +1,7 @@
 """Batches that the user's collate function makes of items of any kind, and what is read of a DataLoader."""
 
 import importlib.util
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from inside import run_inside
 from launching import TOY
 from opened_data import opened
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.sources import parse
+from hvdtrain.errors import DataError
+from hvdtrain.learner.torch.trees import moved, sent, tensors_in
 from hvdtrain.training import vote
 
 CONFIG = TOY.with_name("collated.py")
@@ -95,8 +99,39 @@ def test_random_items_are_the_same_on_two_ranks(trained: Trained, tmp_path: Path
         numpy.testing.assert_allclose(together[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@dataclass
+class Made:
+    tensor: torch.Tensor
+    total: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.tensor.sum()
+
+
+class Moving:
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+
+def test_a_tree_is_moved_with_all_that_it_holds() -> None:
+    device, moving = torch.device("meta"), Moving()
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    tree = {"made": [Made(torch.ones(2))], "moving": moving, "packed": (packed, "text", Moving)}
+    assert [each.device for each in tensors_in(sent(tree, device))] == 2 * [device]
+    assert moving.device.type == "cpu"  # not by the stream that copies ahead
+    there = moved(tree, device)
+    assert {each.device for each in (there["made"][0].tensor, there["made"][0].total, moving, there["packed"][0].data)} == {
+        device
+    }
+    assert there["packed"][0].batch_sizes.device.type == "cpu"
+    assert tree["made"][0].total == 2
+
+
 def test_other_tasks_and_joined_datasets(tmp_path: Path) -> None:
-    made, _ = run(tmp_path, reading="concat")
+    made, _ = run(tmp_path, reading="concat", split_on_oom=True, fitting=7)
     for key, wanted in trained_by_a_loop().items():
         numpy.testing.assert_allclose(made[key], wanted, rtol=1e-6, atol=1e-7)
     for task in ("eval", "forward", "dry_run", "summary", "find_batch_size"):
@@ -114,12 +149,19 @@ def wrong_loader(**options: Any) -> Any:
     return DataLoader([1, 2, 3], **{"batch_size": 2, **options})
 
 
+class Looping(DataLoader):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         (wrong_loader(sampler=WeightedRandomSampler([1, 1, 2], 3)), "sampler WeightedRandomSampler (seq_ordering is the order"),
         (wrong_loader(sampler=DistributedSampler([1, 2, 3], 2, 0)), "DistributedSampler (hvdtrain gives each rank its part"),
         (wrong_loader(sampler=RandomSampler([1, 2, 3], replacement=True)), "a RandomSampler that draws with replacement"),
+        (wrong_loader(sampler=SequentialSampler([1, 2])), "a SequentialSampler of 2 of 3 items (give a torch.utils.data.Subset)"),
+        (Looping([1, 2], batch_size=2), "Looping.__iter__ of its own"),
         ({"class": list, "collate": 5}, "train.collate: expected a function, or its name as 'module:name', got 5"),
         ({"class": [1, 2], "collate": list, "num_workers": -1}, "train.num_workers: expected a number of processes, got -1"),
         ({"class": "HDFDataset", "files": ["a"], "collate": list}, "train.collate: unknown key of HDFDataset"),
@@ -142,6 +184,8 @@ def test_what_is_read_of_a_loader() -> None:
     assert dataset.warnings() == ["drop_last: every item is trained on in each epoch; the last batch may be smaller"]
     batch = dataset.collated(dataset.batch(numpy.array([2, 0])))
     assert batch.tree.tolist() == [7, 5]
+    with pytest.raises(DataError, match="train.collate: expected a batch of 2 items, got None"):
+        opened({"class": ["a", "b"], "collate": lambda items: None}).collated(batch)
     lengths = {"class": ["a", "bcd"], "collate": list, "lengths": [1, 3]}
     assert opened(lengths).lengths["data"].tolist() == [1, 3]
     assert opened({**lengths, "lengths": None}).lengths["data"].tolist() == [1, 1]

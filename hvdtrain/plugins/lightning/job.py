@@ -155,7 +155,13 @@ class Job:
         callbacks = [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]
         for callback in callbacks:
             kinds = {one.__name__ for one in type(callback).__mro__}
-            if kinds & {"Checkpoint", "ProgressBar", "StochasticWeightAveraging", "GradientAccumulationScheduler"}:
+            if kinds & {
+                "Checkpoint",
+                "ProgressBar",
+                "StochasticWeightAveraging",
+                "GradientAccumulationScheduler",
+                "LearningRateMonitor",
+            }:
                 raise ConfigError.of(
                     "unsupported",
                     f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "

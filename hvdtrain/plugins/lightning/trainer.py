@@ -41,7 +41,8 @@ class Trainer:
 
     sanity_checking = fast_dev_run = barebones = False
     progress_bar_callback = profiler = None
-    num_nodes = 1
+    num_nodes = check_val_every_n_epoch = log_every_n_steps = 1
+    val_check_interval = 1.0
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -50,11 +51,16 @@ class Trainer:
         self.stage = "train"
         self.current_epoch = self.global_step = 0
         self._stops = False
-        self.strategy = SimpleNamespace(
-            reduce_boolean_decision=lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
-            barrier=lambda *_: hvdtrain.all_gather(None),
-            broadcast=lambda value, src=0: hvdtrain.all_gather(value)[src],
-        )
+        self.state = SimpleNamespace(fn="fit")
+        self._collectives: dict[str, Any] = {
+            "reduce_boolean_decision": lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
+            "barrier": lambda *_: hvdtrain.all_gather(None),
+            "broadcast": lambda value, src=0: hvdtrain.all_gather(value)[src],
+        }
+
+    @property
+    def strategy(self) -> Any:
+        return SimpleNamespace(**self._collectives, root_device=self._job.module.device)
 
     @property
     def training(self) -> bool:

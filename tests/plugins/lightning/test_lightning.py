@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Net(lightning.LightningModule):
     """Two groups, schedulers of steps and of epochs, metrics of training and of evaluation, and a state of its own."""
 
     def __init__(self, width: int = 8) -> None:
@@ -154,7 +154,7 @@ def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
     theirs = [call for call in calls if call not in loaders]
     calls.clear()
 
-    class Short(module):  # type: ignore[valid-type, misc]
+    class Short(module):
         def train_dataloader(self) -> Any:
             return DataLoader(demos.RandomDataset(32, 3))
 
@@ -174,7 +174,7 @@ class Words(torch.utils.data.Dataset[Any]):
         return letters[:-1], letters[1:]
 
 
-class Transformer(LightningTransformer):  # type: ignore[misc]
+class Transformer(LightningTransformer):
     """Lightning's demo with other data, which needs no network."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Transformer(LightningTransformer):  # type: ignore[misc]
         return DataLoader(Words(), batch_size=2, shuffle=True)
 
 
-class Demo(demos.DemoModel):  # type: ignore[misc]
+class Demo(demos.DemoModel):
     def train_dataloader(self) -> Any:
         return DataLoader(demos.RandomDataset(32, 8), batch_size=2)
 
@@ -194,24 +194,27 @@ class Demo(demos.DemoModel):  # type: ignore[misc]
         return None if batch_nb == 1 else super().training_step(batch, batch_nb)
 
 
-def test_lightnings_demos_train(tmp_path: Path) -> None:
+def test_lightnings_demos_and_callbacks_work(tmp_path: Path) -> None:
     boring = {"lightning_module": demos.BoringModel, "datamodule": demos.BoringDataModule, "num_epochs": 1}
     train(boring, tmp_path / "boring")
     outputs = hvdtrain.forward({**boring, "model": str(tmp_path / "boring"), "num_threads": 1})
     assert [value["output"].shape for _, value in outputs] == [(2,)] * 64
+    stopping = [lightning.callbacks.EarlyStopping("most", patience=1, min_delta=99.0)]
+    stopped = {"lightning_module": Net, "lightning_callbacks": stopping, "num_epochs": 9, "num_threads": 1}
+    assert len(hvdtrain.train({**stopped, "model": str(tmp_path / "stopped")}).history) == 2
     for number, module in enumerate((Transformer, Demo)):
         train({"lightning_module": module, "num_epochs": 1}, tmp_path / str(number))
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
-    class Stepping(demos.BoringModel):  # type: ignore[misc]
+    class Stepping(demos.BoringModel):
         def optimizer_step(self, *args: Any, **more: Any) -> None: ...
 
-    class Asking(demos.BoringModel):  # type: ignore[misc]
+    class Asking(demos.BoringModel):
         def on_train_start(self) -> None:
             self.trainer.fit_loop.run()
 
-    class Several(demos.BoringModel):  # type: ignore[misc]
+    class Several(demos.BoringModel):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.layer.parameters(), 0.1)] * 2
 

@@ -119,18 +119,22 @@ def _empty(shape: tuple[int, ...], like: Array) -> Array:
 
 def _check_like(first: Array, other: Array, number: int, describe: Callable[[int], str]) -> None:
     """Raises: UnlikeError, if the frames of two arrays do not fit into one."""
-    if other.shape[1:] != first.shape[1:] or (other.dtype != first.dtype and not _holds(first.dtype, other)):
+    if other.shape[1:] != first.shape[1:] or (other.dtype != first.dtype and not holds(first.dtype, other)):
         raise UnlikeError(
             f"{describe(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
             f"batch has ({describe(0)}), got {other.dtype} of shape {other.shape[1:]}"
         )
 
 
-def _holds(dtype: numpy.dtype[Any], values: Array) -> bool:
+def holds(dtype: numpy.dtype[Any], values: Array) -> bool:
     """Whether an array of this type can hold these values, up to rounding of floating-point numbers."""
-    if not numpy.can_cast(values.dtype, dtype, "same_kind"):
-        return False
-    return dtype.kind not in "iu" or numpy.array_equal(values.astype(dtype), values)
+    if numpy.can_cast(values.dtype, dtype) or not numpy.can_cast(values.dtype, dtype, "same_kind"):
+        return bool(numpy.can_cast(values.dtype, dtype))
+    with numpy.errstate(over="ignore"):
+        cast = values.astype(dtype)
+    if dtype.kind in "iu":
+        return numpy.array_equal(cast, values)
+    return dtype.kind not in "fc" or numpy.array_equal(numpy.isinf(cast), numpy.isinf(values))
 
 
 def are_short(stream: Stream, lengths: Array) -> bool:
@@ -221,7 +225,7 @@ def merge_batches(
                 frames: tuple[int, ...] = (int(seq_lens[rows].sum(dtype=numpy.int64)),)
             else:
                 frames = len(rows), max([int(seq_lens[rows].max()), *part.values.shape[1:2]])
-            is_like = part.values.dtype == stream.dtype or _holds(stream.dtype, part.values)
+            is_like = part.values.dtype == stream.dtype or holds(stream.dtype, part.values)
             if part.values.shape != (*frames, *stream.shape) or not is_like:
                 raise UnlikeError(
                     f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "

@@ -17,6 +17,7 @@ from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.parts import refuse_selection
 from hvdtrain.data.combine.user_code import Mapped, UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning, ended_iterator_error
+from hvdtrain.data.padding import holds
 from hvdtrain.data.randomness import EPOCH, own_numbers
 from hvdtrain.data.speech.step_keys import check_steps
 from hvdtrain.data.speech.steps import Draw, Pipeline
@@ -110,6 +111,11 @@ class MapDataset(Mapped):
             raise DataError(
                 f"{what}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {got} for sequence {index} "
                 "(declare what it returns in map_outputs)"
+            )
+        if not holds(stream.dtype, values):
+            raise DataError(
+                f"{what}: expected numbers that {stream.dtype} holds in {name!r}, got {values.dtype} from {values.min()} to "
+                f"{values.max()} for sequence {index}"
             )
         if len(values) != self.lengths[name][index]:
             raise DataError(

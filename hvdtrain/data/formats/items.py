@@ -18,7 +18,7 @@ from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.index import IndexFile
 from hvdtrain.data.indexed import UNREADABLE, rows_to_use
-from hvdtrain.data.padding import same_values
+from hvdtrain.data.padding import holds, same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
@@ -117,7 +117,11 @@ class ItemForm:
                 f"{where}: expected a value that has a type, as the first item determines that of all, got the empty {value!r} "
                 "(numpy.zeros(0, 'int32') has one)"
             )
+        if numpy.ma.is_masked(value):
+            raise DataError(f"{where}: expected a value for every number, got an array with masked ones")
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
+            if numpy.abs(array).max(initial=0) >= 2**63 and all(isinstance(one, int) for one in numpy.array(value, object).flat):
+                raise DataError(f"{where}: expected integers that a type of numpy holds, got up to {numpy.max(value)}")
             array = array.astype(numpy.float32)
         array = array.reshape(1) if array.ndim == 0 else array
         stream = self.streams.get(key)
@@ -130,13 +134,12 @@ class ItemForm:
                 f"{where}: expected {stream.dtype} frames of shape {stream.shape} as in item 0, got {array.dtype} of shape "
                 f"{array.shape[1:]}{f' ({ARE_BATCHES})' if stream.shape and array.ndim > 1 else ''}"
             )
-        cast = array.astype(stream.dtype)
-        if array.dtype.kind in "iu" and not numpy.array_equal(cast, array):
+        if not holds(stream.dtype, array):
             raise DataError(
                 f"{where}: expected numbers that {stream.dtype} holds, as in item 0, got {array.dtype} from {array.min()} "
                 f"to {array.max()}"
             )
-        return cast
+        return array.astype(stream.dtype)
 
 
 class ItemsDataset(Dataset):

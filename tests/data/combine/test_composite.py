@@ -319,6 +319,10 @@ def test_the_order_keys_of_the_dataset_inside_hold_but_not_its_own_seed() -> Non
             r"frames of shape \(3,\) in 'data', got float32 of shape \(2,\)",
         ),
         (lambda arrays: {**arrays, "classes": arrays["classes"] / 2}, r"expected int32 frames .*, got float64"),
+        (
+            lambda arrays: {**arrays, "classes": arrays["classes"] + numpy.int64(2**40)},
+            r"expected numbers that int32 holds in 'classes', got int64",
+        ),
         (lambda arrays: {**arrays, "classes": 3}, r"expected int32 frames .*, got the number 3"),
     ],
 )

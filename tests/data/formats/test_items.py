@@ -276,6 +276,12 @@ class Changing:
             [numpy.array([1], numpy.int8), numpy.array([300])],
             "train, item 1, 'data': expected numbers that int8 holds, as in item 0, got int64 from 300 to 300",
         ),
+        ([FRAMES, 1e300 * FRAMES.astype(float)], "train, item 1, 'data': expected numbers that float32 holds, as in item 0, got"),
+        ([[2**63, -1]], "train, item 0, 'data': expected integers that a type of numpy holds, got up to 9.2"),
+        (
+            [numpy.ma.masked_equal([1, 2], 2)],
+            "train, item 0, 'data': expected a value for every number, got an array with masked",
+        ),
         (
             [torch.zeros(2, requires_grad=True)],
             "train, item 0, 'data': expected an array, got Tensor: Can't call numpy() on Tensor",

@@ -253,13 +253,20 @@ class ToProgram(logging.Handler):
 class LogFile(logging.FileHandler):
     """A file of the log. If it cannot be written, as on a full disk, the other targets get one line about it."""
 
-    _has_failed = False
+    _failure: str | None = None
+    _is_told = False
+
+    def handle(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        handled = super().handle(record)
+        # Without this file's lock: a thread that holds another's, which cannot be written either, would wait for this one.
+        if self._failure is not None and not self._is_told:
+            self._is_told = True
+            warning(f"log: {self.baseFilename} cannot be written: {self._failure}")
+        return handled
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Called while the error is handled."""
-        if not self._has_failed:
-            self._has_failed = True
-            warning(f"log: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
+        self._failure = str(sys.exc_info()[1])
 
 
 class Screen(logging.Handler):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from threading import Thread
+from typing import Any, cast
 
 import pytest
 from launching import ROOT
@@ -136,12 +138,29 @@ def test_a_line_that_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_log_file_that_cannot_be_written_is_named_once(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = log.LogFile("/dev/full")
+    lock, others = cast("Any", file.lock), list[bool]()
+
+    class AnotherFile(logging.Handler):
+        """That of a thread which waits for the lock of the first one, while it has its own."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            def wait() -> None:
+                others.append(lock.acquire(timeout=1))
+                if others[-1]:
+                    lock.release()
+
+            thread = Thread(target=wait)
+            thread.start()
+            thread.join()
+
+    monkeypatch.setattr(log.LOGGER, "handlers", [*log.LOGGER.handlers, AnotherFile()])
     for text in ("one", "two"):
         file.handle(logging.LogRecord("hvdtrain", logging.INFO, "", 0, text, None, None))
     file.stream = None  # type: ignore[assignment]  # what it could not write
+    assert others == [True]
     assert caplog.text.count("log: /dev/full cannot be written: [Errno 28] No space left on device") == 1
     assert not capsys.readouterr().err
 

@@ -20,6 +20,7 @@ from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.items import batch_warnings
 from hvdtrain.data.index import HEAD_START, IndexFile
+from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -464,7 +465,7 @@ class StreamedDataset(Dataset):
                 raise DataError(
                     f"{what} with {self.lengths[key][index]} frames in {key!r}, got {got} ({self._advice(tag == expected)})"
                 )
-            if values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+            if values.shape[1:] != stream.shape or not holds(stream.dtype, values):
                 raise DataError(
                     f"{what} with {stream.dtype} frames of shape {stream.shape} in {key!r}, got {values.dtype} of shape "
                     f"{values.shape[1:]}"

@@ -22,7 +22,7 @@ from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.precision import widen
 from hvdtrain.learner.torch.device import is_out_of_memory
 from hvdtrain.learner.torch.packed import PackedData
-from hvdtrain.learner.torch.trees import moved, pinned, sent, tensors_in
+from hvdtrain.learner.torch.trees import moved, pinned, pinned_copy, sent, tensors_in
 
 Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
@@ -345,16 +345,9 @@ def extern_data_of(batch: Batch, device: torch.device) -> Any:
 
 
 def _pin(one: Data) -> Data:
-    values, seq_lens = one.raw_tensor, _pinned(one.seq_lens)
-    values = _pinned(values) if isinstance(values, torch.Tensor) else values
+    values, seq_lens = one.raw_tensor, pinned_copy(one.seq_lens)
+    values = pinned_copy(values) if isinstance(values, torch.Tensor) else values
     return replace(one, raw_tensor=values, seq_lens=seq_lens, device_seq_lens=seq_lens)
-
-
-def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, by numpy, in one thread: Tensor.pin_memory copies with all threads, which are the training's."""
-    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    numpy.copyto(pinned.numpy(), values.numpy())
-    return pinned
 
 
 def _send(one: Data, device: torch.device) -> Data:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 
 Change = Callable[[Any], Any]
@@ -61,11 +62,22 @@ def pinned(tree: Any) -> Any:
     """A tree in pinned memory, from which a GPU copies directly."""
 
     def pin(leaf: Any) -> Any:
-        is_elsewhere = isinstance(leaf, torch.Tensor) and (leaf.device.type != "cpu" or leaf.layout != torch.strided)
-        there = leaf.pin_memory() if _has(leaf, "pin_memory") and not is_elsewhere else None
+        if isinstance(leaf, torch.Tensor):
+            return pinned_copy(leaf) if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
+        there = leaf.pin_memory() if _has(leaf, "pin_memory") else None
         return leaf if there is None else there
 
     return change_leaves(tree, pin)
+
+
+def pinned_copy(values: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, by numpy, in one thread: Tensor.pin_memory copies with all threads, which are the training's."""
+    copied = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    try:
+        numpy.copyto(copied.numpy(), values.numpy())
+    except (TypeError, RuntimeError):  # a type that numpy does not have, such as bfloat16
+        copied.copy_(values.detach())
+    return copied
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Batches that the user's collate function makes of items of any kind, and what is read of a DataLoader."""
 
 import importlib.util
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 import h5py
 import numpy
 import pytest
+import stand_in_gpu
 import torch
 from inside import run_inside
 from launching import TOY
@@ -128,6 +130,22 @@ def test_a_tree_is_moved_with_all_that_it_holds() -> None:
     }
     assert there["packed"][0].batch_sizes.device.type == "cpu"
     assert tree["made"][0].total == 2
+
+
+def test_a_gpu_computes_the_same_and_no_step_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scores(name: str) -> list[Any]:
+        finished = run_inside([CONFIG, "++model", tmp_path / name / "model"])
+        assert finished.status == 0, finished.err
+        return [json.loads(line)["scores"] for line in (tmp_path / name / "scores.jsonl").read_text().splitlines()]
+
+    on_cpu = scores("cpu")
+    with stand_in_gpu.gpu(monkeypatch) as gpu:
+        assert scores("gpu") == on_cpu
+    assert [wait.rpartition(" of ")[2] for wait in gpu.waits] == [
+        "torch.float32[20, 8]",
+        "torch.float32[3, 8]",
+        "torch.float32[3]",
+    ]
 
 
 def test_other_tasks_and_joined_datasets(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class Engine:
         self._training.pruned = pruned_before(limits.end_after_epoch(session.progress))
         has_services = bool(reporters.services)
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
+        self._is_idle = False  # whether this rank had no batch in the last step
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
@@ -154,7 +155,7 @@ class Engine:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
-        trained = self._learner.trained_now() if self._comm.size > 1 else {}
+        trained = None if self._comm.size == 1 or self._is_idle else self._learner.trained_now()
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file, trained)
         self._begin_steps(epoch, counts.most)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -174,6 +175,7 @@ class Engine:
                         if step == steps[-1]:
                             self._update(epoch, begun)
                     progress.step += 1
+                    self._is_idle = batch is None
                     # With random_seed_offset, every rank goes through all data and has a separate position.
                     current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
                     self._end_step(epoch, batch)

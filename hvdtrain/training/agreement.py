@@ -100,8 +100,6 @@ def completed_share(
     return share_done
 
 
-NO_NAMES: Mapping[str, str] = {}
-
 UNCHANGED_KEYS = "continue with the same data and the same keys for batches"
 
 
@@ -158,23 +156,26 @@ def agree_on_batches(
     num_left: int,
     current: EpochProgress,
     file: Path | None,
-    trained: Mapping[str, str] = NO_NAMES,
+    trained: Mapping[str, str] | None = None,
 ) -> BatchCounts:
     """Collective. How many batches the ranks have left of an epoch; stores what identifies the plan in its progress.
 
     Args:
         num_left: the number of this rank.
-        trained: by the name of a parameter, whether it is trained now, as text.
+        trained: by the name of a parameter, whether it is trained now, as text. None: this rank had no batch in the last step,
+            so that its train_step, which may change that, has not run.
         file: the model's file from which training resumes.
 
     Raises:
         CheckpointError: the epoch began with another plan, or the position is beyond its end.
         ConfigError: a parameter is trained on one rank, and not on another.
     """
-    checksum = zlib.crc32(repr(sorted(trained.items())).encode())
+    checksum = None if trained is None else zlib.crc32(repr(sorted(trained.items())).encode())
     answers = comm.gather((num_left, plan.fingerprint, plan.num_batches, checksum), name="plan")
-    if any(answer[-1] != answers[0][-1] for answer in answers):
-        check_alike(comm, "trained", trained)
+    ran = [rank for rank, answer in enumerate(answers) if answer[-1] is not None]
+    if any(answers[rank][-1] != answers[ran[0]][-1] for rank in ran):
+        of_first = comm.gather({} if trained is None or comm.rank != ran[0] else trained, name="trained")[ran[0]]
+        check_alike(comm, "trained", of_first if trained is None else trained)
     fingerprints = [fingerprint for _, fingerprint, _, _ in answers]
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None

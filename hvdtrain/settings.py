@@ -34,6 +34,7 @@ from hvdtrain.config.keys import (
 )
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
+from hvdtrain.data.combine.step_keys import STEPS
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -41,7 +42,6 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
-from hvdtrain.data.speech.step_keys import STEPS
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS

@@ -25,7 +25,15 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "train.class: expected one of": ["++train", "{'class': 'ReturnnDataset'}"],
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
+    "speech": {
+        "train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"],
+        "map_seq.0: expected a function": [
+            "++train",
+            "{'class': 'MapDataset', 'dataset': 'a.hdf', 'map_seq': [{'class': 'LogMel'}]}",
+        ],
+    },
     "submit": {"submit: expected a config file": ["submit"]},
+    "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},
     "tensorflow": {"backend: expected 'torch'": ["++backend", "tensorflow"]},
     "trackers": {"trackers: unknown key": ["++trackers", "wandb"], "metrics_file: unknown key": ["++metrics_file", "a.prom"]},
 }
@@ -55,7 +63,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entries(plugin: Plugin) -> set[str]:
     """The names that a config or a command line can have."""
-    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.commands, plugin.templates)
+    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.steps, plugin.commands, plugin.templates)
     return {name for table in tables for name in table}
 
 

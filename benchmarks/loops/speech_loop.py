@@ -24,8 +24,8 @@ from rapidfuzz.distance import Levenshtein
 from torch.nn import functional
 
 from hvdtrain.config.source import load
-from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.learner.torch.packed import PackedData
+from hvdtrain.plugins.speech.log_mel import LogMel
 
 SAMPLE_RATE = 22050  # espeak-ng's
 IN_BIN = 320

@@ -11,11 +11,13 @@ NAMES = {
     "report": "report card",
     "returnn": "tensorflow-net-dict ReturnnDataset network returnn search_output_file search_output_file_format "
     "search_output_layer search_labels",
+    "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "submit": "submit",
+    "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, classes of datasets and commands."""
+"""By plug-in, its keys, backends, classes of datasets and of steps, and commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

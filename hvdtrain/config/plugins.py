@@ -39,6 +39,7 @@ Kind = Literal[
     "reporters",
     "artifacts",
     "sources",
+    "steps",
     "writers",
     "translations",
     "keys",
@@ -54,6 +55,7 @@ class Plugin:
     Attributes:
         datasets: by the `class` of a dataset's dict, the subclass of `DatasetKeys` with its opener.
         sources: by the `class` of a dataset's dict, a subclass of `SequenceSource` whose arguments are the other entries.
+        steps: by the `class` of a step of a MapDataset's `map_seq`, the subclass of `StepKeys` with its opener.
         backends: by the value of the key `backend`, a `Framework`.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
@@ -77,6 +79,7 @@ class Plugin:
 
     datasets: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)

@@ -227,8 +227,8 @@ Builtins = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the builtins for a config file, given its namespace."""
 
 
-Config = str | Path | Mapping[str, Any]
-"""The path of a config file, or its keys and values."""
+Config = Path | Mapping[str, Any]
+"""A config file, or its keys and values."""
 
 
 def load(
@@ -258,7 +258,7 @@ def load(
     """
     from hvdtrain.config.children import let_children_import  # here: multiprocessing would make `--help` slower
 
-    configs = [Path(config) if isinstance(config, str) else config for config in configs]
+    configs = [Path(config) if isinstance(config, str) else config for config in configs]  # a program may pass texts
     if any(isinstance(config, Path) for config in configs):
         as_now = copy.deepcopy(builtins)  # it notes what the config imports
         let_children_import(MODULE_NAME, load, configs, overrides, types, as_now, origin, spellings)

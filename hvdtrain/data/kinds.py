@@ -16,21 +16,12 @@ from hvdtrain.data.combine.keys import (
     MetaDatasetKeys,
     MixingDatasetKeys,
 )
-from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys, TarDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.data.remote import is_remote
-from hvdtrain.data.speech.keys import KaldiFolderKeys, LhotseDatasetKeys
 from hvdtrain.errors import Problem, problem
 
-SOURCES: Registry[type] = Registry(
-    "sources",
-    {
-        "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
-        "IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset",
-        "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
-    },
-)
+SOURCES: Registry[type] = Registry("sources", {"IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset"})
 """Sources whose lengths are not known in advance; the other entries of the dict are their arguments."""
 
 BY_RETURNN = tuple(
@@ -92,13 +83,8 @@ KINDS: Registry[type[DatasetKeys]] = Registry(
         "ConcatDataset": ConcatDatasetKeys,
         "MixingDataset": MixingDatasetKeys,
         "MapDataset": MapDatasetKeys,
-        "TarDataset": TarDatasetKeys,
-        "ParquetDataset": ParquetDatasetKeys,
-        "ArrowDataset": ArrowDatasetKeys,
         "Task12AXDataset": Task12AXDatasetKeys,
         "DummyDataset": DummyDatasetKeys,
-        "KaldiFolder": KaldiFolderKeys,
-        "LhotseDataset": LhotseDatasetKeys,
     },
 )
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hvdtrain.data.formats.folder import FolderDataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.tables.folder import FolderDataset
 
 TEXTS = {"b/two": "zwei ü", "one": "ein", "empty": ""}
 

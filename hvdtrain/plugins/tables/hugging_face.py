@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.conversions import Convert, TextClasses, numbers, sound
-from hvdtrain.data.formats.shards import Shards, text_conversions
-from hvdtrain.data.formats.tables import FEW, Group, RowFile, Rows
 from hvdtrain.data.formats.vocabulary import Units
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.tables.conversions import Convert, TextClasses, numbers, sound
+from hvdtrain.plugins.tables.shards import Shards, text_conversions
+from hvdtrain.plugins.tables.tables import FEW, Group, RowFile, Rows
 
 
 @dataclass(frozen=True)

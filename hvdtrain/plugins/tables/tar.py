@@ -25,12 +25,12 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
-from hvdtrain.data.formats.conversions import Convert, sound
-from hvdtrain.data.formats.shard_keys import TarDatasetKeys
-from hvdtrain.data.formats.shards import Shards, check_vocabulary, text_conversions
 from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.tables.conversions import Convert, sound
+from hvdtrain.plugins.tables.keys import TarDatasetKeys
+from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions
 
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 """The name of a file in an archive: the sample, then the suffix."""

@@ -11,13 +11,13 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
-from hvdtrain.data.speech.columns import check_finite
-from hvdtrain.data.speech.cut_index import CutIndex, first_cut, index_cuts
-from hvdtrain.data.speech.keys import LhotseDatasetKeys
-from hvdtrain.data.speech.log_mel import LogMel
-from hvdtrain.data.speech.text import TextEncoder, text_encoder
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+from hvdtrain.plugins.speech.columns import check_finite
+from hvdtrain.plugins.speech.cut_index import CutIndex, first_cut, index_cuts
+from hvdtrain.plugins.speech.keys import LhotseDatasetKeys
+from hvdtrain.plugins.speech.log_mel import LogMel
+from hvdtrain.plugins.speech.text import TextEncoder, text_encoder
 
 
 class Reading:

@@ -77,7 +77,7 @@ def test_manifests(cuts: Any, tmp_path: Path, suffix: str, monkeypatch: pytest.M
     def fail(*args: object) -> None:
         raise AssertionError("the index is kept")
 
-    monkeypatch.setattr("hvdtrain.data.speech.cut_index._build", fail)
+    monkeypatch.setattr("hvdtrain.plugins.speech.cut_index._build", fail)
     same_as_lhotse(opened(lazy, folder=tmp_path / "lengths"), cuts)
 
 

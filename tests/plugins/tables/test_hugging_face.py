@@ -11,10 +11,10 @@ import numpy
 import pytest
 import soundfile
 
-from hvdtrain.data.formats.hugging_face import HuggingFaceDataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.tables.hugging_face import HuggingFaceDataset
 
 datasets.disable_progress_bars()
 

@@ -75,7 +75,7 @@ class TranscriptKeys(DatasetKeys):
 class KaldiFolderKeys(TranscriptKeys):
     """Keys of a dataset dict with `"class": "KaldiFolder"`: a data folder of Kaldi or a dump folder of ESPnet."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.kaldi:open_kaldi"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.kaldi:open_kaldi"
     scans: ClassVar[bool] = True
 
     folder: str = key(REQUIRED, "the folder with wav.scp, segments, feats.scp, text and so on")
@@ -146,7 +146,7 @@ class KaldiFolderKeys(TranscriptKeys):
 class LhotseDatasetKeys(TranscriptKeys):
     """Keys of a dataset dict with `"class": "LhotseDataset"`: the cuts of a Lhotse CutSet, each a sequence."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.cuts:open_cuts"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.cuts:open_cuts"
     scans: ClassVar[bool] = True
 
     cuts: Any = key(REQUIRED, "a CutSet, a manifest of cuts (.jsonl or .jsonl.gz), or a folder in Shar format")

@@ -12,8 +12,8 @@ from speech_files import RATE, WORDS, sound, write_folder, write_table
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.sources import check_dataset
-from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.speech.log_mel import LogMel
 
 SPEED = {"class": "SpeedPerturbation", "factors": [0.9, 1.0, 1.1]}
 MEL = {"class": "LogMel", "sample_rate": RATE, "num_mels": 20}
@@ -140,7 +140,7 @@ def test_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise AssertionError("lengths are kept")
 
-    monkeypatch.setattr("hvdtrain.data.speech.steps.TokensStep.apply", fail)
+    monkeypatch.setattr("hvdtrain.plugins.speech.steps.TokensStep.apply", fail)
     mapped(folder, [step], folder / "kept")
     write_table(folder / "train" / "text", {f"utt{number:02}": "two one two" for number in range(12)})
     with pytest.raises(AssertionError, match="kept"):

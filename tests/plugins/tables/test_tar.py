@@ -17,12 +17,12 @@ import soundfile
 import webdataset
 
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats import tar as tar_files
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main as dump
 from hvdtrain.hdf_tools.dump import open_source
+from hvdtrain.plugins.tables import tar as tar_files
 
 LENGTHS = (3, 5, 2, 7, 1, 4, 6)
 

@@ -23,11 +23,11 @@ import numpy
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import check_same, identity, why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.conversions import Convert, sound
-from hvdtrain.data.formats.shard_keys import ArrowDatasetKeys, ParquetDatasetKeys
-from hvdtrain.data.formats.shards import Shards, check_vocabulary, text_conversions
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.tables.conversions import Convert, sound
+from hvdtrain.plugins.tables.keys import ArrowDatasetKeys, ParquetDatasetKeys
+from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions
 
 KEPT = 512 << 20
 """Bytes of decoded row groups of parquet files that a rank keeps, besides the last one."""

@@ -4,8 +4,8 @@ import numpy
 import pytest
 from speech_files import sound
 
-from hvdtrain.data.speech.log_mel import AT_ONCE, LogMel
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.speech.log_mel import AT_ONCE, LogMel
 
 
 @pytest.mark.parametrize(("rate", "num_mels", "high"), [(16000, 80, 0.0), (8000, 23, -400.0), (16000, 40, 7600.0)])

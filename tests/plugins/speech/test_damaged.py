@@ -14,9 +14,9 @@ from speech_files import RATE, write_folder, write_table
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats.conversions import sound
 from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.tables.conversions import sound
 
 CASES = cases(60)
 

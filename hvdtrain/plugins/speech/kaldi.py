@@ -9,17 +9,17 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.formats.found import count_lengths, lengths_by_reading
 from hvdtrain.data.formats.items import Counted
 from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
-from hvdtrain.data.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
-from hvdtrain.data.speech.found import count_lengths, lengths_by_reading
-from hvdtrain.data.speech.keys import KaldiFolderKeys
-from hvdtrain.data.speech.log_mel import LogMel
-from hvdtrain.data.speech.sound import SoundReader
-from hvdtrain.data.speech.tables import Table
-from hvdtrain.data.speech.text import text_encoder
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+from hvdtrain.plugins.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
+from hvdtrain.plugins.speech.keys import KaldiFolderKeys
+from hvdtrain.plugins.speech.log_mel import LogMel
+from hvdtrain.plugins.speech.sound import SoundReader
+from hvdtrain.plugins.speech.tables import Table
+from hvdtrain.plugins.speech.text import text_encoder
 
 DIGITS_OF_KALDI = 6
 """The digits of a number in a file that Kaldi's programs write."""

@@ -15,8 +15,8 @@ import soundfile
 from hdf_files import free_descriptors
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.formats import tables
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.tables import tables
 
 LENGTHS = (3, 5, 0, 7, 1, 4, 6)
 FLOATS = pyarrow.float32()

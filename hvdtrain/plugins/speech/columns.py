@@ -10,16 +10,16 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.broken import finite_problem
+from hvdtrain.data.formats.found import count_lengths
 from hvdtrain.data.formats.items import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
-from hvdtrain.data.speech.found import count_lengths
-from hvdtrain.data.speech.log_mel import LogMel
-from hvdtrain.data.speech.sound import SoundReader, load_archived
-from hvdtrain.data.speech.tables import Table
-from hvdtrain.data.speech.text import RawText, TextEncoder, UnitEncoder
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.speech.log_mel import LogMel
+from hvdtrain.plugins.speech.sound import SoundReader, load_archived
+from hvdtrain.plugins.speech.tables import Table
+from hvdtrain.plugins.speech.text import RawText, TextEncoder, UnitEncoder
 
 OVERSHOOT = 0.5
 """Seconds by which a segment may end after its recording, as in Kaldi: it then ends with the recording."""

@@ -15,9 +15,9 @@ from speech_files import RATE, WORDS, sound, write_folder, write_table
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.sources import check_dataset
-from hvdtrain.data.speech import sound as reading
-from hvdtrain.data.speech.log_mel import LogMel
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.speech import sound as reading
+from hvdtrain.plugins.speech.log_mel import LogMel
 
 
 def opened(

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, key, not_negative, positive, share
-from hvdtrain.data.speech.keys import TranscriptKeys
+from hvdtrain.data.combine.step_keys import StepKeys
 from hvdtrain.errors import Problem, problem
+from hvdtrain.plugins.speech.keys import TranscriptKeys
 
 RANGE = Rule("two numbers, the lower one first", lambda value: len(value) == 2 and value[0] <= value[1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepKeys:
-    """The base of the keys of every kind of step."""
-
-    opener: ClassVar[str]
-    """'module:class' of the step, which gets its keys."""
-
-    def problems(self) -> list[Problem]:
-        """Conflicts among the keys."""
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogMelKeys(StepKeys):
     """Keys of a step of map_seq with `"class": "LogMel"`: log mel features of sound, as Kaldi computes them."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.steps:LogMelStep"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.steps:LogMelStep"
 
     sample_rate: int = key(REQUIRED, "samples per second", positive)
     num_mels: int = key(80, "the number of features", positive)
@@ -44,7 +32,7 @@ class LogMelKeys(StepKeys):
 class SpecAugmentKeys(StepKeys):
     """Keys of a step of map_seq with `"class": "SpecAugment"`: random parts of features are set to their mean."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.steps:SpecAugment"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.steps:SpecAugment"
 
     time_masks: int = key(2, "the number of spans of frames", not_negative)
     time_frames: int = key(40, "frames of the longest span", not_negative)
@@ -58,7 +46,7 @@ class SpecAugmentKeys(StepKeys):
 class SpeedPerturbationKeys(StepKeys):
     """Keys of a step of map_seq with `"class": "SpeedPerturbation"`: sound that is faster or slower, and so higher or lower."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.steps:SpeedPerturbation"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.steps:SpeedPerturbation"
 
     factors: list[float] = key([0.9, 1.0, 1.1], "one of these is drawn for each sequence and epoch; 1.1 is faster")
     key: str = key("data", "the data key of the sound")
@@ -73,19 +61,23 @@ class SpeedPerturbationKeys(StepKeys):
 class AddNoiseKeys(StepKeys):
     """Keys of a step of map_seq with `"class": "AddNoise"`: noise of another dataset is added to sound."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.steps:AddNoise"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.steps:AddNoise"
 
     noise: str = key("noise", "the name of a dataset in `datasets` of the MapDataset, with noise in its data key 'data'")
     snr: list[float] = key([5.0, 20.0], "the signal-to-noise ratio in dB is drawn from this range", RANGE)
     share: float = key(0.5, "the share of the sequences that get noise, drawn for each sequence and epoch", share)
     key: str = key("data", "the data key of the sound")
 
+    @property
+    def reads(self) -> list[str]:
+        return [self.noise]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokensKeys(TranscriptKeys, StepKeys):
     """Keys of a step of map_seq with `"class": "Tokens"`: texts become class indices; the new lengths are found once and kept."""
 
-    opener: ClassVar[str] = "hvdtrain.data.speech.steps:TokensStep"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.steps:TokensStep"
 
     key: str = key("classes", "the data key of the texts, which the classes replace")
 
@@ -93,45 +85,3 @@ class TokensKeys(TranscriptKeys, StepKeys):
         if self.units not in ("characters", "words"):
             return problem("unknown-value", f"units: expected 'characters' or 'words', got {self.units!r}")
         return self.text_problems([self.key])
-
-
-STEPS: dict[str, type[StepKeys]] = {
-    "LogMel": LogMelKeys,
-    "SpecAugment": SpecAugmentKeys,
-    "SpeedPerturbation": SpeedPerturbationKeys,
-    "AddNoise": AddNoiseKeys,
-    "Tokens": TokensKeys,
-}
-"""The keys of each kind of step, by the name that its dict has as 'class'."""
-
-
-def check_steps(where: str, steps: list[Any], datasets: dict[str, Any]) -> tuple[list[Any], list[Problem]]:
-    """The keys of the steps (or functions) of a `map_seq`, and the problems with them.
-
-    Args:
-        where: prefix of the names of keys in messages.
-        datasets: the names of the datasets that steps may read.
-    """
-    checked: list[Any] = []
-    problems: list[Problem] = []
-    for number, step in enumerate(steps):
-        name = f"{where}.{number}"
-        if callable(step):
-            checked.append(step)
-            continue
-        kind = step.get("class") if isinstance(step, dict) else None
-        if kind not in STEPS:
-            expected = f"a function, or a dict with a class of {', '.join(STEPS)}"
-            problems += problem("unknown-value", f"{name}: expected {expected}, got {step!r}")
-            continue
-        options = {option: value for option, value in step.items() if option != "class"}
-        keys, found = build(STEPS[kind], options, f"{name}.", {})
-        problems += found + unknown_options(f"{name}.", options, STEPS[kind], kind)
-        if keys is None:
-            continue
-        problems += [one.within(f"{name}.") for one in keys.problems()]
-        if isinstance(keys, AddNoiseKeys) and keys.noise not in datasets:
-            got = ", ".join(datasets) or "none"
-            problems += problem("missing", f"datasets: expected a dataset {keys.noise!r} for {name}, got {got}")
-        checked.append(keys)
-    return checked, problems

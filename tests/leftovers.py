@@ -28,10 +28,10 @@ FREE = {
     "PYTEST_CURRENT_TEST",
     "PATH",
     *("ENABLE_RUNTIME_UPTIME_TELEMETRY", "TF2_BEHAVIOR", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION"),
-    *("HDF5_PLUGIN_PATH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    *("HDF5_PLUGIN_PATH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"),
 }
 """Variables that pytest sets, and those that libraries set when they are imported (TensorFlow, hdf5plugin, OpenMP, PyTorch,
-and what looks for ffmpeg)."""
+what looks for ffmpeg, and Lightning)."""
 
 CACHES = (
     "__pycache__",

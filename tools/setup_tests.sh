@@ -19,11 +19,8 @@ run() {
     fi
 }
 
-<<<<<<< HEAD
-extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,transformers,speechbrain,optimizers,remote,arrow,kaldi,lhotse,text,docs,dev
-=======
-extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,optimizers,remote,arrow,kaldi,lhotse,lightning,text,docs,dev
->>>>>>> 9a304443 (Models of Lightning train as they are: lightning_module, a plug-in)
+extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,transformers,speechbrain,optimizers,remote,arrow,kaldi,lhotse
+extras=$extras,lightning,text,docs,dev
 stamp=.venv/setup-tests-complete
 wanted=$(cat tools/setup_tests.sh pyproject.toml | sha256sum | cut -d' ' -f1)
 if [ ! -f $stamp ] || [ "$(cat $stamp)" != "$wanted" ]; then

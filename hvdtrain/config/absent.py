@@ -7,14 +7,18 @@ from typing import Any
 
 NAMES = {
     "doctor": "doctor build-horovod",
+    "espnet": "espnet_model espnet",
+    "lightning": "lightning_module datamodule lightning_callbacks num_val_loaders lightning_checkpoint save_ckpt lightning",
     "prove": "prove",
     "report": "report card",
     "returnn": "tensorflow-net-dict ReturnnDataset network returnn search_output_file search_output_file_format "
     "search_output_layer search_labels",
+    "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "submit": "submit",
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
+    "transformers": "transformers_trainer transformers",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
 """By plug-in, its keys, backends, classes of datasets and of steps, and commands."""

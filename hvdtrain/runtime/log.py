@@ -256,7 +256,7 @@ class LogFile(logging.FileHandler):
     _failure: str | None = None
     _is_told = False
 
-    def handle(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def handle(self, record: logging.LogRecord) -> bool:
         handled = super().handle(record)
         # Without this file's lock: a thread that holds another's, which cannot be written either, would wait for this one.
         if self._failure is not None and not self._is_told:

@@ -275,7 +275,7 @@ MISTAKES = [
     (["absent.py:sequences"], "no such file absent.py"),
     (["corpus.py:nonsense"], "train, item 0, 'data': expected numbers, got str 'tag and nothing else' (for text, give class"),
     (["items.py", "--dataset", "part"], "part: expected no partition_epoch for generator, which is read from beginning to end"),
-    (["items.py", "--dataset", "batches"], "batches: expected items, got a DataLoader of batches"),
+    (["items.py", "--dataset", "batches"], "batches: expected arrays to write, got items for a collate function"),
     (["items.py", "--epoch", "2"], "--epoch: expected 1 for list, which has no epochs, got 2"),
     (["dev.hdf", "--start_seq", "3"], "out.hdf: expected at least one sequence to write, got none"),
     (["dev.hdf", "--start_seq", "-1"], "--start_seq: expected 0 or more, got -1"),

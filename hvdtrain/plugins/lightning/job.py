@@ -409,9 +409,11 @@ class Job:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self.skips = loss is None
         if loss is None:
-            if hvdtrain.size() > 1:
+            if hvdtrain.size() > 1 or self.values.get("accum_grad_multiple_step") not in (None, 1):
                 raise ConfigError.of(
-                    "wrong-result", "training_step: expected a loss on several ranks, got None (Lightning refuses that, too)"
+                    "wrong-result",
+                    "training_step: expected a loss on several ranks and with accum_grad_multiple_step, got None (on several ranks, "
+                    "Lightning refuses that, too)",
                 )
             loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
         self.call_step("on_before_zero_grad", self.optimizer)
@@ -435,7 +437,7 @@ class Job:
         self.updates_due = False
 
     def change_gradients(self, **_: Any) -> None:
-        if self.skips and not int(self.values.get("accum_grad_multiple_step") or 1) > 1:
+        if self.skips:
             for parameter in self.module.parameters():
                 parameter.grad = None
             return

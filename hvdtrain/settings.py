@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
+from hvdtrain.config.check import build, did_you_mean, own_names, unknown_keys, unread_line, unsupported_keys
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
     REQUIRED,
@@ -395,7 +395,7 @@ def check(source: Source, names: list[str]) -> Settings:
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
         source=source,
-        warnings=source.warnings,
+        warnings=(*source.warnings, *own_names(source, [*names, *ALIASES])),
         notes=(*source.notes, *unread_line(source, [*names, *ALIASES])),
     )
 

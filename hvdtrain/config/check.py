@@ -95,7 +95,7 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
         origin = source.origins[name]
         if hint := absent(name):
             problems += problem("unknown-key", f"{name}: unknown key in {origin}{hint}")
-        elif match := closest(name, keys):
+        elif (match := closest(name, keys)) and not source.is_read(name):
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
@@ -105,6 +105,21 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
             hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
     return problems
+
+
+def own_names(source: Source, known: Iterable[str]) -> tuple[str, ...]:
+    """Warnings about names that look like keys, and are variables which the config itself reads.
+
+    Args:
+        known: as of `unknown_keys`.
+    """
+    keys = list(known)
+    return tuple(
+        f"{name} in {source.origins[name]}: not a key, but the config reads it itself (did you mean {match}?)"
+        for name, value in source.values.items()
+        if not (name in keys or name in source.foreign_names or is_no_key(name, value))
+        if (match := closest(name, keys)) and source.is_read(name)
+    )
 
 
 def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -221,6 +222,27 @@ class Source:
         """Whether a name that has a value is nowhere else in the config files. (One that a file imports may be used there.)"""
         found = [match for text in self.texts.values() for match in re.findall(rf"\b{re.escape(name)}\b", text)]
         return len(found) == 1 or not self.texts
+
+    def is_read(self, name: str) -> bool:
+        """Whether the code of a config file reads this global name of its own, or `config.value(NAME, ...)`."""
+        asked = rf"\bconfig\.\w+\(\s*[\"']{re.escape(name)}[\"']"
+        return any(re.search(asked, text) or _reads(text, name) for text in self.texts.values())
+
+
+def _reads(text: str, name: str) -> bool:
+    try:
+        scopes = [symtable.symtable(text, "config", "exec")]
+    except SyntaxError:  # a JSON file
+        return False
+    top = scopes[0]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        if name in scope.get_identifiers():
+            symbol = scope.lookup(name)
+            if symbol.is_referenced() and (scope is top or symbol.is_global()):
+                return True
+    return False
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]

@@ -422,6 +422,24 @@ def get_model(**_): ...
     assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
 
 
+def test_a_name_like_a_key_may_be_a_variable_that_the_config_reads(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(
+        "mode = config.value('mode', 'a')\nmax_seq = 5\nmax_seqs = max_seq\nbatch_siz = 3\ndef f(batch_siz): return batch_siz"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_settings([path], {"mode": "b"})
+    assert "batch_siz: unknown key in config.py (did you mean batch_size?)" in str(caught.value)
+    assert "mode" not in str(caught.value).replace("model", "")
+    assert "max_seq:" not in str(caught.value)
+    path.write_text(
+        path.read_text().partition("batch_siz")[0] + "train = dev = [[1.0]]\nlearning_rate = 1\nmodel = 'exp/model'\n"
+        "def get_model(**_): ...\ntrain_step = get_model\n"
+    )
+    found = read_settings([path], {}).warnings
+    assert "max_seq in config.py: not a key, but the config reads it itself (did you mean max_seqs?)" in found
+
+
 def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data.py").write_bytes(b"\xff\xfe\x00")
     for path, message in (

@@ -412,8 +412,8 @@ class Job:
             if hvdtrain.size() > 1 or self.values.get("accum_grad_multiple_step") not in (None, 1):
                 raise ConfigError.of(
                     "wrong-result",
-                    "training_step: expected a loss on several ranks and with accum_grad_multiple_step, got None (on several ranks, "
-                    "Lightning refuses that, too)",
+                    "training_step: expected a loss on several ranks and with accum_grad_multiple_step, got None (on "
+                    "several ranks, Lightning refuses that, too)",
                 )
             loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
         self.call_step("on_before_zero_grad", self.optimizer)

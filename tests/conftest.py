@@ -136,10 +136,11 @@ def _in_turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def _eagerly() -> None:
-    """Switch eager execution on again, if RETURNN's code for TensorFlow was imported in a test before."""
+    """Switch eager execution and the shapes of TensorFlow 2 on again, if RETURNN's code was imported in a test before."""
     if "returnn.tf" in sys.modules and not (tensorflow := sys.modules["tensorflow"]).executing_eagerly():
         tensorflow.compat.v1.reset_default_graph()
         tensorflow.compat.v1.enable_eager_execution()
+        tensorflow.compat.v1.enable_v2_tensorshape()
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,7 @@ run() {
     fi
 }
 
-extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,transformers,speechbrain,optimizers,remote,arrow,kaldi,lhotse
-extras=$extras,lightning,text,docs,dev
+extras=hdf,safetensors,huggingface,returnn,wandb,mlflow,export,pretrained,optimizers,remote,arrow,kaldi,lhotse,lightning,speechbrain,transformers,text,docs,dev
 stamp=.venv/setup-tests-complete
 wanted=$(cat tools/setup_tests.sh pyproject.toml | sha256sum | cut -d' ' -f1)
 if [ ! -f $stamp ] || [ "$(cat $stamp)" != "$wanted" ]; then

@@ -51,7 +51,7 @@ def test_no_module_asks_for_a_framework_by_its_name() -> None:
 
 def test_a_key_of_one_framework_is_refused_with_another_and_says_so_in_the_help(tmp_path: Path) -> None:
     values = {"torch_compile": "True", "sync_batch_norm": "True", "checkpoint_modules": "['first']", "torch_distributed": "{}"}
-    values["load_model_post_hooks"] = "[lambda **_: None]"
+    values |= {"load_model_post_hooks": "[lambda **_: None]", "change_gradients": "lambda **_: None"}
     values |= {
         "freeze_until_step": "{'first.*': 10}",
         "save_parameters": "'trained'",

@@ -517,6 +517,7 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         if kinds:
             raise ConfigError.of("wrong-result", OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop()))
     model.to(device)
+    model.train()  # from the first step on, not only after the first evaluation: from_pretrained leaves parts in evaluation mode
     load = partial(preload, model.state_dict(), device)
     constants = frozenset(options.constants(load) if options.constants is not None else [])
     for name, parameter in model.named_parameters():

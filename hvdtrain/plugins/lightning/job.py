@@ -44,6 +44,13 @@ REFUSED = {
 """Methods that a module may not override, and why."""
 
 
+OF_HVDTRAIN = {
+    *("Checkpoint", "ProgressBar", "StochasticWeightAveraging", "WeightAveraging", "GradientAccumulationScheduler"),
+    *("LearningRateMonitor", "LearningRateFinder", "BatchSizeFinder", "BaseFinetuning"),
+}
+"""Callbacks of Lightning, and classes derived from them, that would change what hvdtrain does."""
+
+
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `lightning_module`. Raises: ConfigError."""
     for name, reason in OURS.items():
@@ -101,9 +108,11 @@ class Job:
         self.first_step = self.batch_index = 0
         self.output: Any = None  # of the step under way, and the batch
         self.updates_due = False
+        self.begins_update = True
         self.scheduled_epoch = 0
         self.skips = False
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._modes: dict[Any, bool] | None = None  # of the modules, while they are evaluated; None: before the first call
 
     # What the config gives
 
@@ -155,17 +164,13 @@ class Job:
         callbacks = [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]
         for callback in callbacks:
             kinds = {one.__name__ for one in type(callback).__mro__}
-            if kinds & {
-                "Checkpoint",
-                "ProgressBar",
-                "StochasticWeightAveraging",
-                "GradientAccumulationScheduler",
-                "LearningRateMonitor",
-            }:
+            if kinds & OF_HVDTRAIN:
                 raise ConfigError.of(
                     "unsupported",
                     f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
-                    "saves, shows, averages and accumulates: cleanup_old_models, ema_decay, accum_grad_multiple_step)",
+                    "saves, shows, averages, accumulates and finds rates: cleanup_old_models, ema_decay, "
+                    "accum_grad_multiple_step, --find-learning-rate; instead of BaseFinetuning, give all parameters to the "
+                    "optimizer and set requires_grad in on_train_epoch_start)",
                 )
         return callbacks
 
@@ -182,8 +187,14 @@ class Job:
 
         validator = self.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
         logged = Logged(self.module, validator.check_logging_and_get_default_levels, self.trainer.callback_metrics)
+        for callback in self.callbacks:
+            vars(callback).update(log=logged.log, log_dict=self.module.log_dict)
         vars(self.module).update(
-            log=logged.log, all_gather=all_gather, optimizers=lambda use_pl_optimizer=True: self.optimizer, print=self.print
+            train=self.set_mode,
+            log=logged.log,
+            all_gather=all_gather,
+            optimizers=lambda use_pl_optimizer=True: self.optimizer,
+            print=self.print,
         )
         return logged
 
@@ -238,6 +249,8 @@ class Job:
                 if (owner := self._owner(kind)) is None:
                     raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none")
                 given = getattr(owner, f"{kind}_dataloader")()
+            if isinstance(given, Mapping):
+                raise ConfigError.of("wrong-type", f"{kind}_dataloader: expected a loader, or a list of several, got a dict")
             loaders = list(given) if isinstance(given, (list, tuple)) else [given]
             expected = self.num_val_loaders if kind == "val" else 1
             if len(loaders) != expected:
@@ -254,7 +267,9 @@ class Job:
         loader = self.loaders(kind)[place]
         if not is_loader(loader):
             return loader
-        objects, self._order = read_loader(f"{kind}_dataloader", loader)
+        objects, order = read_loader(f"{kind}_dataloader", loader)
+        if kind == "train":
+            self._order = order
         return objects
 
     def order(self, *, epoch: int, **_: Any) -> str:
@@ -339,8 +354,9 @@ class Job:
             group["lr"] = rate
 
     def rate(self, **_: Any) -> float:
-        """The rate of the next update: that of the first group."""
+        """The rate of the next update: that of the first group. The module may have set it itself, as in a hook."""
         self.updates_due = True
+        self.note_rates()
         return self.rates[0]
 
     def schedule(self, interval: str, on_plateau: bool, number: int) -> None:
@@ -381,13 +397,38 @@ class Job:
             if self.is_overridden(hook, self.module):
                 self._hooks[hook].append(getattr(self.module, hook))
         for function in self._hooks[hook]:
-            self._in(hook, function, *args)
+            if self._in(hook, function, *args) == -1 and hook == "on_train_batch_start":
+                raise ConfigError.of(
+                    "wrong-result",
+                    "on_train_batch_start: expected None, got -1, which would leave out the rest of the epoch (its batches are "
+                    "planned for all ranks; partition_epoch makes shorter epochs)",
+                )
 
     def _in(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         before, self.module._current_fx_name = self.module._current_fx_name, hook
         found = function(*args)
         self.module._current_fx_name = before
         return found
+
+    def set_mode(self, mode: bool = True) -> Any:
+        """`LightningModule.train`: modules that are evaluated in training, such as a frozen backbone, still are after an
+        evaluation, as with Lightning."""
+        if not mode and self.module.training:
+            self._modes = {one: one.training for one in self.module.modules()}
+        if not mode or (self._modes is not None and not self._modes):
+            type(self.module).train(self.module, mode)
+        elif self._modes:
+            type(self.module).train(self.module, True)
+            for one, training in self._modes.items():
+                one.training = training
+        if mode:
+            self._modes = {}
+        return self.module
+
+    def _call_own(self, hook: str) -> None:
+        """Call a hook of the module's own. (Lightning's would set the modes of modules, which hvdtrain does.)"""
+        if self.is_overridden(hook, self.module):
+            self._in("", getattr(self.module, hook))
 
     # Steps
 
@@ -403,6 +444,12 @@ class Job:
         self.batch_index = index = context.step - self.first_step
         batch = self.transferred(batch, 0)
         size = len(context.seq_tags())
+        if len(self.optimizer.param_groups) != len(self.rates):
+            raise ConfigError.of(
+                "wrong-result",
+                f"lightning_module: expected the {len(self.rates)} groups of parameters that configure_optimizers made, got "
+                f"{len(self.optimizer.param_groups)} (give all groups to the optimizer, and set requires_grad)",
+            )
         self.logged.begin_step(size)
         self.call_step("on_train_batch_start", batch, index)
         output = self._in("training_step", self.module.training_step, *self._arguments("training_step", batch, index))
@@ -416,7 +463,9 @@ class Job:
                     "several ranks, Lightning refuses that, too)",
                 )
             loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
-        self.call_step("on_before_zero_grad", self.optimizer)
+        if self.begins_update:
+            self.call_step("on_before_zero_grad", self.optimizer)
+        self.begins_update = False
         self.call_step("on_before_backward", loss)
         context.mark_as_loss(loss * size, "loss", use_normalized_loss=True, custom_inv_norm_factor=size)
         self.logged.end_step()
@@ -428,6 +477,7 @@ class Job:
         done, self.output = self.output, None
         number = self.training.step - self.first_step
         if self.updates_due:
+            self.begins_update = True
             self.trainer.global_step += 1
             self.schedule("step", False, number)
         if done is not None:
@@ -443,6 +493,7 @@ class Job:
             return
         self.call_step("on_after_backward")
         self.call_step("on_before_optimizer_step", self.optimizer)
+        self.note_rates()
 
     def _evaluate(self, context: Any, batch: Any) -> None:
         self.begin_evaluation(context.dataset)
@@ -465,15 +516,31 @@ class Job:
 
     def forward_step(self, *, model: Any, extern_data: Any, **_: Any) -> None:
         context = hvdtrain.get_run_ctx()
-        self.trainer.stage = "predict"
-        batch = self.transferred(extern_data, 0)
-        output = self._in("predict_step", self.module.predict_step, *self._arguments("predict_step", batch, self.batch_index))
+        if self.trainer.stage != "predict":
+            self._begin_prediction()
+        batch, index = self.transferred(extern_data, 0), self.batch_index
+        self.call_step("on_predict_batch_start", batch, index)
+        output = self._in("predict_step", self.module.predict_step, *self._arguments("predict_step", batch, index))
+        self.call_step("on_predict_batch_end", output, batch, index)
         self.batch_index += 1
         named = output if isinstance(output, Mapping) else {"output": output}
         if isinstance(output, (list, tuple)):
             named = {f"output{number}": value for number, value in enumerate(output)}
         for name, value in named.items():
             context.mark_as_output(value, str(name))
+
+    def _begin_prediction(self) -> None:
+        for one in (self.module, *self.callbacks):
+            for hook in ("on_predict_epoch_end", "on_predict_end"):
+                if self.is_overridden(hook, one):
+                    raise ConfigError.of(
+                        "unsupported",
+                        f"{type(one).__name__}: expected no {hook}, which the task forward does not call, got one (output_file "
+                        "and forward_callback get all outputs)",
+                    )
+        self.trainer.stage = "predict"
+        self.call("on_predict_start")
+        self.call("on_predict_epoch_start")
 
     def transferred(self, batch: Any, place: int) -> Any:
         """A batch after the hooks around its transfer to the device."""
@@ -518,7 +585,7 @@ class Job:
         self.evaluating = dataset
         self._indices.clear()
         self.logged.begin_evaluation()
-        self._in("", getattr(self.module, f"on_{stage}_model_eval"))
+        self._call_own(f"on_{stage}_model_eval")
         self.call(f"on_{stage}_start")
         self.call(f"on_{stage}_epoch_start")
 
@@ -541,7 +608,7 @@ class Job:
         self.call(f"on_{stage}_epoch_end")
         scores: dict[str, float] = self.logged.take_scores()
         self.call(f"on_{stage}_end")
-        self._in("", getattr(self.module, f"on_{stage}_model_train"))
+        self._call_own(f"on_{stage}_model_train")
         self.evaluating = None
         self.trainer.stage = "train"
         return scores
@@ -558,7 +625,11 @@ class Job:
             "scheduled_epoch": self.scheduled_epoch,
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
-            "hooks": self.hook_state({}),
+            "hooks": {
+                name: value
+                for name, value in self.hook_state({"state_dict": self.module.state_dict()}).items()
+                if name != "state_dict"  # it is in the model's file; callbacks may read it
+            },
         }
 
     def hook_state(self, contents: dict[str, Any]) -> dict[str, Any]:
@@ -631,6 +702,7 @@ class Events:
         job = self._job
         job.trainer.current_epoch = training.epoch - 1
         job.updates_due = False
+        job.begins_update = True
         if not self._resumes:
             job.first_step = training.step
             job.call("on_train_epoch_start")
@@ -658,6 +730,7 @@ class Events:
 
     def on_stop(self, training: Any) -> None:
         job = self._job
+        job.trainer.current_epoch = training.finished_epoch
         job.call("on_train_end")
         job.call("on_fit_end")
         if job.datamodule is not None:

@@ -11,6 +11,9 @@ import hvdtrain
 from hvdtrain.errors import ConfigError
 
 MEAN = ("mean", "avg")
+AFTER_STEPS = ("on_train_batch_end", "on_after_backward", "on_before_optimizer_step")
+"""Hooks of a step that are called when its values are counted already."""
+
 Reduced = tuple[torch.Tensor, str]
 """A value, and how it is reduced over steps and ranks; '': that of rank 0 counts."""
 
@@ -37,10 +40,10 @@ class Logged:
         self._of_step: dict[str, tuple[Any, float]] = {}  # by name, the weighted sum of the values, and the weight
         self._of_epoch: dict[str, Reduced] = {}  # in hooks between steps
         self._extremes: dict[str, Reduced] = {}  # of steps, by sum, min or max
-        self._objects: dict[str, str] = {}  # by name, the logged metric
+        self._objects: dict[str, tuple[str, bool, bool]] = {}  # by name, the logged metric, on_step and on_epoch
         self._means: dict[str, str] = {}  # by the name of a mean of the epoch, the one for both step and epoch
         self._before: dict[str, int] | None = None  # the updates of each metric when an evaluation began; None: there is none
-        self._train: tuple[dict[str, Reduced], dict[str, str]] = {}, {}  # what training had logged then
+        self._train: tuple[Any, Any, Any] = {}, {}, {}  # what training had logged then: extremes, objects, values between steps
         self._local: dict[str, dict[str, State]] = {"train": {}, "evaluation": {}}
         # this rank's states of the metrics that have those of all ranks
 
@@ -74,7 +77,7 @@ class Logged:
             path = metric_attribute or self._paths.get(id(value))
             if path is None:
                 raise wrong(name, "a metric that is an attribute of the module", type(value).__name__)
-            self._objects[name] = path
+            self._objects[name] = path, on_step, on_epoch
             if on_step and isinstance(value._forward_cache, torch.Tensor):
                 self._values[key] = self._values[of_step] = value._forward_cache.detach()
             return
@@ -90,6 +93,8 @@ class Logged:
         if on_step:
             self._values[of_step] = number
         if self._batch_size is None:
+            if on_epoch and hook in AFTER_STEPS:
+                raise wrong(name, f"on_epoch = False in {hook}, or a call in training_step", "on_epoch = True")
             self._of_epoch[name] = number, reduce if sync_dist else ""
         elif reduce in MEAN:
             weight = float(self._batch_size if batch_size is None else batch_size)
@@ -117,8 +122,8 @@ class Logged:
     def begin_evaluation(self) -> None:
         """Metrics that are updated from here on belong to an evaluation."""
         self._before = {name: one._update_count for name, one in self.metrics.items()}
-        self._train = self._extremes, self._objects
-        self._extremes, self._objects = {}, {}
+        self._train = self._extremes, self._objects, self._of_epoch
+        self._extremes, self._objects, self._of_epoch = {}, {}, {}
 
     def take_means(self, means: Mapping[str, float], suffix: str = "") -> None:
         """Make the means of a dataset known, by the names with which they were logged."""
@@ -150,33 +155,38 @@ class Logged:
             values = [one[name][0].cpu() for one, _ in gathered if name in one]
             reduce = next(one[name][1] for one, _ in gathered if name in one)
             scores[name] = reduced(reduce, values) if reduce else values[0]
-        paths = {name: path for _, objects in gathered for name, path in objects.items()}
-        for name, path in paths.items():
+        metrics = {name: found for _, objects in gathered for name, found in objects.items()}
+        for name, (path, on_step, on_epoch) in metrics.items():
+            if not on_epoch:
+                continue
             value = self.metrics[path].compute()
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise wrong(name, "a metric whose compute() returns a single number", str(value)[:60])
             scores[name] = value.detach().cpu()
-        for path in paths.values():
+            if on_step:
+                self._values[f"{name}_epoch"] = scores[name]
+        for path, *_ in metrics.values():
             self.metrics[path].reset()
         for path, state in self._local[self._phase].items():
             if self.metrics[path]._update_count:  # it was not reset
                 set_state(self.metrics[path], state)
-        self._of_epoch, self._local[self._phase] = {}, {}
-        self._extremes, self._objects = ({}, {}) if self._before is None else self._train
+        self._local[self._phase] = {}
+        self._extremes, self._objects, self._of_epoch = ({}, {}, {}) if self._before is None else self._train
         self._before = None
         self._values.update(scores)
         return {name: float(value) for name, value in scores.items()}
 
     def state(self) -> list[Any]:
         """Collective. What training has logged so far in the epoch, by rank."""
-        extremes, objects = (self._extremes, self._objects) if self._before is None else self._train
+        now = self._extremes, self._objects, self._of_epoch
+        extremes, objects, of_epoch = now if self._before is None else self._train
         before = self._before or {}
         states = {
             name: self._local["train"].get(name) or state_of(one)
             for name, one in self.metrics.items()
             if one._update_count and one._update_count == before.get(name, one._update_count)
         }
-        return hvdtrain.all_gather((states, extremes, objects, self._means), name="lightning_state")
+        return hvdtrain.all_gather((states, extremes, objects, self._means, of_epoch), name="lightning_state")
 
     def load(self, of_ranks: Sequence[Any]) -> None:
         """Continue from what `state` returned, also on another number of ranks."""
@@ -185,8 +195,9 @@ class Logged:
         for name, metric in self.metrics.items():
             if states := [states[name] for states, *_ in mine if name in states]:
                 set_state(metric, states[0] if len(states) == 1 else merged(metric, states))
-        for _, extremes, objects, means in mine:
+        for _, extremes, objects, means, of_epoch in mine:
             self._objects |= objects
+            self._of_epoch |= of_epoch
             self._means |= means
             for name, (value, reduce) in extremes.items():
                 old = self._extremes.get(name)

@@ -165,6 +165,59 @@ def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
     assert [call for call in calls if call not in loaders] == theirs
 
 
+class OfItsOwn(Net):
+    """Sets its rates in hooks and by its scheduler, and keeps a BatchNorm in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(32).eval()
+
+    def losses(self, batch: torch.Tensor) -> Any:
+        return super().losses(self.norm(batch))
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def test_rates_and_modes_that_the_module_sets_itself_stay(tmp_path: Path) -> None:
+    theirs, start = OfItsOwn(), state_of(OfItsOwn())
+    fit(theirs)
+    ours = OfItsOwn()
+    found = train({"lightning_module": ours, "num_epochs": 2}, tmp_path / "model")
+    assert difference(found, state_of(theirs), start) < 1e-6
+    assert ours.rates == theirs.rates
+    assert torch.equal(found["norm.running_mean"], torch.zeros(32))
+
+
+@pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
+def test_the_order_is_that_of_the_training_loader(shuffles: tuple[bool, bool], tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Ordered(demos.BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.extend(batch[:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.arange(20.0)[:, None].repeat(1, 32), batch_size=4, shuffle=shuffles[0])
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(demos.RandomDataset(32, 8), batch_size=4, shuffle=shuffles[1])
+
+    train({"lightning_module": Ordered, "num_epochs": 1}, tmp_path / "model")
+    assert sorted(seen) == [*range(20)]
+    assert (seen != [*range(20)]) == shuffles[0]
+
+
 class Words(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,17 @@ OPTIONS = {
     "data_parallel_backend": "a process for each GPU",
     "optimizer_step_limit": "num_epochs, or partition_epoch",
     "profile_training": "the key profile_steps",
+    "skip_nonfinite_grads": "the key num_allowed_consec_invalid_gradient_steps",
     "test_only": "++task eval",
 }
 """Options of a run that have no effect here, and what there is instead."""
 
 LOADERS = {"train": "train_dataloader_opts", "valid": "valid_dataloader_opts", "test": "test_dataloader_opts"}
-NOT_SERVED = ("sampler", "batch_sampler", "looped_nominal_epoch")
-"""Options of a DataLoader that choose batches in another way than hvdtrain's plan."""
+SERVED = (
+    *("batch_size", "shuffle", "collate_fn"),
+    *("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context", "generator"),
+)
+"""Options of a DataLoader that hvdtrain serves, or that change no batch."""
 
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +144,11 @@ class Maker:
             raise ConfigError.of(
                 "unsupported", f"{KEY}: expected a Brain with SpeechBrain's own {own[0]}, got that of {type(brain).__name__}"
             )
+        if brain.eval_precision != brain.precision and brain.eval_precision != "fp32":
+            raise ConfigError.of(
+                "unsupported",
+                f"{KEY}: expected eval_precision fp32 or that of training, {brain.precision}, got {brain.eval_precision}",
+            )
         for name, instead in OPTIONS.items():
             if getattr(brain, name, None):
                 raise ConfigError.of("unsupported", f"{KEY}: expected {instead}, got {name} = {getattr(brain, name)!r}")
@@ -188,7 +198,9 @@ class Steps:
             loss = brain.compute_objectives(outputs, extern_data, Stage.TRAIN)
             stages.note(extern_data, outputs, loss)
         else:
-            loss = brain.evaluate_batch(extern_data, stages.evaluate())
+            stage, is_wide = stages.evaluate(), brain.eval_precision == "fp32"
+            with torch.autocast(torch.device(brain.device).type, enabled=False) if is_wide else nullcontext():
+                loss = brain.evaluate_batch(extern_data, stage)
         context.mark_as_loss(loss, "loss")  # one number: the mean over the items of a batch that was collated
 
 
@@ -205,8 +217,8 @@ def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]
         if stage not in LOADERS:
             raise ConfigError.of("wrong-result", f"{KEY}.datasets: expected {', '.join(LOADERS)}, got {stage!r}")
         options = dict(hparams.get(LOADERS[stage]) or {})
-        for name in NOT_SERVED:
-            if options.get(name) is not None:
+        for name, value in options.items():
+            if name not in SERVED and value not in (None, False):
                 raise ConfigError.of(
                     "unsupported", f"{KEY}: expected batches by batch_size or max_seqs, got {name} in {LOADERS[stage]}"
                 )

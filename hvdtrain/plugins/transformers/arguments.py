@@ -185,8 +185,8 @@ def _saving(args: Arguments) -> dict[str, Any]:
     if (metric := args.metric_for_best_model) is not None:
         name = metric.removeprefix("eval_")
         found["early_stopping_measure"] = f"dev_loss_{name}"
-        if args.greater_is_better:
-            found["higher_is_better"] = [name]
+        better = not metric.endswith("loss") if args.greater_is_better is None else args.greater_is_better  # as the class has it
+        found["higher_is_better"] = [name] if better else []
     trackers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     wanted = [name for name in trackers if name != "none"]
     if unknown := [name for name in wanted if name not in ("tensorboard", "wandb", "mlflow")]:
@@ -243,21 +243,25 @@ def rates(args: Arguments, values: Mapping[str, Any], num_items: int, size: int)
 
     def rate(*, epoch: int, epoch_continuous: float, learning_rate: float, **_: Any) -> float:
         if not factor:
-            factor.append(_factor(args, total))
+            factor.append(_factor(args, total, learning_rate))
         within = math.floor((epoch_continuous - (epoch - 1)) * num_items / in_update + UPDATES_BETWEEN)
         return learning_rate * factor[0]((epoch - 1) * of_epoch + within)
 
     return rate
 
 
-def _factor(args: Arguments, total: int) -> Callable[[int], float]:
-    """The factor on the rate by update. Raises: ConfigError, if the schedule is more than such a function."""
+def _factor(args: Arguments, total: int, learning_rate: float) -> Callable[[int], float]:
+    """The factor on the rate by update; schedules with rates of their own, such as min_lr, depend on it.
+
+    Raises:
+        ConfigError: the schedule is more than such a function.
+    """
     import torch
     from transformers import get_scheduler
 
     warmup = args.warmup_steps or args.warmup_ratio or 0
     warmup = int(warmup) if warmup >= 1 else math.ceil(total * warmup)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], args.learning_rate)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], learning_rate)
     kwargs = args.lr_scheduler_kwargs
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total, dict(kwargs) if kwargs else None)
     factors = getattr(schedule, "lr_lambdas", None)

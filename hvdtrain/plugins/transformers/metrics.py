@@ -11,6 +11,7 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 import hvdtrain
+from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.transformers.arguments import IGNORED
 
 
@@ -50,9 +51,22 @@ class Metrics:
         def compute() -> dict[str, float]:
             predictions, labels = zip(*batches, strict=True)
             predictions, labels = (reduce(_joined, several) for several in (predictions, labels))
-            return {name: float(value) for name, value in self._compute(EvalPrediction(predictions, labels)).items()}
+            found = self._compute(EvalPrediction(predictions, labels))
+            if not isinstance(found, Mapping):
+                raise ConfigError.of("wrong-result", f"compute_metrics: expected a dict of numbers, got {found!r:.60}")
+            return {name: number(name, value) for name, value in found.items()}
 
         return hvdtrain.run_on_main(compute)
+
+
+def number(name: str, value: Any) -> float:
+    """A metric as a number. Raises: ConfigError."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError.of(
+            "wrong-result", f"compute_metrics: expected a number for {name!r}, got {value!r:.60} (name each number: f1_0, f1_1)"
+        ) from None
 
 
 def _joined(one: Any, other: Any) -> Any:

@@ -157,6 +157,7 @@ class Counting:
         kinds = [one.kind for one in inspect.signature(inner.forward).parameters.values()]
         self.takes_count = getattr(inner, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
         self.is_ctc = type(inner).__name__.endswith("ForCTC")
+        self._ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)  # of pictures
         self.is_sum = self.is_ctc and getattr(config, "ctc_loss_reduction", "mean") == "sum"
         if self.labels != ["labels"] and sorted(self.labels) != sorted(QUESTIONS):
             raise ConfigError.of(
@@ -173,13 +174,21 @@ class Counting:
                 "wrong-result", f"{KEY}.data_collator: expected {missing[0]!r} in a batch, got {', '.join(batch)}"
             )
         labels = batch[self.labels[0]]
+        if not isinstance(labels, torch.Tensor):
+            raise ConfigError.of(
+                "wrong-result",
+                f"{KEY}.data_collator: expected labels in a tensor, whose elements count, got a {type(labels).__name__} (for "
+                "detection and the like, write a train_step)",
+            )
         if self.is_ctc or self.labels != ["labels"]:
             return torch.full((), len(labels), device=labels.device)
         if "shift_labels" in batch:
             labels = batch["shift_labels"]
         elif self.shifts:
             labels = labels[..., 1:]
-        number: torch.Tensor = (labels != IGNORED).sum()
+        if labels.is_floating_point():
+            return torch.full((), labels.numel(), device=labels.device)
+        number: torch.Tensor = (labels != (self._ignored if labels.ndim > 2 else IGNORED)).sum()
         return number
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import Naming
@@ -75,7 +76,8 @@ class Engine:
         self._training.pruned = pruned_before(limits.end_after_epoch(session.progress))
         has_services = bool(reporters.services)
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
-        self._is_idle = False  # whether this rank had no batch in the last step
+        self._is_idle = False  # whether this rank had no batch in the last step, or an evaluation changed what is trained
+        self._before_evaluation: dict[str, Any] | None = None  # the callbacks' state; None: no evaluation would be repeated
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
@@ -125,7 +127,9 @@ class Engine:
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         trained = self._learner.epoch_scores.of(self._comm, current.scores, "train")
+        flags = self._learner.trained_now() if self._comm.size > 1 else {}
         scores = with_totals(self._evaluate(current, name_scores("train", trained)), losses)
+        self._is_idle = self._is_idle or (self._comm.size > 1 and flags != self._learner.trained_now())
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # the watchdog may end what takes very long
@@ -136,6 +140,7 @@ class Engine:
         report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
         states = {"is_updated": report.is_updated, "is_diverged": bool(report.diverged)}
         progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses, **states), as_line(report))
+        self._before_evaluation = None
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
         is_last = number >= self._limits.num_epochs or self._limits.end_after_epoch(progress) is not None
@@ -248,6 +253,7 @@ class Engine:
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
+        self._before_evaluation = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._evaluated.use(), self._phase.of(feed.name):
                 self._notifier.notify("on_evaluation_begin")
@@ -257,6 +263,8 @@ class Engine:
                 scores = {**scores, **name_scores(feed.name, self._notifier.notify_of_scores("on_evaluation_end"))}
                 self._training.scores = scores
         self._control.evaluation.done(self._progress.step)
+        if not current.trained:
+            self._before_evaluation = None
         return scores
 
     def _gather_times(self) -> tuple[list[Mapping[str, float]], list[float]]:
@@ -294,7 +302,8 @@ class Engine:
     def _save(self, is_end: bool = False) -> None:
         """Collective. Write a checkpoint, with which the training may end; once more if a callback ends training in `on_save`."""
         self._note_finish()
-        self._progress.callbacks = self._notifier.state()
+        before = self._before_evaluation
+        self._progress.callbacks = self._notifier.state() if before is None else before
         with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)

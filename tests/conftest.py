@@ -134,6 +134,20 @@ def _in_turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Have TensorFlow, if a module imported it, compute in one thread: a test may use it before another one says how many."""
+    if "tensorflow" in sys.modules:
+        _set_one_thread()
+
+
+def _set_one_thread() -> None:
+    threading = sys.modules["tensorflow"].config.threading
+    with contextlib.suppress(RuntimeError):  # it has computed already
+        threading.set_intra_op_parallelism_threads(1)
+        threading.set_inter_op_parallelism_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _eagerly() -> None:
     """Switch eager execution and the shapes of TensorFlow 2 on again, if RETURNN's code was imported in a test before."""
@@ -141,6 +155,7 @@ def _eagerly() -> None:
         tensorflow.compat.v1.reset_default_graph()
         tensorflow.compat.v1.enable_eager_execution()
         tensorflow.compat.v1.enable_v2_tensorshape()
+        _set_one_thread()  # of the new context
 
 
 @pytest.fixture(scope="session")

@@ -266,11 +266,16 @@ def _pop_collate(name: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Ca
     """
     if "collate" not in options or (isinstance(kind, str) and kind in SOURCES.entries.values()):
         return kind, None, []
-    if callable(kind):
-        with suppress(TypeError, ValueError):  # a class in C
-            if "collate" in inspect.signature(kind).parameters:
-                return kind, None, []
-    collate, lengths, workers = options.pop("collate"), options.pop("lengths", None), options.pop("num_workers", 0)
+    taken: set[str] = set()
+    with suppress(ImportError, TypeError, ValueError):  # TypeError and ValueError: a class in C
+        maker = resolve(kind) if isinstance(kind, str) and is_reference(kind) else kind
+        parameters = inspect.signature(maker).parameters if callable(maker) else {}
+        taken = {name for name in ("collate", "lengths", "num_workers") if name in parameters}
+        if "collate" in taken or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return kind, None, []
+    collate = options.pop("collate")
+    lengths = None if "lengths" in taken else options.pop("lengths", None)
+    workers = 0 if "num_workers" in taken else options.pop("num_workers", 0)
     problems: list[Problem] = []
     if not callable(collate) and not is_reference(collate):
         problems += problem("wrong-type", f"{name}.collate: expected a function, or its name as 'module:name', got {collate!r}")

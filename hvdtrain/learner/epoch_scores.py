@@ -61,7 +61,14 @@ class EpochScores:
         without statistics are left out.
         """
         means = scores.means()
-        found = {name: float(value) for of_ranks in self._of_ranks for name, value in of_ranks(dataset, means).items()}
+        found: dict[str, float] = {}
+        for of_ranks in self._of_ranks:
+            made = of_ranks(dataset, means)
+            if not isinstance(made, Mapping):
+                raise ConfigError.of(
+                    "wrong-result", f"epoch_scores: expected of_ranks to return a dict of scores by name, got {made!r:.60}"
+                )
+            found |= {name: float(value) for name, value in made.items()}
         if self._functions and scores.counts():
             found |= on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
         if not found:

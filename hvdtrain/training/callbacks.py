@@ -186,7 +186,7 @@ class Callbacks:
         # Looked up once: on_step_end is called in every step.
         self._objects: dict[str, Any] = {}
         for one in objects:
-            if hasattr(one, "state_dict"):
+            if all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
                 number = sum(name.partition(" ")[0] == type(one).__name__ for name in self._objects)
                 self._objects[f"{type(one).__name__} {number + 1}" if number else type(one).__name__] = one
         self._calls: dict[str, list[tuple[str, Call]]] = {
@@ -198,8 +198,12 @@ class Callbacks:
         return bool(self._calls[event])
 
     def state(self) -> dict[str, Any]:
-        """By class, what callbacks with a `state_dict` keep in checkpoints: numbers, texts, lists and dicts."""
-        return {name: one.state_dict() for name, one in self._objects.items()}
+        """By class, a copy of what callbacks with a `state_dict` keep in checkpoints: numbers, texts, lists and dicts.
+
+        Raises:
+            ConfigError: it is something else, which a checkpoint could not be read with.
+        """
+        return {name: plain(f"callbacks: {name}.state_dict()", one.state_dict()) for name, one in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Give callbacks what they kept, by `load_state_dict`; one without an entry begins anew."""
@@ -221,6 +225,21 @@ class Callbacks:
                 if type(error).__name__ != "TrialPruned":  # by which Optuna's users end a trial whose scores are of interest
                     raise
                 training.prune(error)
+
+
+def plain(where: str, value: Any) -> Any:
+    """A copy of plain values; numbers of numpy become Python's. Raises: ConfigError, if one is not plain."""
+    if value is None or isinstance(value, bool | int | float | str) and type(value).__module__ == "builtins":
+        return value
+    if isinstance(value, dict):
+        return {plain(where, name): plain(f"{where}[{name!r}]", one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(f"{where}[{number}]", one) for number, one in enumerate(value))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return plain(where, value.item())
+    raise ConfigError.of(
+        "wrong-result", f"{where}: expected numbers, texts, lists and dicts, got {type(value).__name__} (tensors: .tolist())"
+    )
 
 
 NO_CALLBACKS = Callbacks()

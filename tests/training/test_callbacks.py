@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from documented import example
 from inside import run_inside
@@ -16,6 +17,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.watchdog import Patience, Watchdog
 from hvdtrain.settings import read_settings
 from hvdtrain.training import notifier
+from hvdtrain.training.callbacks import Callbacks
 
 CALLBACKS = """
 import json
@@ -353,3 +355,19 @@ def test_a_stop_forgets_neither_that_training_ends_nor_how_many_updates_were_ski
     assert epochs("stopped") == ["model.001.pt"], "finished by the callback of the checkpoint of a stop"
     assert status("skipped", "breaks", "stops") == 75
     assert status("skipped", "breaks") == 2, "the seventh update in a row that is not finite"
+
+
+def test_what_a_checkpoint_could_not_be_read_with_is_refused_and_numbers_of_numpy_are_not() -> None:
+    class Keeps:
+        kept: Any = {"n": numpy.float32(3), "all": [numpy.int64(2), (1, None)]}
+
+        def state_dict(self) -> Any:
+            return self.kept
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    made = Callbacks([Keeps(), type("Alone", (), {"state_dict": lambda self: object()})()])
+    assert repr(made.state()) == "{'Keeps': {'n': 3.0, 'all': [2, (1, None)]}}"
+    Keeps.kept = {"n": [numpy.zeros(3)]}
+    with pytest.raises(ConfigError, match=r"Keeps.state_dict\(\)\['n'\]\[0\]: expected numbers, texts, lists .* got ndarray"):
+        made.state()

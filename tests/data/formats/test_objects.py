@@ -207,3 +207,21 @@ def test_what_is_read_of_a_loader() -> None:
     lengths = {"class": ["a", "bcd"], "collate": list, "lengths": [1, 3]}
     assert opened(lengths).lengths["data"].tolist() == [1, 3]
     assert opened({**lengths, "lengths": None}).lengths["data"].tolist() == [1, 1]
+
+
+class Taking:
+    """A class of before `collate` was a key, which has an argument of that name, or takes any."""
+
+    def __init__(self, count: int, lengths: Any = None, **more: Any) -> None:
+        self.items = [[float(number)] * number for number in range(1, count + 1)]
+        self.more = more
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"data": self.items[index]}
+
+
+def test_a_class_that_takes_collate_itself_gets_it() -> None:
+    assert opened({"class": Taking, "count": 3, "collate": sum}).lengths["data"].tolist() == [1, 2, 3]

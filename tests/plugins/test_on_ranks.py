@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from trainings import Run, Trained, assert_alike, assert_same, trains
 
-from hvdtrain.init.__main__ import OTHERS, main
+from hvdtrain.init.__main__ import main
 
-NAMES = [name for name in OTHERS if find_spec({"espnet": "espnet2"}.get(name, name)) is not None]
+PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speechbrain", "transformers": "transformers"}
+NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]
 """Those whose package is installed."""
 
 TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import os
 import sys
@@ -315,5 +316,12 @@ def _stacks() -> str:
 
 def _is_waiting(thread: int) -> bool:
     """Whether a thread is in code that waits for other ranks."""
-    frame = sys._current_frames().get(thread)
+    # A collection within this call, which locks the list of threads, may let a thread run that starts another: both wait for ever.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
     return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(WAITS_IN)

@@ -15,7 +15,7 @@ NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not
 TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)
 
 
-@trains(slow=[TWO.alone, TWO, THREE])
+@trains(slow=[TWO.alone, TWO, THREE], apart=True)  # these packages import TensorFlow where they find it
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     folder.mkdir(parents=True, exist_ok=True)
     made: dict[str, dict[str, object]] = {}

@@ -316,7 +316,7 @@ def _stacks() -> str:
 
 def _is_waiting(thread: int) -> bool:
     """Whether a thread is in code that waits for other ranks."""
-    # A collection within this call, which locks the list of threads, may let a thread run that starts another: both wait for ever.
+    # A collection within this call, which locks the list of threads, may let a thread run that starts one: both wait for ever.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -412,8 +412,12 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _file_of(module: ModuleType) -> str | None:
-    """The file of a module. One that is imported on first use would be, if it were asked for an attribute that it lacks."""
-    file: str | None = getattr(module, "__dict__", {}).get("__file__")
+    """The file of a module. One that is imported on first use would be, if it were asked for an attribute; RETURNN's old modules
+    even if asked for their `__dict__`, and one of them replaces the handlers of signals."""
+    try:
+        file: str | None = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:  # no module, but somebody's object in sys.modules
+        return None
     return file
 
 

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, did_you_mean, own_names, unknown_keys, unread_line, unsupported_keys
+from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
     REQUIRED,
@@ -368,7 +368,8 @@ def check(source: Source, names: list[str]) -> Settings:
         *(("train", declared_keys(section)) for section in DATASET_SECTIONS),
     ]
     inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
-    problems = [*source.problems, *unknown_keys(source, [*names, *ALIASES], inside)]
+    unknown, look_alikes = unknown_keys(source, [*names, *ALIASES], inside)
+    problems = [*source.problems, *unknown]
     built: dict[type, Any] = {}
     found: dict[type, list[Problem]] = {}
     for kind in SECTIONS:
@@ -395,7 +396,7 @@ def check(source: Source, names: list[str]) -> Settings:
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
         source=source,
-        warnings=(*source.warnings, *own_names(source, [*names, *ALIASES])),
+        warnings=(*source.warnings, *look_alikes),
         notes=(*source.notes, *unread_line(source, [*names, *ALIASES])),
     )
 

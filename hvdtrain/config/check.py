@@ -77,9 +77,11 @@ def unsupported_keys(sections: Iterable[Any], backend: str) -> list[Problem]:
     return problems
 
 
-def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
+def unknown_keys(
+    source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME
+) -> tuple[list[Problem], tuple[str, ...]]:
     """Problems with names that are not keys: misspelt keys, unused overrides, and other trainers' names of keys, where nothing in
-    the config reads them.
+    the config reads them; and warnings about those that look like keys and that the config does read.
 
     Every other name belongs to the config's author and is not checked.
 
@@ -87,7 +89,7 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
         known: the declared keys.
         inside: full names of the keys that are entries of dicts, such as 'train.seq_ordering'.
     """
-    problems = []
+    problems, warnings = list[Problem](), list[str]()
     keys = list(known)
     for name, value in source.values.items():
         if name in keys or name in source.foreign_names or is_no_key(name, value):
@@ -95,7 +97,9 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
         origin = source.origins[name]
         if hint := absent(name):
             problems += problem("unknown-key", f"{name}: unknown key in {origin}{hint}")
-        elif (match := closest(name, keys)) and not source.is_read(name):
+        elif (match := closest(name, keys)) and source.is_read(name):
+            warnings.append(f"{name} in {origin}: not a key, but the config reads it itself (did you mean {match}?)")
+        elif match:
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
@@ -104,22 +108,7 @@ def unknown_keys(source: Source, known: Iterable[str], inside: Mapping[str, str]
         elif name in SYNONYMS and not source.is_foreign and not callable(value) and source.is_only_set(name):
             hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
-    return problems
-
-
-def own_names(source: Source, known: Iterable[str]) -> tuple[str, ...]:
-    """Warnings about names that look like keys, and are variables which the config itself reads.
-
-    Args:
-        known: as of `unknown_keys`.
-    """
-    keys = list(known)
-    return tuple(
-        f"{name} in {source.origins[name]}: not a key, but the config reads it itself (did you mean {match}?)"
-        for name, value in source.values.items()
-        if not (name in keys or name in source.foreign_names or is_no_key(name, value))
-        if (match := closest(name, keys)) and source.is_read(name)
-    )
+    return problems, tuple(warnings)
 
 
 def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:

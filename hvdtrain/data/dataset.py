@@ -240,6 +240,37 @@ Item = tuple[str, Mapping[str, Any]]
 """A sequence of a source: its tag, and its arrays by data key."""
 
 
+def read_item(where: str, items: Any, index: int) -> Any:
+    """Item `index` of the user's object; its exceptions say which item that is. Raises: DataError, for a StopIteration."""
+    try:
+        return items[index]
+    except StopIteration as error:
+        raise ended_iterator_error(f"{where}, item {index}", error) from error
+    except BaseException as error:  # including SystemExit, which has no message
+        error.add_note(f"(in item {index} of {where})")
+        raise
+
+
+def as_lengths(where: str, given: Any, size: int, of: str = "") -> Array:
+    """The lengths of `size` items that the user gives, int32. Raises: DataError, if they are none.
+
+    Args:
+        of: what they are of, for messages.
+    """
+    import numpy
+
+    try:
+        lengths = numpy.asarray(given).astype(numpy.int32, casting="same_kind")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: expected whole numbers in lengths{of}, got: {error}") from None
+    if lengths.shape != (size,) or lengths.min(initial=0) < 0:
+        raise DataError(
+            f"{where}: expected {size} lengths{of}, none below 0, got an array of shape {lengths.shape}, from "
+            f"{lengths.min(initial=0)} on"
+        )
+    return lengths
+
+
 def ended_iterator_error(where: str, error: StopIteration) -> DataError:
     """The error for a StopIteration that escapes from the user's code: Python would take it for the end of the data.
 

@@ -166,7 +166,7 @@ def pruned_before(end: str | None) -> Exception | None:
     Args:
         end: why the training ends after this epoch; None: it does not.
     """
-    optuna = sys.modules.get("optuna")  # Where none of the program's code has imported it, nobody expects its error.
+    optuna = sys.modules.get("optuna")  # where it is not imported, no code expects its error
     if end is None or not end.startswith(PRUNED) or optuna is None:
         return None
     return optuna.TrialPruned(end.removeprefix(PRUNED).removeprefix(": "))  # type: ignore[no-any-return]
@@ -234,7 +234,8 @@ def plain(where: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {plain(where, name): plain(f"{where}[{name!r}]", one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(plain(f"{where}[{number}]", one) for number, one in enumerate(value))
+        members = [plain(f"{where}[{number}]", one) for number, one in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return plain(where, value.item())
     raise ConfigError.of(

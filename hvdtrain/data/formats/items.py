@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset, Item, Scanning, ended_iterator_error
+from hvdtrain.data.dataset import Dataset, Item, Scanning, as_lengths, read_item
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.index import IndexFile
 from hvdtrain.data.indexed import UNREADABLE, rows_to_use
@@ -251,32 +251,14 @@ class ItemsDataset(Dataset):
 
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
-        try:
-            item = self._items[index]
-        except StopIteration as error:
-            raise ended_iterator_error(f"{self._where}, item {index}", error) from error
-        except BaseException as error:  # including SystemExit, which has no message
-            error.add_note(f"(in item {index} of {self._where})")
-            raise
-        return self._form.arrays(index, item)
+        return self._form.arrays(index, read_item(self._where, self._items, index))
 
     def _given_lengths(self, given: Any, first: Mapping[str, Array]) -> dict[str, Array]:
         """The lengths that the object provides, by data key. Raises: DataError."""
         by_key = dict(given) if isinstance(given, Mapping) else {"data" if "data" in first else next(iter(first)): given}
         for key in first.keys() - by_key.keys():
             by_key[key] = numpy.ones(self._size, numpy.int32)
-        lengths = {}
-        for key in first:
-            try:
-                lengths[key] = numpy.asarray(by_key[key]).astype(numpy.int32, casting="same_kind")
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{self._where}: expected whole numbers in lengths of {key!r}, got: {error}") from None
-            if lengths[key].shape != (self._size,) or lengths[key].min() < 0:
-                raise DataError(
-                    f"{self._where}: expected {self._size} lengths of {key!r}, none below 0, got an array of shape "
-                    f"{lengths[key].shape}, from {lengths[key].min(initial=0)} on"
-                )
-        return lengths
+        return {key: as_lengths(self._where, by_key[key], self._size, f" of {key!r}") for key in first}
 
     def _count(self, scanning: Scanning) -> tuple[dict[str, Array], dict[str, int]]:
         """By data key, the lengths of all items, and the largest class. Raises: DataError."""

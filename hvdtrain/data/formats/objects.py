@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.dataset import Dataset, ended_iterator_error
+from hvdtrain.data.dataset import Dataset, as_lengths, read_item
 from hvdtrain.data.types import Array, Batch, Stream
 from hvdtrain.errors import ConfigError, DataError
 
@@ -72,15 +72,8 @@ class ObjectsDataset(Dataset):
 
     def sequence(self, index: int) -> dict[str, Array]:
         """The item, as the only entry of an array of objects."""
-        try:
-            item = self._items[index]
-        except StopIteration as error:
-            raise ended_iterator_error(f"{self._where}, item {index}", error) from error
-        except BaseException as error:  # including SystemExit, which has no message
-            error.add_note(f"(in item {index} of {self._where})")
-            raise
         boxed = numpy.empty(1, object)
-        boxed[0] = item
+        boxed[0] = read_item(self._where, self._items, index)
         return {KEY: boxed}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -102,16 +95,7 @@ class ObjectsDataset(Dataset):
             return numpy.ones(self._size, numpy.int32)
         if isinstance(given, Mapping):
             given = next(iter(given.values()))
-        try:
-            lengths = numpy.asarray(given).astype(numpy.int32, casting="same_kind")
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{self._where}: expected whole numbers in lengths, got: {error}") from None
-        if lengths.shape != (self._size,) or lengths.min(initial=0) < 0:
-            raise DataError(
-                f"{self._where}: expected {self._size} lengths, one for each item and none below 0, got an array of shape "
-                f"{lengths.shape}, from {lengths.min(initial=0)} on"
-            )
-        return lengths
+        return as_lengths(self._where, given, self._size)
 
 
 def collate_items(where: str, collate: Callable[[list[Any]], Any], values: Array) -> Any:

@@ -316,8 +316,8 @@ def run_task(settings: Settings) -> None:
 def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     """Print an error that every rank finds by itself, and return the exit status or exit at once.
 
-    The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late. If
-    nobody has ended this rank by then, it prints the error, too: there may be no rank 0, only variables of an earlier launcher.
+    The other ranks give rank 0 time to print it: a launcher ends all ranks when the first one exits, and rank 0 may be late. A
+    rank that still runs after that time prints the error, too: there may be no rank 0, only variables of an earlier launcher.
 
     Args:
         more: text after the error.

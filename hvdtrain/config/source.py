@@ -224,7 +224,7 @@ class Source:
         return len(found) == 1 or not self.texts
 
     def is_read(self, name: str) -> bool:
-        """Whether the code of a config file reads this global name of its own, or `config.value(NAME, ...)`."""
+        """Whether the code of a config file reads this global name, or `config.value(NAME, ...)`."""
         asked = rf"\bconfig\.\w+\(\s*[\"']{re.escape(name)}[\"']"
         return any(re.search(asked, text) or _reads(text, name) for text in self.texts.values())
 
@@ -412,8 +412,8 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _file_of(module: ModuleType) -> str | None:
-    """The file of a module. One that is imported on first use would be, if it were asked for an attribute; RETURNN's old modules
-    even if asked for their `__dict__`, and one of them replaces the handlers of signals."""
+    """The file of a module. One that is imported on first use would be, if it were asked for an attribute, or even for its
+    `__dict__`; and some modules replace the handlers of signals when they are imported."""
     try:
         file: str | None = object.__getattribute__(module, "__dict__").get("__file__")
     except AttributeError:  # no module, but somebody's object in sys.modules

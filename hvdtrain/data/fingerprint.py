@@ -142,7 +142,7 @@ class _Walk:
         except Exception:  # it cannot be pickled: a lock, an open file, or what its own methods refuse
             reduced = None
         if reduced is None:
-            # A method of its own for that may tell the order of a set.
+            # A __repr__ that its class defines may show the order of a set.
             named = "" if isinstance(kind.__repr__, FunctionType) else _without_addresses(value)
             return f"{self.text(kind)} {named} {self.text(getattr(value, '__dict__', {}))}"
         made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]

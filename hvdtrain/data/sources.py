@@ -452,7 +452,7 @@ JOINING = (ConcatDatasetKeys, CombinedDatasetKeys, MixingDatasetKeys)
 """The kinds whose sequences are those of the datasets inside, one dataset after the other."""
 
 ORDERED_OTHERWISE = ("MetaDataset", "CombinedDataset", "ConcatDataset")
-"""Kinds that RETURNN has, too, with orders that ours do not have: of each member by itself, or of its own list."""
+"""Kinds that RETURNN has, too, with orders that ours do not have: of each member by itself, or by a list."""
 
 HAS_OTHER_KEYS = ("conflict", "unknown-key", "wrong-format")
 """The rules that RETURNN's further keys and values break."""

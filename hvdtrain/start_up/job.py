@@ -159,7 +159,7 @@ def _open(
     launcher = launch.launcher()
     if launcher.restarts == "all ranks":
         together(comm, launcher.refuse_to_repeat, name="former_failure")
-    check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, for which ranks would wait in vain
+    check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, and ranks would wait for ever
     limit = settings.interrupt.seconds if purpose == "train" else None
     left = None if limit is None else limit - (steady_time() - job_began(settings))
     interrupt = Interrupt(left, launcher.grace)

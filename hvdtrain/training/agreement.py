@@ -22,7 +22,7 @@ from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 
 Message = Offer | Literal["waits"] | int | None
 """A rank's message to the others: where its plan is, that it waits for one, or the checksum of a plan that it made for itself;
-None: it has an order of its own."""
+None: its order is another one."""
 
 
 def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:

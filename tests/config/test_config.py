@@ -10,6 +10,7 @@ import sys
 from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ from hvdtrain.config.source import (
     COMMAND_LINE,
     ConfigAccess,
     Source,
+    _is_installed,
     is_reference,
     load,
     parse_command_line,
@@ -420,6 +422,17 @@ def get_model(**_): ...
     assert "  learning_rat: unknown key in config.py (did you mean learning_rate?)" in lines
     assert "  max_seqs: expected a positive number, or -1 for no limit, got 0 in config.py" in lines
     assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
+
+
+def test_a_module_that_is_imported_on_first_use_is_not_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"imported, as it was asked for {name}")
+
+    lazy = Lazy("lazy")
+    object.__getattribute__(lazy, "__dict__")["__file__"] = f"{sys.prefix}/lazy.py"
+    assert _is_installed(lazy)
+    assert _is_installed(object())  # type: ignore[arg-type]  # as somebody may put into sys.modules
 
 
 def test_a_name_like_a_key_may_be_a_variable_that_the_config_reads(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class _Processes:
 
 
 def _reads_batches(dataset: Dataset) -> bool:
-    """Whether the user's class has methods of its own to read several sequences."""
+    """Whether the user's class defines how several sequences are read at once."""
     if isinstance(dataset, ForeignDataset):
         return dataset.reads_batches
 

@@ -185,7 +185,7 @@ class GradientStream:
 
     Where a layer is used several times under reentrant checkpointing (torch.utils.checkpoint), backward adds to a gradient once
     for each use. So the first update's gradients are sent after backward, and all later ones, too, if one of them came in parts.
-    What a graph reaches is not known either where such a layer has a graph of its own.
+    What a graph reaches is not known either where such a layer has a separate graph.
 
     Args:
         trained: the parameters by name, in the model's order. If there are several ranks, each gets a hook.

@@ -14,7 +14,7 @@ Change = Callable[[Any], Any]
 
 
 def change_leaves(tree: Any, change: Change) -> Any:
-    """A copy of a tree with other leaves: tensors, and what is no container. A container with a method `to` of its own, such as a
+    """A copy of a tree with other leaves: tensors, and what is no container. A container that has a method `to`, such as a
     PackedSequence, is a leaf, unless it is a mapping.
     """
     if isinstance(tree, Mapping):

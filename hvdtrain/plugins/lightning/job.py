@@ -175,7 +175,7 @@ class Job:
         return callbacks
 
     def is_overridden(self, name: str, one: Any) -> bool:
-        """Whether an object has a method of its own instead of Lightning's."""
+        """Whether an object overrides a method of Lightning's."""
         base = next((kind for kind in type(one).__mro__ if is_base(kind)), object)
         method = getattr(one, name, None)
         return method is not None and getattr(method, "__func__", method) is not getattr(base, name, None)

@@ -115,7 +115,7 @@ class UpdateGraph:
         learning_rate: tf.Tensor,
         noise_seeds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) if nobody checks; and the global norm
+        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) without a check; and the global norm
         of the gradients before clipping, 0 if the norm is not clipped."""
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
         gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)

@@ -72,7 +72,8 @@ class Plugin:
         configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
             so on). It is called when a config gives that key a value; the config's own values come before the returned ones, and
             beside them in `callbacks` and `epoch_scores`.
-        templates: by an option of `init`, a line of help, and the package whose file template.txt is that config.
+        templates: by an option of `init`, a line of help, the package whose file template.txt is that config, and the command
+            that installs what it imports, or ''.
         translations: by the name of another program, the `Translation` of its configs.
         needs: by the name of another folder of `hvdtrain/plugins/`, what does not work without it.
     """
@@ -91,7 +92,7 @@ class Plugin:
     artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
-    templates: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    templates: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     translations: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
 

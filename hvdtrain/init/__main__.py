@@ -24,14 +24,13 @@ TASKS = {
     "seq2seq": "a target for a source, such as a translation: encoder, decoder and attention",
     "finetune": "adapters in a pretrained encoder; needs the packages transformers and peft",
 }
-OTHERS: Mapping[str, tuple[str, str]] = Registry("templates")
-"""By plug-in's option, its line of help and the package with the template."""
+OTHERS: Mapping[str, tuple[str, str, str]] = Registry("templates")
+"""By plug-in's option, its line of help, the package with the template, and how to install what the config imports."""
 
 USUAL = ("train.hdf", "dev.hdf")
 NEEDS = {
     "hdf": "   # once its files exist",
     "finetune": "   # needs the packages: pip install transformers peft",
-    "returnn": "   # needs the package: pip install returnn dm-tree rapidfuzz soundfile",
 }
 DESCRIPTION = "Write a commented config to start from. It trains as it is, except with --hdf, which needs your files."
 EPILOG = "then: python -m hvdtrain CONFIG"
@@ -50,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{options.config}: a config for {template}; adapt it to your data and model")
-    print(f"python -m hvdtrain {options.config}{'' if files else NEEDS.get(template, '')}")
+    install = OTHERS[template][2] if template in OTHERS else ""
+    needs = f"   # needs the package: {install}" if install else NEEDS.get(template, "")
+    print(f"python -m hvdtrain {options.config}{'' if files else needs}")
     return 0
 
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_parser("init", DESCRIPTION, EPILOG)
     result.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
     kinds = result.add_mutually_exclusive_group()
-    for name, help in {**TEMPLATES, **{name: line for name, (line, _) in OTHERS.items()}}.items():
+    for name, help in {**TEMPLATES, **{name: line for name, (line, *_) in OTHERS.items()}}.items():
         kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
     result.add_argument(
         "--files",

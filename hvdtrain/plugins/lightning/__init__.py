@@ -3,7 +3,9 @@
 from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
-    keys={"lightning": "hvdtrain.plugins.lightning.keys:LightningKeys"},
-    configs={"lightning_module": "hvdtrain.plugins.lightning.job:keys_of"},
-    templates={"lightning": ("a LightningModule, with its loaders and its optimizer", __name__)},
+    keys={"lightning": f"{__name__}.keys:LightningKeys"},
+    configs={"lightning_module": f"{__name__}.job:keys_of"},
+    templates={
+        "lightning": ("a LightningModule, with its loaders and its optimizer", __name__, "pip install 'hvdtrain[lightning]'")
+    },
 )

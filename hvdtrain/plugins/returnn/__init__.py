@@ -12,7 +12,13 @@ PLUGIN = Plugin(
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
     writers={"search": f"{__name__}.search_output:search_writer"},
     keys={"search": f"{__name__}.keys:SearchKeys"},
-    templates={"returnn": ("PyTorch, in RETURNN's style; needs the package returnn", __name__)},
+    templates={
+        "returnn": (
+            "PyTorch, in RETURNN's style; needs the package returnn",
+            __name__,
+            "pip install returnn dm-tree rapidfuzz soundfile",
+        )
+    },
     translations={"returnn": f"{__name__}.translate:RETURNN"},
     needs={"tensorflow": "networks"},
 )

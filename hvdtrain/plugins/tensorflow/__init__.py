@@ -4,5 +4,5 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     backends={"tensorflow": f"{__name__}.backend:TENSORFLOW"},
-    templates={"tensorflow": ("PyTorch's default config with TensorFlow and Keras", __name__)},
+    templates={"tensorflow": ("PyTorch's default config with TensorFlow and Keras", __name__, "")},
 )

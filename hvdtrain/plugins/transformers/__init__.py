@@ -5,5 +5,11 @@ from hvdtrain.config.plugins import Plugin
 PLUGIN = Plugin(
     keys={"transformers_trainer": f"{__name__}.keys:TrainerKeys"},
     configs={"transformers_trainer": f"{__name__}.trainer:keys_of"},
-    templates={"transformers": ("a model of transformers, with its data collator and the arguments of a Trainer", __name__)},
+    templates={
+        "transformers": (
+            "a model of transformers, with its data collator and the arguments of a Trainer",
+            __name__,
+            "pip install 'hvdtrain[transformers]'",
+        )
+    },
 )

@@ -183,6 +183,7 @@ class Engine:
                     self._is_idle = batch is None
                     # With random_seed_offset, every rank goes through all data and has a separate position.
                     current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
+                    self._training.is_last_step = step == counts.most - 1
                     self._end_step(epoch, batch)
                 own = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
                 sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, own))

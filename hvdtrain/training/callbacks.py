@@ -44,6 +44,7 @@ class Training:
             'dev_loss_wer'; afterwards those of the last epoch.
         checkpoint: the file of the last saved model, such as exp/model.003.pt; None: none so far. With save_in_background, it may
             not be complete yet.
+        is_last_step: in on_step_end, whether the epoch ends after this step, on all ranks.
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
     """
 
@@ -60,6 +61,7 @@ class Training:
         self.learning_rate: float | None = None
         self.scores: Mapping[str, float] = progress.history[-1].scores if progress.history else {}
         self.checkpoint: Path | None = None
+        self.is_last_step = False
         self.stopped_by: str | None = None
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
@@ -231,15 +233,17 @@ def plain(where: str, value: Any) -> Any:
     """A copy of plain values; numbers of numpy become Python's. Raises: ConfigError, if one is not plain."""
     if value is None or isinstance(value, bool | int | float | str) and type(value).__module__ == "builtins":
         return value
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {plain(where, name): plain(f"{where}[{name!r}]", one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         members = [plain(f"{where}[{number}]", one) for number, one in enumerate(value)]
         return members if isinstance(value, list) else tuple(members)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return plain(where, value.item())
     raise ConfigError.of(
-        "wrong-result", f"{where}: expected numbers, texts, lists and dicts, got {type(value).__name__} (tensors: .tolist())"
+        "wrong-result",
+        f"{where}: expected numbers, texts, lists and dicts, got {type(value).__name__} "
+        "(tensors: .tolist(), others: dict(), list())",
     )
 
 

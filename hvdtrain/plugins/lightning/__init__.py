@@ -6,6 +6,6 @@ PLUGIN = Plugin(
     keys={"lightning": f"{__name__}.keys:LightningKeys"},
     configs={"lightning_module": f"{__name__}.job:keys_of"},
     templates={
-        "lightning": ("a LightningModule, with its loaders and its optimizer", __name__, "pip install 'hvdtrain[lightning]'")
+        "lightning": ("a LightningModule, with its loaders and its optimizer", __name__, "pip install lightning torchmetrics")
     },
 )

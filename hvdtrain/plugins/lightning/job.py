@@ -110,6 +110,8 @@ class Job:
         self.updates_due = False
         self.begins_update = True
         self.scheduled_epoch = 0
+        self.is_within_epoch = False
+        self._kept: tuple[list[str], list[str]] = [], []
         self.skips = False
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         self._modes: dict[Any, bool] | None = None  # of the modules, while they are evaluated; None: before the first call
@@ -374,9 +376,14 @@ class Job:
                         f"lr_scheduler: expected a monitor that was logged, got {config.monitor!r}, only: {known}",
                     )
                 continue
-            self.set_rates()
             self.module.lr_scheduler_step(config.scheduler, value)
             self.note_rates()
+
+    def schedule_epoch(self) -> None:
+        """Let the schedulers of epochs set the rates, once in an epoch."""
+        if self.scheduled_epoch < self.trainer.current_epoch + 1:
+            self.scheduled_epoch = self.trainer.current_epoch + 1
+            self.schedule("epoch", False, self.scheduled_epoch)
 
     # The hooks
 
@@ -424,6 +431,20 @@ class Job:
         if mode:
             self._modes = {}
         return self.module
+
+    def _enter_evaluation(self, hook: str) -> None:
+        """Call the hook that sets the mode, in the mode of training, as Lightning does. Raises: ConfigError, if that remains."""
+        if not self.is_overridden(hook, self.module):
+            return
+        if not self.module.training:
+            self.set_mode(True)
+        self._call_own(hook)
+        if self.module.training:
+            raise ConfigError.of(
+                "unsupported",
+                f"{hook}: expected the model in evaluation mode after it, as hvdtrain evaluates in that, got training mode (set "
+                "the mode of its parts in on_validation_start)",
+            )
 
     def _call_own(self, hook: str) -> None:
         """Call a hook of the module's own. (Lightning's would set the modes of modules, which hvdtrain does.)"""
@@ -480,6 +501,8 @@ class Job:
             self.begins_update = True
             self.trainer.global_step += 1
             self.schedule("step", False, number)
+        if self.training.is_last_step:
+            self.schedule_epoch()
         if done is not None:
             self.call_step("on_train_batch_end", *done)
         if self.updates_due:
@@ -585,7 +608,7 @@ class Job:
         self.evaluating = dataset
         self._indices.clear()
         self.logged.begin_evaluation()
-        self._call_own(f"on_{stage}_model_eval")
+        self._enter_evaluation(f"on_{stage}_model_eval")
         self.call(f"on_{stage}_start")
         self.call(f"on_{stage}_epoch_start")
 
@@ -594,9 +617,7 @@ class Job:
         if dataset == "train":
             self.logged.gather_metrics()
             self.logged.take_means(means)
-            if self.scheduled_epoch < self.trainer.current_epoch + 1:
-                self.scheduled_epoch = self.trainer.current_epoch + 1
-                self.schedule("epoch", False, self.scheduled_epoch)
+            self.schedule_epoch()  # of an epoch that ended early
             return {}
         self.begin_evaluation(dataset)
         several = self.num_val_loaders > 1 and self.trainer.stage == "validation"
@@ -617,12 +638,16 @@ class Job:
 
     def state(self) -> dict[str, Any]:
         """Collective. What a checkpoint keeps besides the model and the optimizer."""
+        self.note_rates()  # a hook after the last update may have set them
         return {
             "schedulers": [config.scheduler.state_dict() for config in self.schedulers],
             "rates": self.rates,
             "global_step": self.trainer.global_step,
             "first_step": self.first_step,
             "scheduled_epoch": self.scheduled_epoch,
+            "is_within_epoch": self.is_within_epoch,
+            "evaluated": [name for name, one in self.module.named_modules() if not (self._modes or {}).get(one, one.training)],
+            "frozen": [name for name, one in self.module.named_parameters() if not one.requires_grad],
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
             "hooks": {
@@ -652,6 +677,8 @@ class Job:
         self.set_rates()
         self.trainer.global_step, self.first_step = state["global_step"], state["first_step"]
         self.scheduled_epoch = state["scheduled_epoch"]
+        self.is_within_epoch = state["is_within_epoch"]
+        self._kept = state["evaluated"], state["frozen"]
         import torch
 
         self.trainer.callback_metrics.update({name: torch.tensor(one) for name, one in state["callback_metrics"].items()})
@@ -664,6 +691,14 @@ class Job:
             callback.on_load_checkpoint(self.trainer, self.module, contents)
             if callback.state_key in contents["callbacks"]:
                 callback.load_state_dict(contents["callbacks"][callback.state_key])
+
+    def resume_modes(self) -> None:
+        """Give the modules the modes, and the parameters what is trained of them, that hooks had set before the stop."""
+        evaluated, frozen = self._kept
+        for name, module in self.module.named_modules():
+            module.training = name not in evaluated
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name not in frozen)
 
     def write_ckpt(self, file: Path) -> None:
         """Write what `load_from_checkpoint` reads."""
@@ -692,8 +727,6 @@ class Events:
 
     def on_train_begin(self, training: Any) -> None:
         self._job.training = training
-        if not self._resumes:
-            self._job.first_step = training.step
         self._job.trainer.current_epoch = training.finished_epoch
         self._job.call("on_fit_start")
         self._job.call("on_train_start")
@@ -703,8 +736,11 @@ class Events:
         job.trainer.current_epoch = training.epoch - 1
         job.updates_due = False
         job.begins_update = True
-        if not self._resumes:
+        if self._resumes:
+            job.resume_modes()
+        if not job.is_within_epoch:
             job.first_step = training.step
+            job.is_within_epoch = True
             job.call("on_train_epoch_start")
         self._resumes = False
 
@@ -723,6 +759,7 @@ class Events:
         for name, value in job.logged.take_scores().items():
             training.add_score(name, value)
         job.schedule("epoch", True, training.epoch)
+        job.is_within_epoch = False
 
     def on_save(self, training: Any) -> None:
         if self._job.values.get("save_ckpt") and training.rank == 0:

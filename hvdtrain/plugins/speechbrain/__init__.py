@@ -6,6 +6,6 @@ PLUGIN = Plugin(
     keys={"brain": f"{__name__}.keys:BrainKeys"},
     configs={"brain": f"{__name__}.brain:keys_of"},
     templates={
-        "speechbrain": ("a Brain of SpeechBrain with its hyperparameters", __name__, "pip install 'hvdtrain[speechbrain]'")
+        "speechbrain": ("a Brain of SpeechBrain with its hyperparameters", __name__, "pip install speechbrain hyperpyyaml")
     },
 )

@@ -9,7 +9,7 @@ PLUGIN = Plugin(
         "transformers": (
             "a model of transformers, with its data collator and the arguments of a Trainer",
             __name__,
-            "pip install 'hvdtrain[transformers]'",
+            "pip install transformers accelerate",
         )
     },
 )

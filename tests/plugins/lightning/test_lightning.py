@@ -166,22 +166,26 @@ def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
 
 
 class OfItsOwn(Net):
-    """Sets its rates in hooks and by its scheduler, and keeps a BatchNorm in evaluation mode."""
+    """Sets its rates in hooks and by its scheduler, keeps a BatchNorm in evaluation mode, and trains a layer from epoch 2 on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = torch.nn.BatchNorm1d(32).eval()
+        self.norm = torch.nn.BatchNorm1d(32)
 
     def losses(self, batch: torch.Tensor) -> Any:
         return super().losses(self.norm(batch))
 
     def on_train_epoch_start(self) -> None:
+        self.norm.eval()
+        self.net[0].requires_grad_(self.current_epoch > 0)
         for group in self.optimizers().param_groups:
             group["lr"] *= 0.5
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             self.lr_schedulers().step()
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
@@ -196,6 +200,8 @@ def test_rates_and_modes_that_the_module_sets_itself_stay(tmp_path: Path) -> Non
     assert difference(found, state_of(theirs), start) < 1e-6
     assert ours.rates == theirs.rates
     assert torch.equal(found["norm.running_mean"], torch.zeros(32))
+    for step in (5, 13):  # within an epoch, and at its end
+        check_resume(lambda: {"lightning_module": OfItsOwn(), "num_epochs": 2}, tmp_path / str(step), step, found)
 
 
 @pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
@@ -267,6 +273,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             self.trainer.fit_loop.run()
 
+    class Evaluating(demos.BoringModel):
+        def on_validation_model_eval(self) -> None: ...
+
     class Several(demos.BoringModel):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.layer.parameters(), 0.1)] * 2
@@ -275,6 +284,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         demos.ManualOptimBoringModel: "expected automatic optimization",
         Stepping: "expected a module without optimizer_step",
         Asking: "self.trainer: expected .* got 'fit_loop'",
+        Evaluating: "on_validation_model_eval: expected the model in evaluation mode after it",
         Several: "expected one optimizer from configure_optimizers, got 2",
         torch.nn.Linear: "expected a LightningModule",
     }

@@ -26,7 +26,7 @@ def test_padding_of_empty_sequences_and_strings() -> None:
 
 
 def test_values_come_in_order_and_the_thread_ends() -> None:
-    with ReadAhead(range(100), depth=3) as values:
+    with ReadAhead(range(100), depth=lambda _: 3) as values:
         assert list(values) == list(range(100))
     assert not reading()
 
@@ -67,7 +67,7 @@ def test_leaving_early_stops_the_reading() -> None:
             taken.append(1)
             yield len(taken)
 
-    with ReadAhead(endless(), depth=2) as values:
+    with ReadAhead(endless(), depth=lambda _: 2) as values:
         assert next(values) == 1
     assert not reading()
     count = len(taken)

@@ -47,7 +47,7 @@ class Gradients:
         self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
         self._begins_epoch = True
-        self._counts: torch.Tensor | None = None  # of the normalized losses, over this rank's batches since the last update
+        self._counts: Counts | None = None  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
 
     @property
@@ -110,11 +110,10 @@ class Gradients:
             self._count_handle = None
         if counts is not None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            divisor = counts.clamp(min=TINY)[0]
-            if all(gradient.dtype == torch.float32 for gradient in gradients):
-                divisor = divisor.float()  # the same quotients, but a few GPU kernels instead of one for each gradient
+            # float32: the same quotients, but a few GPU kernels instead of one for each gradient
+            dtype = torch.float32 if all(gradient.dtype == torch.float32 for gradient in gradients) else torch.float64
             if gradients:  # else all ranks have left out their batches (skip_broken)
-                torch._foreach_div_(gradients, divisor)
+                torch._foreach_div_(gradients, _divisors(counts, dtype)[0])
 
     def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
@@ -132,7 +131,7 @@ class Gradients:
         """Add the numbers of elements of a batch."""
         if normal.names:
             counts = counts_of([losses[name] for name in normal.names], self._device)
-            self._counts = counts if self._counts is None else self._counts + counts
+            self._counts = counts if self._counts is None else _added(self._counts, counts)
 
     def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """Compute the gradients of a batch that is not the update's last."""
@@ -153,14 +152,16 @@ class Gradients:
         if (total := total_of(losses, divisors, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _take_counts(self, normal: NormalizedLosses) -> torch.Tensor | None:
-        """The numbers of elements of this rank's batches since the last update, in float64; None: no loss is normalized."""
+    def _take_counts(self, normal: NormalizedLosses) -> Counts | None:
+        """The numbers of elements of this rank's batches since the last update; None: no loss is normalized."""
         if not normal.names:
             return None
         counts, self._counts = self._counts, None
-        return torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) if counts is None else counts
+        if counts is None or (self._exchange.is_sent and isinstance(counts, list)):
+            counts = torch.tensor(counts or [0.0] * len(normal.names), dtype=torch.float64, device=self._device)
+        return counts
 
-    def _start_counts(self, normal: NormalizedLosses, counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _start_counts(self, normal: NormalizedLosses, counts: Counts | None) -> dict[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
         if counts is None:
             return {}
@@ -169,7 +170,22 @@ class Gradients:
             self._count_handle = handle
             return {}
         [totals] = self._exchange.finish(handle)
-        return dict(zip(normal.names, totals.clamp(min=TINY), strict=True))
+        return dict(zip(normal.names, _divisors(totals, torch.float64), strict=True))
+
+
+Counts = torch.Tensor | list[float]
+"""Numbers of elements: float64 of shape (losses,), or numbers, on a CPU that sends them to no other rank."""
+
+
+def _added(some: Any, more: Any) -> Counts:
+    return [one + other for one, other in zip(some, more, strict=True)] if isinstance(some, list) else some + more
+
+
+def _divisors(counts: Counts, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """A scalar for each loss."""
+    if isinstance(counts, list):
+        return [torch.tensor(max(count, TINY), dtype=dtype) for count in counts]
+    return list(counts.clamp(min=TINY).to(dtype))
 
 
 class GradientStream:
@@ -234,13 +250,13 @@ class GradientStream:
             return False
         return self._buckets[-1][0].dtype == torch.float32 and self._owners[-1] is None
 
-    def begin(self, counts: torch.Tensor | None) -> None:
+    def begin(self, counts: Counts | None) -> None:
         """Start to send gradients, with the next backward.
 
         Args:
             counts: float64 numbers to reduce as well.
         """
-        self._counts = counts
+        self._counts = None if counts is None else torch.as_tensor(counts)
         self._missing = list(map(dict, self._nodes))
         self._arrived = []
         self._graph = None
@@ -254,8 +270,9 @@ class GradientStream:
         self._is_open = False
         if not self._exchange.is_sent:
             for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad = _dense(parameter.grad)
+                gradient = parameter.grad
+                if gradient is not None and (gradient.is_sparse or not gradient.is_contiguous()):
+                    parameter.grad = _dense(gradient)
             return None
         if self._arrived:
             self._comes_in_parts = self._comes_in_parts or False

@@ -87,6 +87,8 @@ from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
+AS_FLOAT64 = partial(torch.as_tensor, dtype=torch.float64)
+
 
 @dataclass(frozen=True)
 class ConfigFunctions:
@@ -126,7 +128,7 @@ class ConfigFunctions:
             context.losses.update(means_of_items(context.losses, len(batch.indices)))
         for metric in self.metrics:
             context.statistics.update(metric.take())
-        return with_statistics(context, partial(torch.as_tensor, dtype=torch.float64))
+        return with_statistics(context, AS_FLOAT64)
 
     def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:
         """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""

@@ -193,10 +193,9 @@ def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor
     return _together(sums + [count_of(loss) for loss in losses.values()], device)
 
 
-def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor:
-    """The numbers of elements of losses; float64 of shape (losses,)."""
-    counts = _together([count_of(loss) for loss in losses], device)
-    return counts if isinstance(counts, torch.Tensor) else torch.tensor(counts, dtype=torch.float64)
+def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor | list[float]:
+    """The numbers of elements of losses: float64 of shape (losses,) on a GPU, and numbers on a CPU."""
+    return _together([count_of(loss) for loss in losses], device)
 
 
 def count_of(loss: Loss) -> float | torch.Tensor:

@@ -201,11 +201,10 @@ class Update:
         Raises:
             TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
         """
-        gradients = self._gradients()
-        if not gradients:  # on any rank: all batches were left out (skip_broken)
+        if all(parameter.grad is None for parameter in self._trained.values()):  # all ranks left out their batches (skip_broken)
             return
         if self._check.scale is not None:
-            torch._foreach_div_(gradients, self.loss_factor)
+            torch._foreach_div_(self._gradients(), self.loss_factor)
         if not self._check.is_needed or self._should_apply(step):
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):

@@ -35,6 +35,11 @@ class StartKeys(Section):
         "the epoch of `load` (or that its file counts as), or of `model`; 'best': the best one that has a model, by best.json",
         positive,
     )
+    checkpoint_reader: Any = key(
+        None,
+        "a function of the path in `load` or `import_model_train_epoch1`, which may be a folder, for checkpoints of other "
+        "programs; it returns a dict of 'model', the tensors by name, and, if known, 'epoch' and 'step', or None for hvdtrain's",
+    )
     import_model_train_epoch1: str | None = key(
         None,
         "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1 and goes on with "
@@ -64,6 +69,10 @@ class StartKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
+        if not (self.checkpoint_reader is None or callable(self.checkpoint_reader) or is_reference(self.checkpoint_reader)):
+            return problem(
+                "wrong-type", f"checkpoint_reader: expected a function or 'module:name', got {self.checkpoint_reader!r}"
+            )
         for number, hook in enumerate(self.load_model_post_hooks or ()):
             if not callable(hook) and not is_reference(hook):
                 return problem(

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_with_message
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
-from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
+from hvdtrain.learner.contents import NO_MARKS, CheckpointContents, Reader
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import ROLES, StatePart
 from hvdtrain.learner.reducer import EpochSync, Numbers, changed
@@ -333,16 +333,17 @@ class Saver(SaverBase):
         files = [checkpoint.rank_file(rank, state["size"]) for rank in ranks]
         return all(file.exists() and damage(file) is None for file in files)
 
-    def load_model(self, file: Path, epoch: int | None) -> Progress:
+    def load_model(self, file: Path, epoch: int | None, read: Reader | None = None) -> Progress:
         """Collective. Load a model without its optimizer.
 
         Args:
             epoch: the last epoch that counts as done; None: the epoch in the file, with its steps and scores.
+            read: the key checkpoint_reader.
 
         Raises:
             CheckpointError: a rank cannot read it.
         """
-        progress = together(self._comm, lambda: read_progress(self._state.load(file, None), file), name="load_model")
+        progress = together(self._comm, lambda: read_progress(self._state.load(file, None, read), file), name="load_model")
         self.share()
         if epoch is None:
             return replace(progress, current=None, data={}, keys={}, spent={}, callbacks={})

@@ -61,7 +61,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if newest is None and records != folder.folder:
         remark = f"model: {folder.folder} has another model, too: scores.jsonl and the other records of this one are in {records}"
     if keys.import_model_train_epoch1 is not None and (keys.load is None or keys.start_epoch == "auto"):
-        file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
+        file = _file(keys.import_model_train_epoch1, folder, keys, "import_model_train_epoch1")
         return Start(model_file=file, epoch=0, remark=remark, is_import=True)
     if keys.load is not None:
         file = model_file(keys, folder)
@@ -87,7 +87,7 @@ def position_of_model(
         read_progress: returns the plain values in a model's file.
     """
     file = start.model_file if start.checkpoint is None else start.checkpoint.model_file
-    if file is None:
+    if file is None or file.is_dir():
         return NEW
     try:
         progress = stored_progress(read_progress(file), file)
@@ -117,9 +117,9 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
     """
     if keys.load is not None:
         if keys.load_epoch is None or epoch_of_file(keys, folder) is not None:
-            return _file(keys.load, folder)
+            return _file(keys.load, folder, keys)
         epoch, step = _position(keys.load_epoch, Path(keys.load))
-        return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder)
+        return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder, keys)
     if keys.load_epoch is not None:
         position = _position(keys.load_epoch, folder.prefix)
         if not folder.at(*position).model_file.exists():
@@ -130,7 +130,7 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         return folder.at(*position).model_file
     last = max(folder.finished_epochs(), default=None)
     if last is None and keys.import_model_train_epoch1 is not None:
-        return _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
+        return _file(keys.import_model_train_epoch1, folder, keys, "import_model_train_epoch1")
     if last is None:
         raise CheckpointError(
             f"load: expected a trained model, got no file such as {folder.at(1).model_file} (set load to a model file)"
@@ -170,11 +170,13 @@ def _candidates(name: str, folder: CheckpointFolder) -> list[Path]:
     return [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
 
 
-def _file(name: str, folder: CheckpointFolder, key: str = "load") -> Path:
+def _file(name: str, folder: CheckpointFolder, keys: StartKeys, key: str = "load") -> Path:
     candidates = _candidates(name, folder)
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if keys.checkpoint_reader is not None and Path(name).is_dir():
+        return Path(name)
     raise CheckpointError(f"{key}: expected a model file, got none of {', '.join(map(str, candidates))}")
 
 
@@ -204,7 +206,7 @@ def resume(
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
         progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{what}."
     elif start.model_file is not None:
-        progress = saver.load_model(start.model_file, start.epoch)
+        progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
     if progress.epoch and not progress.history and learning_rate_file is not None:
         path = Path(learning_rate_file)
@@ -318,7 +320,7 @@ def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
     """
     progress = Progress()
     if start.model_file is not None:
-        progress = saver.load_model(start.model_file, start.epoch)
+        progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         log.info(f"Loaded {start.model_file}.")
     saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)])
     return progress

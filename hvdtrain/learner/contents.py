@@ -38,6 +38,10 @@ Marks = Mapping[str, str]
 NO_MARKS: Marks = {}
 
 
+Reader = Callable[[Path], Mapping[str, Any] | None]
+"""Returns what `FileFormat.read_model` returns, for a checkpoint of another program; None: it is hvdtrain's."""
+
+
 @dataclass(frozen=True)
 class FileFormat:
     """How a framework stores tensors and plain values. Writing raises OSError or RuntimeError, reading CheckpointError.

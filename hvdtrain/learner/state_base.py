@@ -30,6 +30,7 @@ from hvdtrain.learner.contents import (
     CheckpointContents,
     FileFormat,
     Marks,
+    Reader,
 )
 from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
 from hvdtrain.learner.model_state import ROLES, Role, StatePart
@@ -217,15 +218,23 @@ class StateBase(ABC):
     def close(self) -> None:  # noqa: B027  # most have started nothing
         """End what `copied` has started."""
 
-    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+    def load(self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None) -> dict[str, Any]:
         """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.
 
         Without an optimizer's file, only the model is read.
 
+        Args:
+            read: the key checkpoint_reader.
+
         Raises:
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
         """
-        stored = self._format.read_model(model_file)
+        foreign = None if read is None else read(model_file)
+        if foreign is not None and "model" not in foreign:
+            raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {', '.join(foreign)}")
+        if foreign is not None and "model" not in foreign:
+            raise CheckpointError("checkpoint_reader: expected a dict with 'model', or None, got another value")
+        stored = self._format.read_model(model_file) if foreign is None else dict(foreign)
         tensors = stored.pop("model")
         try:
             self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from launching import TOY
 
+import hvdtrain
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.start import Start, start_of_training
@@ -135,6 +136,20 @@ def test_a_file_in_returnns_format_is_loaded(corpus: Path, trained: Path, tmp_pa
     ours = torch.load(tmp_path / "model.008.pt", weights_only=True)
     assert same(ours["model"], model["model"])
     assert (ours["epoch"], ours["step"]) == (8, 72)
+
+
+def test_a_folder_of_another_program_is_read_by_a_function(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    keys = {"corpus": str(corpus), "part": "two.hdf", "max_seqs": 1, "load": str(trained), "learning_rate": 0.0, "num_epochs": 5}
+
+    def start(found: dict[str, object], model: str) -> dict[str, torch.Tensor]:
+        made = hvdtrain.train(TOY, checkpoint_reader=lambda path: found, model=str(tmp_path / model), **keys).model
+        return dict(made.state_dict())
+
+    theirs = stored(trained, "003")
+    assert same(start({"model": theirs, "epoch": 4}, "model"), theirs)
+    assert sorted(path.name for path in tmp_path.glob("model.*.pt")) == ["model.005.opt.pt", "model.005.pt"]
+    with pytest.raises(CheckpointError, match="checkpoint_reader: expected a dict with 'model', or None, got weights"):
+        start({"weights": theirs}, "other")
 
 
 def test_a_model_without_a_history_has_that_of_the_learning_rate_file(corpus: Path, trained: Path, tmp_path: Path) -> None:

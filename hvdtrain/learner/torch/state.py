@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
+from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents, Reader
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import option_texts
@@ -151,9 +151,9 @@ class TorchState(StateBase):
         stored_names = [name for name in names if name not in self._unsaved]
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
 
-    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+    def load(self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None) -> dict[str, Any]:
         self._stored_names = None
-        stored = super().load(model_file, optimizer_file)
+        stored = super().load(model_file, optimizer_file, read)
         self.check_base()
         return stored
 

@@ -14,12 +14,13 @@ from functools import cached_property, partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import hvdtrain
 from hvdtrain.config.source import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.lightning.trainer import Trainer
 
 OURS = {
@@ -65,6 +66,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "learning_rate": 1.0,  # of which dynamic_learning_rate says what it is
         "dynamic_learning_rate": job.rate,
         "change_gradients": job.change_gradients,
+        "checkpoint_reader": job.read_ckpt,
         "epoch_scores": {"lightning": job},
         "callbacks": [Events(job)],
     }
@@ -300,22 +302,7 @@ class Job:
         module.configure_model()
         self._hooks = {}
         _ = self.logged
-        if (file := self.values.get("lightning_checkpoint")) is not None:
-            module.load_state_dict(self.checkpoint(file)["state_dict"], strict=module.strict_loading)
         return module
-
-    def checkpoint(self, file: str) -> dict[str, Any]:
-        """The contents of a .ckpt. Raises: ConfigError."""
-        import torch
-
-        try:
-            contents: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ConfigError.of(
-                "wrong-type", f"lightning_checkpoint: expected a .ckpt with tensors and plain values, got {file}: {error}"
-            ) from error
-        self.module.on_load_checkpoint(contents)
-        return contents
 
     def make_optimizer(self, parameters: Any) -> Any:
         """The only optimizer of `configure_optimizers`, whose groups have the rates of its schedulers in every step."""
@@ -336,13 +323,6 @@ class Job:
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
         optimizer.register_step_pre_hook(lambda *_: self.set_rates())
-        if (file := self.values.get("lightning_checkpoint")) is not None:
-            contents = self.checkpoint(file)
-            for state in contents.get("optimizer_states", [])[:1]:
-                optimizer.load_state_dict(state)
-            for config, state in zip(self.schedulers, contents.get("lr_schedulers", []), strict=False):
-                config.scheduler.load_state_dict(state)
-            self.trainer.global_step = contents.get("global_step", 0)
         self.note_rates()
         return optimizer
 
@@ -683,14 +663,47 @@ class Job:
 
         self.trainer.callback_metrics.update({name: torch.tensor(one) for name, one in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
-        contents = {**state["hooks"], "state_dict": self.module.state_dict()}
+        self.load_hooks({**state["hooks"], "state_dict": self.module.state_dict()})
+
+    def load_hooks(self, contents: dict[str, Any]) -> None:
+        """Give the module, the datamodule and the callbacks what `hook_state` returned."""
         self.module.on_load_checkpoint(contents)
         if self.datamodule is not None and type(self.datamodule).__qualname__ in contents:
             self.datamodule.load_state_dict(contents[type(self.datamodule).__qualname__])
         for callback in self.callbacks:
             callback.on_load_checkpoint(self.trainer, self.module, contents)
-            if callback.state_key in contents["callbacks"]:
+            if callback.state_key in contents.get("callbacks", {}):
                 callback.load_state_dict(contents["callbacks"][callback.state_key])
+
+    def read_ckpt(self, path: Path) -> dict[str, Any] | None:
+        """As the key checkpoint_reader: a .ckpt, whose optimizer, schedulers and states of hooks are taken over here.
+
+        Raises:
+            CheckpointError: it has more than tensors and plain values, or is of another optimizer.
+        """
+        import torch
+
+        if path.suffix != ".ckpt":
+            return None
+        try:
+            contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            self.load_hooks(contents)
+            if self.optimizer is not None and contents.get("optimizer_states"):
+                self.optimizer.load_state_dict(contents["optimizer_states"][0])
+                for config, state in zip(self.schedulers, contents["lr_schedulers"], strict=True):
+                    config.scheduler.load_state_dict(state)
+                self.note_rates()
+            model = contents["state_dict"]
+        except (KeyError, ValueError, RuntimeError, UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path}: expected a .ckpt of Lightning's with tensors and plain values, of this module and its optimizer, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.trainer.global_step = step = contents.get("global_step", 0)
+        if not self.module.strict_loading:
+            own = self.module.state_dict()
+            model = {**own, **{name: value for name, value in model.items() if name in own}}
+        return {"model": model, "epoch": finished_epochs(contents), "step": step}
 
     def resume_modes(self) -> None:
         """Give the modules the modes, and the parameters what is trained of them, that hooks had set before the stop."""
@@ -710,6 +723,7 @@ class Job:
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [config.scheduler.state_dict() for config in self.schedulers],
             "loops": {},
+            "finished_epoch": self.training.finished_epoch,
         }
         if self.module.hparams:
             contents |= {"hparams_name": self.module._hparams_name, "hyper_parameters": dict(self.module.hparams)}
@@ -786,6 +800,14 @@ class Events:
 
         self._job.load(torch.load(io.BytesIO(base64.b64decode(state["lightning"])), weights_only=True))
         self._resumes = True
+
+
+def finished_epochs(contents: Mapping[str, Any]) -> int:
+    """How many epochs of a training a .ckpt has behind it; one that it was written in the middle of is none."""
+    if not (loop := contents.get("loops", {}).get("fit_loop")):
+        return int(contents.get("finished_epoch", contents.get("epoch", 0)))
+    is_trained = loop["epoch_loop.batch_progress"]["is_last_batch"]  # also if it was written in the evaluation
+    return int(loop["epoch_progress"]["current"]["ready" if is_trained else "completed"])
 
 
 def resolved(given: Any) -> Any:

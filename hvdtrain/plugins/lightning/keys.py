@@ -25,9 +25,6 @@ class LightningKeys(Section):
         "how many loaders val_dataloader returns: dev, and val1, val2, ...; None: 1 where there is a validation_step, else 0",
         not_negative,
     )
-    lightning_checkpoint: str | None = key(
-        None, "a .ckpt file of Lightning's to begin with: weights, the optimizer and its schedulers"
-    )
     save_ckpt: bool = key(
         False, "beside each model, write NAME.ckpt, which load_from_checkpoint reads, with the optimizer and the hyperparameters"
     )

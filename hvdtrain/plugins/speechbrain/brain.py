@@ -20,7 +20,7 @@ from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from
 
 KEY = "brain"
-ENTRIES = ("class", "hparams", "overrides", "run_opts", "make", "datasets", "checkpoint")
+ENTRIES = ("class", "hparams", "overrides", "run_opts", "make", "datasets")
 
 THEIR_LOOP = (
     "fit", "fit_batch", "_fit_train", "_fit_valid", "optimizers_step", "freeze_optimizers", "zero_grad", "update_average",
@@ -67,6 +67,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "accum_grad_multiple_step": brain.grad_accumulation_factor,
         "callbacks": [stages],
         "epoch_scores": {"brain": stages},
+        "checkpoint_reader": maker.read,
     }
     found |= {} if brain.precision == "fp32" else {"mixed_precision": {"bf16": "bfloat16", "fp16": "float16"}[brain.precision]}
     if brain.ckpt_interval_minutes > 0:
@@ -113,8 +114,6 @@ class Maker:
         """As the key get_model: all modules of the Brain."""
         self.brain, self._unused = self._unused or self.first(), None
         self.brain.device = device
-        if (folder := self.given.get("checkpoint")) is not None:
-            load_from(Path(folder), dict(self.brain.modules))
         return self.brain.modules  # type: ignore[no-any-return]
 
     def optimizer(self, _: Any) -> torch.optim.Optimizer:
@@ -130,9 +129,11 @@ class Maker:
                 "unsupported", f"{KEY}: expected one optimizer with one learning rate, got {len(several)} with {len(rates)}"
             )
         brain.optimizer = made
-        if (folder := self.given.get("checkpoint")) is not None:
-            load_from(Path(folder), {"optimizer": made}, is_optional=True)
         return made  # type: ignore[no-any-return]
+
+    def read(self, path: Path) -> dict[str, Any] | None:
+        """As the key checkpoint_reader: a folder of the Checkpointer's. Raises: CheckpointError."""
+        return load_from(path, self.brain) if path.is_dir() else None
 
     def _make(self) -> Any:
         as_one_job()

@@ -14,6 +14,6 @@ class BrainKeys(Section):
 
     brain: Any = key(
         None,
-        "a function that makes the Brain; or a dict of its 'class', 'hparams' (a hyperpyyaml file), 'overrides', 'run_opts', "
-        "'datasets' (a function of the hyperparameters) and 'checkpoint' (a folder of SpeechBrain's to begin with)",
+        "a function that makes the Brain; or a dict of its 'class', 'hparams' (a hyperpyyaml file), 'overrides', 'run_opts' and "
+        "'datasets' (a function of the hyperparameters)",
     )

@@ -9,7 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, PARAMFILE_EXT, get_default_hook
+from speechbrain.utils.checkpoints import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    METAFNAME,
+    PARAMFILE_EXT,
+    get_default_hook,
+)
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.plugins.speechbrain.ranks import alone
@@ -55,25 +61,36 @@ def _custom(brain: Any, kind: str, name: str) -> Any:
     return getattr(brain.checkpointer, kind, {}).get(name)
 
 
-def load_from(folder: Path, objects: Mapping[str, Any], is_optional: bool = False) -> None:
-    """Load objects from a folder of the Checkpointer's, or from the newest of several in it.
+def load_from(folder: Path, brain: Any) -> dict[str, Any]:
+    """Load a Brain from a folder of the Checkpointer's, or from the newest of several in it: its modules, and its optimizer,
+    schedulers and counters where they have a file. Returns the tensors by name, and the epoch if there is a counter.
 
     Raises:
-        CheckpointError: there is none, or an object has no file.
+        CheckpointError: there is none, a module has no file, or a file is of another one.
     """
     inside = [path for path in folder.glob("CKPT+*") if path.is_dir()]
     folder = max(inside, key=lambda path: path.stat().st_mtime) if inside else folder
-    files = {name: folder / f"{name}{PARAMFILE_EXT}" for name in objects}
+    modules, others = dict(brain.modules), recoverables(brain)
+    if getattr(brain, "optimizer", None) is not None:
+        others["optimizer"] = brain.optimizer
     whole = folder / f"model{PARAMFILE_EXT}"  # the usual name of a ModuleList of all modules
-    missing = [name for name, path in files.items() if not path.exists()]
-    if missing and whole.exists() and not is_optional:
-        return _load_whole(whole, objects)
-    if missing and not is_optional:
+    missing = [name for name, one in modules.items() if one.state_dict() and not (folder / f"{name}{PARAMFILE_EXT}").exists()]
+    if missing and not whole.exists():
         raise CheckpointError(f"{folder}: expected a file {missing[0]}{PARAMFILE_EXT}, got none")
-    for name, path in files.items():
-        if path.exists():
-            get_default_hook(objects[name], DEFAULT_LOAD_HOOKS)(objects[name], path, True)
-    return None
+    described = folder / METAFNAME
+    is_whole_epoch = "end-of-epoch: false" not in (described.read_text(encoding="utf-8") if described.exists() else "")
+    if missing:
+        _load_whole(whole, modules)
+        modules = {}
+    for name, one in {**modules, **others}.items():
+        if (path := folder / f"{name}{PARAMFILE_EXT}").exists():
+            load = _custom(brain, "custom_load_hooks", name) or get_default_hook(one, DEFAULT_LOAD_HOOKS)
+            try:
+                load(one, path, is_whole_epoch)
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{path}: expected the {name} of this Brain, got another: {error}") from error
+    counter = getattr(getattr(brain, "hparams", None), "epoch_counter", None)
+    return {"model": brain.modules.state_dict(), "epoch": getattr(counter, "current", None)}
 
 
 def _load_whole(path: Path, modules: Mapping[str, Any]) -> None:

@@ -123,12 +123,17 @@ def test_a_ckpt_of_lightnings_is_continued_with_its_optimizer(tmp_path: Path) ->
         return module
 
     fit(boring(), 1).save_checkpoint(tmp_path / "theirs.ckpt")
-    module = boring()
     whole = boring()
     fit(whole, 2)
-    keys = {"lightning_module": module, "lightning_checkpoint": str(tmp_path / "theirs.ckpt"), "num_epochs": 1}
-    found = train(keys, tmp_path / "model")
+    keys = {"load": str(tmp_path / "theirs.ckpt"), "num_epochs": 2}
+    found = train({**keys, "lightning_module": boring()}, tmp_path / "model")
     assert difference(found, state_of(whole), state_of(boring())) < 1e-6
+    keys = {"import_model_train_epoch1": keys["load"], "num_epochs": 1}
+    again = train({**keys, "lightning_module": boring()}, tmp_path / "other")
+    assert all(torch.equal(again[name], found[name]) for name in found)
+    (tmp_path / "bad.ckpt").write_bytes(b"no file")
+    with pytest.raises(hvdtrain.HvdtrainError, match=r"bad.ckpt: expected a .ckpt of Lightning's .*, got UnpicklingError"):
+        train({"lightning_module": boring(), "load": str(tmp_path / "bad.ckpt")}, tmp_path / "third")
 
 
 def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:

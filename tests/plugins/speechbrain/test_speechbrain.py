@@ -128,13 +128,22 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
     check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
 
 
-def test_a_checkpoint_of_theirs_is_where_a_training_begins(tmp_path: Path) -> None:
+def test_a_checkpoint_of_theirs_is_continued_with_its_optimizer(tmp_path: Path) -> None:
     brain, _ = fitted(tmp_path, Recognizer)
     brain.checkpointer.recover_if_possible(min_key="wer")
     [folder] = (tmp_path / "theirs").glob("CKPT+*")
-    found = train(keys(tmp_path, checkpoint=folder), tmp_path / "model", learning_rate=1.0, dynamic_learning_rate=lambda **_: 0.0)
-    wanted = state_of(brain.modules)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    begun = state_of(brain.modules)
+    found = state_of(hvdtrain.load_model(tmp_path / "theirs", keys(tmp_path), model="none", num_threads=1))
+    assert all(torch.equal(found[name], begun[name]) for name in begun)
+    options = brain.hparams.train_dataloader_opts
+    epochs = brain.hparams.epoch_counter
+    epochs.limit = epochs.current + 2
+    brain.fit(epochs, sentences(12), sentences(8), False, {**options, "shuffle": False}, options)
+    found = train(keys(tmp_path), tmp_path / "model", load=str(folder), num_epochs=epochs.limit)
+    assert difference(found, state_of(brain.modules), begun) < 1e-6
+    (folder / "encoder.ckpt").unlink()
+    with pytest.raises(hvdtrain.HvdtrainError, match="expected a file encoder.ckpt, got none"):
+        train(keys(tmp_path), tmp_path / "other", load=str(folder))
 
 
 class OwnLoop(Recognizer):
@@ -149,7 +158,6 @@ class OwnLoop(Recognizer):
         ({"hparam": 1}, "expected a function, or a dict of .*, got 'hparam'"),
         ({"hparams": {}}, "expected a hyperpyyaml file, or a function that makes them, got {}"),
         ({"datasets": lambda hparams: {"validation": sentences(2)}}, "expected train, valid, test, got 'validation'"),
-        ({"checkpoint": "/no"}, "expected a file encoder.ckpt, got none"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(given: dict[str, Any], expected: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.keys import Key
-from hvdtrain.plugins.returnn.names import ALIASES, BY_VALUES, NO_OPS, UNSUPPORTED
+from hvdtrain.plugins.returnn.names import ALIASES, BY_VALUES, EPOCH_OF_MODEL, NO_OPS, UNSUPPORTED
 from hvdtrain.plugins.returnn.values import DEFAULT, IGNORED_WITH_TORCH, OFF
 from hvdtrain.settings import all_keys
 
@@ -113,6 +113,8 @@ def _row(name: str, found: list[tuple[str, str]], keys: dict[str, Key]) -> str:
         off = ", ".join(repr(value) for value in values) or (BOOLEAN if keys[own].type is bool else "")
         stands_for = "" if meaning is DEFAULT or not meaning else f"; off means {meaning!r}"
         here = f"`{own}`; default {_short(keys[own].default) if not keys[own].required else 'none: it is required'}{stands_for}"
+    elif name in EPOCH_OF_MODEL:
+        here = f"in the task eval: `{EPOCH_OF_MODEL[name]}`; in others no effect"
     elif name in UNSUPPORTED:
         off = NOTHING + "".join(f", {value!r}" for value in NO_OPS.get(name, ()))
         here = "refused" + ("; no effect in a config for PyTorch" if name in IGNORED_WITH_TORCH else "")

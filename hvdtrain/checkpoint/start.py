@@ -48,10 +48,17 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
             return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
+        if keys.load_epoch is not None and _position(keys.load_epoch, folder.prefix) != (keys.start_epoch - 1, None):
+            raise CheckpointError(
+                f"start_epoch, load_epoch: expected load_epoch = {keys.start_epoch - 1}, after which epoch {keys.start_epoch} "
+                f"begins, got {keys.load_epoch} (to begin it with another model, set `load` to its file)"
+            )
         return Start(_require_complete(folder.at(keys.start_epoch - 1), folder))
+    if keys.load is None and keys.load_epoch is not None:
+        if keys.start_epoch == 1:
+            return Start(model_file=model_file(keys, folder), epoch=0)
+        return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
     if newest is not None and keys.start_epoch == "auto":
-        if keys.load is None and keys.load_epoch is not None:
-            return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":

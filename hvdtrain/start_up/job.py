@@ -318,6 +318,10 @@ def _note_keys(progress: Progress, settings: Settings) -> None:
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
     """Collective. The datasets that the purpose needs. Raises: DataError."""
+    if purpose not in ("measure", "load"):
+        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
+            watchdog.beat("startup_callback")
+            callback()
     if purpose in WITH_TRAINED:
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
         of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
@@ -328,10 +332,6 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
         copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
         return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
-    if purpose != "measure":
-        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
-            watchdog.beat("startup_callback")
-            callback()
     copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")

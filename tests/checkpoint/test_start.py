@@ -334,3 +334,14 @@ def test_a_file_to_load_counts_as_the_epoch_that_load_epoch_names(tmp_path: Path
     assert (start.model_file, start.epoch) == (Path(file), 3)
     by_prefix = start_of_training(StartKeys(load=str(tmp_path / "other"), load_epoch=7), folder)
     assert (by_prefix.model_file, by_prefix.epoch) == (Path(file), None)
+
+
+def test_load_epoch_without_its_model_is_refused_and_with_start_epoch_1_it_is_imported(tmp_path: Path) -> None:
+    """It was ignored: the training began from new weights."""
+    folder = CheckpointFolder(tmp_path / "model")
+    for keys in ({}, {"start_epoch": 1}, {"start_epoch": 3}):
+        with pytest.raises(CheckpointError, match="load_epoch: expected"):
+            start_of_training(StartKeys(load_epoch=1, **keys), folder)
+    (tmp_path / "model.001.pt").touch()
+    start = start_of_training(StartKeys(load_epoch=1, start_epoch=1), folder)
+    assert (start.model_file, start.epoch) == (tmp_path / "model.001.pt", 0)

@@ -15,6 +15,9 @@ ALIASES = {
 }
 """By RETURNN's name of a key, hvdtrain's name."""
 
+EPOCH_OF_MODEL = {"epoch": "load_epoch"}
+"""More of them, for tasks in which RETURNN reads `epoch` as that of the model."""
+
 UNSUPPORTED = {
     "network": "hvdtrain trains configs that define get_model and train_step",
     "get_network": "hvdtrain trains configs that define get_model and train_step",

@@ -265,7 +265,8 @@ class Steps:
         if stage == "train_step":
             rf.init_train_step_run_ctx(train_flag=context.train_flag, step=context.step, epoch=context.epoch)
         else:
-            rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=context.step, epoch=context.epoch)
+            last = max(0, context.step - 1)  # RETURNN's step of a model that is not trained on is that of its last batch
+            rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=last, epoch=context.epoch)
         try:
             with rf.set_default_device_ctx(device), self._precision.default():
                 function(model=own_model(model), extern_data=given, **others)

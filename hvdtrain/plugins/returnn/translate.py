@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.plugins.returnn.names import (
     ALIASES,
     BY_VALUES,
+    EPOCH_OF_MODEL,
     KEYS_OF_NETWORKS,
     OF_THE_WRAPPER,
     READ_BY_RETURNN,
@@ -41,7 +42,10 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         source = with_network(source, imports)
     elif imports.has_returnn:
         source = _with_wrapped_functions(source, imports)
-    origins, values = _our_names(source.origins), _our_names(source.values)
+    aliases = ALIASES | (EPOCH_OF_MODEL if _has_epoch_of_model(source, has_network=bool(honoured)) else {})
+    origins, values = _our_names(source.origins, aliases), _our_names(source.values, aliases)
+    if source.is_foreign and callable(values.get("startup_callback")):
+        values["startup_callback"] = _with_config(values["startup_callback"])
     values, remarks = convert_values(values, origins, booleans, for_returnn=source.is_foreign)
     in_dict: list[Problem] = []
     if isinstance(values.get("torch_distributed"), dict):
@@ -50,7 +54,8 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     values = {name: value for name, value in values.items() if name not in ignored or name not in keys}
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
-    unused = [*without_effect({name: value for name, value in source.values.items() if name not in honoured}), *ignored]
+    without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
+    unused = [*without_effect(without), *ignored]
     notes: tuple[str, ...] = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
     has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
     if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
@@ -62,7 +67,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         problems=(
             *source.problems,
             *_unsupported_problems(translated, {*ignored, *honoured}),
-            *_duplicate_problems(source),
+            *_duplicate_problems(source, aliases),
             *in_dict,
         ),
         foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
@@ -71,8 +76,25 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     )
 
 
-def _our_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {ALIASES.get(name, name): value for name, value in values.items()}
+def _our_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    return {aliases.get(name, name): value for name, value in values.items()}
+
+
+def _has_epoch_of_model(source: Source, *, has_network: bool) -> bool:
+    """Whether RETURNN reads `epoch` as that of the model: in eval, and in a network's forward, unless `load` is a file."""
+    task = source.values.get("task")
+    return source.is_foreign and not source.values.get("load") and (task == "eval" or (task == "forward" and has_network))
+
+
+def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A startup_callback that gets RETURNN's global config."""
+
+    def startup_callback(**others: Any) -> Any:
+        from returnn.config import get_global_config  # here, as a config for RETURNN has imported it
+
+        return function(config=get_global_config(), **others)
+
+    return startup_callback
 
 
 def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
@@ -105,9 +127,9 @@ def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[
             yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({UNSUPPORTED[name]})")
 
 
-def _duplicate_problems(source: Source) -> Iterator[Problem]:
+def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[Problem]:
     """Problems with keys that a file sets under both of their names."""
-    for other, name in ALIASES.items():
+    for other, name in aliases.items():
         if other in source.values and name in source.values:
             yield from problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
 

@@ -278,6 +278,15 @@ def train_step(*, model, extern_data, global_train_step, **_):
     assert "train: 8 sequences" in told
 
 
+def test_epoch_is_that_of_the_model_in_the_task_eval(tmp_path: Path) -> None:
+    """It had no effect: the last epoch was evaluated. RETURNN ignores it where `load` is a file, and in other tasks."""
+    assert settings(tmp_path, task="eval", epoch="3").start.load_epoch == 3
+    assert settings(tmp_path, task="eval", epoch="3", load="some").start.load_epoch is None
+    assert settings(tmp_path, epoch="3").start.load_epoch is None
+    with pytest.raises(ConfigError, match="epoch: expected either epoch or load_epoch"):
+        settings(tmp_path, "epoch, load_epoch = 3, 2\n", task="eval")
+
+
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     made = settings(tmp_path, "dry_run = 'true'\ndel model\n")
     assert made.run.task == "dry_run"

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,16 +115,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _open_streams() -> None:
     """Make standard output and standard error take every line: where they are closed (`>&-`), lines go nowhere, and letters that
-    their encoding lacks come as escapes."""
+    their encoding lacks come as escapes. Python flushes both at its end, also a config's objects that cannot do that."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None:
+        if stream is None or getattr(stream, "closed", False):
             opened = os.open(os.devnull, os.O_WRONLY)
             if opened != number:  # otherwise another file would get this number, and what is printed
                 os.dup2(opened, number)
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+        elif not hasattr(stream, "flush"):
+            with suppress(AttributeError):  # its class has slots
+                stream.flush = lambda: None
 
 
 def run_command(arguments: list[str] | None) -> int:
@@ -196,7 +200,10 @@ def run_config(arguments: list[str]) -> int:
         for option, task in TASK_OPTIONS.items():
             if option in arguments:
                 overrides["task"] = task
-        settings = read_settings(paths, overrides)
+        try:
+            settings = read_settings(paths, overrides)
+        finally:
+            _open_streams()  # the config may have replaced them
         if "--print-config" in arguments:
             if launcher.process.rank == 0:
                 print(print_config(settings, only_changed="--changed" in arguments))

@@ -30,7 +30,11 @@ T = TypeVar("T")
 
 
 class _Logger(logging.Logger):
-    """A logger that cannot be disabled: `logging.config.dictConfig` in a config would do that with all that it does not name."""
+    """A logger that cannot be disabled: `logging.config.dictConfig` in a config would do that with all that it does not name, and
+    `logging.disable` with all there are."""
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802  # its name in `logging`
+        return level >= self.getEffectiveLevel()
 
     @property
     def disabled(self) -> bool:

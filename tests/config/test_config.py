@@ -752,10 +752,24 @@ def test_a_pipe_that_was_read_already_is_named() -> None:
 
 
 def test_a_config_that_sets_up_logging_does_not_silence_us() -> None:
-    """`logging.config.dictConfig` disables all loggers that it does not name."""
+    """`logging.config.dictConfig` disables all loggers that it does not name, and `logging.disable` all there are."""
     logger = logging.getLogger("hvdtrain")
     logger.disabled = True
+    logging.disable()
     assert logger.isEnabledFor(logging.CRITICAL)
+    logging.disable(logging.NOTSET)
+
+
+def test_a_config_may_put_its_own_objects_in_place_of_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a screen and a file, for example, which many write without `flush`."""
+    tee = "class Tee:\n    def write(self, text): written.append(text)\nsys.stdout = sys.stderr = Tee()\n"
+    (tmp_path / "config.py").write_text(f"import sys\nwritten = sys.written\n{tee}1 / 0")
+    written: list[str] = []
+    monkeypatch.setattr(sys, "written", written, raising=False)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    assert main([str(tmp_path / "config.py")]) == 2
+    assert "config.py, line 6: ZeroDivisionError" in "".join(written)
 
 
 def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:

@@ -82,3 +82,16 @@ def test_parameters_can_be_frozen_for_some_epochs(tmp_path: Path) -> None:
 def test_lazy_modules_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected parameters that have a size, got uninitialized ones: 0.weight, 0.bias"):
         train(tmp_path, nn.Sequential(nn.LazyLinear(2)))
+
+
+def test_buffers_without_values_in_memory_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("cache", torch.eye(2).to_sparse(), persistent=False)
+    model.register_buffer("table", torch.eye(2).to_sparse())
+    model.register_buffer("mask", torch.ones(2, device="meta"))
+    with pytest.raises(ConfigError, match=r"got others: table \(torch.sparse_coo\), mask \(meta\) \("):
+        train(tmp_path, model)
+
+
+def test_a_scripted_model_trains(tmp_path: Path) -> None:
+    train(tmp_path, torch.jit.script(nn.Linear(3, 2)))

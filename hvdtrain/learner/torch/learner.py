@@ -70,7 +70,7 @@ from hvdtrain.learner.torch.optimizer_state import is_of_torch
 from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.shares import check_shares
-from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage, preload
+from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage, preload, saved_buffers
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import (
     CudaStaging,
@@ -513,6 +513,14 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError.of(
             "wrong-result",
             f"get_model: expected parameters that have a size, got uninitialized ones: {names} (call lazy modules there once)",
+        )
+    odd = [f"{name} ({one.layout})" for name, one in saved_buffers(model) if one.layout != torch.strided]
+    odd += [f"{name} (meta)" for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta]
+    if odd:
+        raise ConfigError.of(
+            "wrong-result",
+            f"get_model: expected dense tensors with values, got others: {', '.join(odd)} (make a sparse buffer with "
+            "persistent=False; to_empty gives memory to what is on meta)",
         )
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)

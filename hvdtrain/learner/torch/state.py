@@ -333,7 +333,9 @@ def separate_elements(model: torch.nn.Module) -> None:
         if any(size > 1 and not stride for size, stride in zip(buffer.shape, strides, strict=True)):
             made[id(buffer)] = buffer.clone(memory_format=torch.contiguous_format)
     for module in model.modules():
-        module._buffers.update((name, made[id(one)]) for name, one in module._buffers.items() if id(one) in made)
+        for name, one in list(module._buffers.items()):
+            if id(one) in made:  # the dict of a scripted module has no `update`
+                module._buffers[name] = made[id(one)]
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

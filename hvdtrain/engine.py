@@ -1,4 +1,4 @@
-"""The loop: epochs, steps, evaluation, saving. Sees contracts only: no tensor, no launcher, no file format."""
+"""The loop: epochs, steps, evaluation, saving. Sees contracts only: no tensor, no launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.data.feed import Naming
+from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
@@ -126,10 +126,10 @@ class Engine:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
-        trained = self._learner.epoch_scores.of(self._comm, current.scores, "train")
-        flags = self._learner.trained_now() if self._comm.size > 1 else {}
-        scores = with_totals(self._evaluate(current, name_scores("train", trained)), losses)
-        self._is_idle = self._is_idle or (self._comm.size > 1 and flags != self._learner.trained_now())
+        trained_before = self._learner.trained_now() if self._comm.size > 1 else {}
+        train_scores = name_scores("train", self._learner.epoch_scores.of(self._comm, current.scores, "train"))
+        scores = with_totals(self._evaluate(current, train_scores), losses)
+        self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # the watchdog may end what takes very long
@@ -171,7 +171,10 @@ class Engine:
                     break
                 planned = counts.in_step(steps[0])  # a rank with any batch has one in the first step
                 self._session.reducer.gradients.begin_update(planned)
-                begun, has_batch = epoch.continuous, False  # begun does not depend on how many batches the update is split into
+                begun, has_batch = (
+                    epoch.continuous,
+                    False,
+                )  # the position at its first step: the rate does not depend on the later ones
                 for step in steps:
                     batch = self._next(batches, current)
                     has_batch = has_batch or batch is not None
@@ -288,7 +291,7 @@ class Engine:
             if phase.dataset is not None:
                 self._learner.meter.take_scores()  # those of the evaluation, which is repeated
             raise StopNow(decision.stop)
-        if decision.save and not phase.is_within_epoch:  # there it waits for the end: each rank needs its own model again
+        if decision.save and not phase.is_within_epoch:  # else at the evaluation's end: the model is now that which is evaluated
             self._save()
 
     def _stop(self, status: int) -> HvdtrainError:

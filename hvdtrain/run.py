@@ -34,6 +34,7 @@ class Trained:
     """The result of a training, on every rank.
 
     Attributes:
+        learner: with the model after the last epoch.
         history: of all finished epochs, including those of earlier starts.
         best: the contents of best.json (`checkpoint/progress.py`); None: no epoch has a score.
         checkpoint: the file with the last epoch's model.
@@ -77,7 +78,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         session = replace(session, goodput=open_goodput(settings, session, began))
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
-        session.interrupt.defer()
+        session.interrupt.defer()  # from here on, a signal ends the training after an update, with a checkpoint
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):

@@ -113,7 +113,7 @@ class Communicator(Protocol):
     def channel(self, name: str) -> Communicator:
         """Collective. Return a communicator of the same ranks whose collectives need no fixed order relative to this one's.
 
-        Only that of a whole job has channels and can be split.
+        Only the communicator of the whole job has channels and can be split.
         """
         ...
 

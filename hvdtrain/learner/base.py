@@ -1,8 +1,8 @@
 """The contract of a learner, and the keys that configure one.
 
-A learner has three parts. `Learner` itself trains: forward, backward and update. Its `state` is what checkpoints and other ranks
-need: weights, buffers and the optimizer's state. Its `meter` measures: scores, seconds, memory. Saving code and reducers see only
-the state; reporting code sees only the meter.
+A learner has four parts. `Learner` itself trains: forward, backward and update. Its `state` is what checkpoints and other ranks
+need: weights, buffers and the optimizer's state. Its `meter` measures: scores, seconds, memory. Its `staging` copies batches to
+the device ahead of their steps. Saving code and reducers see only the state; reporting code sees only the meter.
 """
 
 from __future__ import annotations

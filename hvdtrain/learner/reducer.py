@@ -51,7 +51,7 @@ class FinishedUpdate(NamedTuple):
         has_batch: by rank, whether it had a batch for it, as planned.
         step: the number of training steps done.
         learning_rate: used by the optimizer.
-        own: whether this rank had a batch, if the plan does not say so, as ranks may leave out all of a batch; None: it does.
+        own: whether this rank had a batch with any sequence, where `skip_broken` may empty one; None: `has_batch` is right.
     """
 
     has_batch: Sequence[bool]

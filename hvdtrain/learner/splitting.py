@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.data.feed import batch_text
+from hvdtrain.data.naming import batch_text
 from hvdtrain.data.types import Array, Batch, BatchParts, Packed, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime import log

@@ -11,7 +11,8 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
-from hvdtrain.data.feed import Feed, batch_lines, cache_texts, feed_lines
+from hvdtrain.data.describe import batch_lines, cache_texts, feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.identity import AGAIN, as_close, sample_of
 from hvdtrain.errors import ConfigError

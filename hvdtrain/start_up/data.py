@@ -13,8 +13,9 @@ from hvdtrain.comm.base import Communicator, run_with_heartbeat
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
+from hvdtrain.data.describe import copy_lines
 from hvdtrain.data.expected import check_lengths, check_streams
-from hvdtrain.data.feed import Feed, copy_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.batch_keys import COST, BatchKeys

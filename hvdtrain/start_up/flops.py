@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvdtrain.data.feed import Feed, Naming
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.naming import Naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import StepCost

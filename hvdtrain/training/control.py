@@ -20,8 +20,8 @@ from hvdtrain.training.vote import NONE, Requests, Vote
 
 
 class Interval:
-    """When something is due within an epoch: after which steps, and when it was last done too long ago. It stays due until it was
-    done.
+    """When something (a save, an evaluation) is due within an epoch: after every N steps, or N minutes after it was last done. It
+    stays due until it was done.
 
     The first follows from the steps, so that all ranks decide alike. One rank measures the age and requests it.
 

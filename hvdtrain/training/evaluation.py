@@ -11,7 +11,8 @@ import numpy
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.broken import finite_problem
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.feed import Feed, Naming
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.naming import Naming
 from hvdtrain.errors import TrainingError, first_few
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import NotFinite

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from hvdtrain.comm.base import Communicator, together, together_with_message
 from hvdtrain.config.source import as_function
-from hvdtrain.data.feed import Feed, Naming
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner

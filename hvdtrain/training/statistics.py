@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from hvdtrain.comm.base import Communicator, all_reduce
-from hvdtrain.data.feed import Feed, Naming
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import Learner
 from hvdtrain.runtime import log

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.feed import Feed, batch_lines, feed_lines
+from hvdtrain.data.describe import batch_lines, feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.epoch import EpochReport

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from hvdtrain.data.feed import Naming
+from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.torch.tensors import tensors_of

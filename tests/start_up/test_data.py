@@ -8,7 +8,8 @@ import pytest
 from hdf_files import put, write
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.feed import Feed, feed_lines
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.errors import DataError
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds

@@ -1,8 +1,8 @@
 """The plan of an epoch: which sequences form which batch, and which rank gets which batch.
 
-Every rank computes the whole plan from the lengths, without reading data, and takes its share. So each rank knows in advance
-how many steps there are and what every rank does in each of them: no messages are exchanged, no rank waits for another, nothing
-is dropped.
+The plan follows from the lengths, without reading data, so that every rank can make the whole of it and take its share: it knows
+in advance how many steps there are and what every rank does in each of them. The ranks exchange only a checksum of the inputs
+(`training/agreement.py`, where one rank of a host makes a large plan for all), and only limits of the config leave out sequences.
 """
 
 from __future__ import annotations

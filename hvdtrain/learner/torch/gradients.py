@@ -191,10 +191,10 @@ def _divisors(counts: Counts, dtype: torch.dtype) -> Sequence[torch.Tensor]:
 class GradientStream:
     """Sends gradients to the other ranks in buckets, each as soon as backward has computed all of its gradients.
 
-    What is in a bucket follows from the model. Buckets are sent in the order in which backward completed them in the first update
-    of the first rank, and one only after those before it, so that the order is the same on all ranks. The bucket with the first
-    parameters is always the last one, as the flags travel with it: so the order changes no bit of a sum, and a training that
-    resumes may find another one.
+    What is in a bucket follows from the model. Buckets are sent in one order on all ranks: that in which backward completed them
+    on the first rank that had a batch, in one of the first updates. The bucket with the first parameters is always the last one,
+    as the flags travel with it, which say what parameters have a gradient: so the order changes no bit of a sum, and a training
+    that resumes may find another one.
 
     A parameter without a gradient contributes zeros; one without a gradient on any rank has none afterwards, so that an optimizer
     skips it, as on a single rank. One that the graph of this backward does not reach holds back no bucket.

@@ -17,7 +17,7 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.comm.launchers import LAUNCHERS
-from hvdtrain.data.feed import feed_lines
+from hvdtrain.data.describe import feed_lines
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
 from hvdtrain.learner.frameworks import FRAMEWORKS, libraries, library_of

@@ -19,7 +19,8 @@ from hvdtrain.data.combine.cache import (
     with_cache,
 )
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.feed import Feed, feed_lines
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter

@@ -19,8 +19,9 @@ from thread_ranks import on_ranks
 
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.expected import expected_of
-from hvdtrain.data.feed import Feed, batch_lines, feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limits
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.frames import cut_frames

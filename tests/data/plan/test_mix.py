@@ -9,7 +9,8 @@ import numpy
 import pytest
 from opened_data import opened, problems_of
 
-from hvdtrain.data.feed import Feed, feed_lines
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan

@@ -22,7 +22,8 @@ from returnn_epochs import assert_equal, by_returnn, hdf, opened, read
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.feed import Feed, feed_lines
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, SOURCES
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import open_dataset, parse

@@ -1,0 +1,168 @@
+"""Lines for the log that describe datasets and batches, before training starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from os.path import abspath
+
+import numpy
+
+from hvdtrain.data.combine.cache import frame_size
+from hvdtrain.data.copies import CopyReport
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.files import size_text
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.bounds import count_too_long
+from hvdtrain.data.plan.chunks import select_by_length
+from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
+from hvdtrain.data.plan.mix import mixed_parts
+
+Line = tuple[int, str]
+"""The lowest `log_verbosity` at which a line is shown, and the line."""
+
+
+def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
+    """Describe a dataset: its size, its order, its cache, and the sequences that are left out.
+
+    Args:
+        local_size: the number of ranks on this host.
+    """
+    how = feed.dataset.how_read()
+    ordering = feed.order_keys.seq_ordering
+    order_name = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
+    if feed.dataset.window is not None:
+        order_name += f" in windows of {feed.dataset.window}"
+    elif feed.dataset.has_fixed_order:
+        order_name = "in its own order"
+    lengths = feed.dataset.lengths
+    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
+    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
+    lines = [
+        (4, "; ".join(parts)),
+        *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
+        *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
+        *_cache_lines(feed, local_size),
+    ]
+    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    if feed.subset is not None:
+        lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
+    keys = feed.batch_keys
+    kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    if feed.chunks is not None:
+        with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
+        if feed.chunks.steps:
+            lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
+        kept = with_chunks
+    for name, column in feed.dataset.lengths.items():
+        empty = kept[column[kept] == 0]
+        if len(empty):
+            some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
+            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
+    if len(kept) < len(used):
+        lines.append(
+            (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
+        )
+    lines += _mix_lines(feed)
+    elements = kept if feed.chunks is None else feed.chunks.of(kept)
+    sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    alone = count_too_long(sizes, limits)
+    if keys.frame_batches:
+        left_out = [repr(name) for name in feed.dataset.streams if name not in feed.frame_keys]
+        more = f"; without {', '.join(left_out)}, which extern_data does not name" if left_out else ""
+        lines.append((4, f"{feed.name}: batches of frames: sequences are joined and cut at batch_size{more}"))
+    elif alone:
+        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
+    return lines
+
+
+def _mix_lines(feed: Feed) -> list[Line]:
+    """What a full epoch takes of every part of a mix. Raises: DataError, if it cannot be mixed."""
+    mix, keys, lengths = feed.dataset.mix, feed.batch_keys, feed.dataset.lengths
+    if mix is None:
+        return []
+    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    used = select_by_length(lengths, used, keys.min_seq_length, keys.max_seq_length)
+    parts = mixed_parts(mix, sorting_lengths(lengths), used)
+    total = sum(part.quota for part in parts)
+    shares = [f"{part.quota} of {part.name} ({part.quota / total:.1%}, {part.passes:.3g} times all)" for part in parts]
+    return [(4, f"{feed.name}: {mix.by} in a full epoch: {total}: {', '.join(shares)}")]
+
+
+def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
+    """Files that a dataset reads more than once, for instance because patterns overlap, and how often."""
+    return [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
+
+
+def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
+    """Describe the cache."""
+    if feed.budget is None or feed.budget.size == 0:
+        return []
+    if not feed.budget.caches:
+        return [(4, f"{feed.name}: no cache: all data is memory-mapped; the system caches it for all ranks of the host")]
+    whole, size = feed.budget.needed()
+    return [
+        (
+            4,
+            f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
+            f"{size_text(whole)} would hold all of it" + (", more than the host has" if feed.budget.is_cut(whole) else ""),
+        )
+    ]
+
+
+def cache_texts(feeds: Sequence[Feed]) -> list[str]:
+    """The memory in which sequences of training are cached, for the first lines of the log; empty: nothing asks for it."""
+    budgets = [feed.budget for feed in feeds[:1] if feed.budget is not None and feed.budget.size != 0 and feed.budget.caches]
+    return [f"cache: {size_text(size)} of {size_text(whole)} per rank" for whole, size in (budget.needed() for budget in budgets)]
+
+
+FEW_HOSTS = 8
+"""The most hosts whose copies have a line each."""
+
+
+def copy_lines(folder: str, everywhere: Sequence[CopyReport]) -> list[Line]:
+    """Describe the copies of data files, host by host or, on many hosts, all together, and the files that could not be copied.
+
+    Args:
+        everywhere: by rank.
+    """
+    hosts: dict[str, list[CopyReport]] = {}
+    for report in everywhere:
+        hosts.setdefault(report.host, []).append(report)
+    if len(hosts) > FEW_HOSTS:
+        hosts = {f"{len(hosts)} hosts": list(everywhere)}
+    lines = []
+    for name, ranks in hosts.items():
+        made, made_size = sum(report.made for report in ranks), sum(report.made_size for report in ranks)
+        seconds = max(report.seconds for report in ranks)
+        number, size = max((report.number, report.size) for report in ranks)
+        copied = f"{number} files ({size_text(size)}) are read from copies in {folder}"
+        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", all made before"
+        if number:
+            lines.append((4, f"{name}: {copied}{now}"))
+        not_copied = {path: why for report in ranks for path, why in report.not_copied.items()}
+        lines += [(2, f"{name}: not copied, read from its original path: {path}: {why}") for path, why in not_copied.items()]
+    return lines
+
+
+def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
+    """Describe the limits of the training's batches, per rank and over all ranks."""
+    limits = keys.limits(epoch)
+    parts = []
+    if limits.max_seqs is not None:
+        parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
+    units = ("padded frames", "frames without padding") if keys.batch_cost is None else ("padded cost", "cost without padding")
+    if keys.frame_batches:
+        units = ("frames", units[1])
+    for limit, what in zip((limits.batch_size, limits.packed_batch_size), units, strict=True):
+        if isinstance(limit, int):
+            parts.append(f"{limit} {what} per rank, {limit * size} in all")
+        elif limit is not None:
+            parts.append(f"{limit} {what} per rank")
+    lines = [(4, f"batch, at most: {'; '.join(parts)}")]
+    group = keys.balance_ranks
+    if group % size:
+        lines.append(
+            (2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size")
+        )
+    return lines

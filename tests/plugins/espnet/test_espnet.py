@@ -7,7 +7,9 @@ import numpy
 import pytest
 import torch
 from inside import run_inside
+from opened_data import opened
 from other_trainers import check_resume, difference, state_of, train
+from speech_files import write_folder
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
@@ -111,6 +113,40 @@ def test_the_weights_are_those_of_a_plain_loop(make: Any, items: Any, padding: i
     assert result.scores["train_loss_loss"] == pytest.approx(loss, rel=1e-6)
     assert result.scores.get("train_loss_longest") == (12.0 if make is recognizer else None)
     check_resume(lambda: keys(make, items), tmp_path, 4, found)
+
+
+def test_a_model_of_theirs_is_trained_on_a_folder_of_theirs(tmp_path: Path) -> None:
+    espnet_model = pytest.importorskip("espnet2.asr.espnet_model")
+    from espnet2.asr.ctc import CTC
+    from espnet2.asr.encoder.transformer_encoder import TransformerEncoder
+
+    write_folder(tmp_path / "train", count=10)
+    tokens = ["<blank>", *"abehnortw", "<space>", "<sos/eos>"]
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        rates = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
+        encoder = TransformerEncoder(8, 8, 2, linear_units=8, num_blocks=1, input_layer="linear", **rates)
+        nothing = dict.fromkeys(("frontend", "specaug", "normalize", "preencoder", "postencoder", "decoder", "joint_network"))
+        nothing |= {"report_cer": False, "report_wer": False}
+        return espnet_model.ESPnetASRModel(
+            vocab_size=len(tokens), token_list=tokens, encoder=encoder, ctc=CTC(len(tokens), 8), ctc_weight=1.0, **nothing
+        )
+
+    folder = {"class": "KaldiFolder", "folder": str(tmp_path / "train"), "features": "fbank", "log_mel": {"num_mels": 8}}
+    folder["vocabulary"] = tokens
+    read = opened(folder)
+    model, start = make(), state_of(make())
+    plain_loop(model, [read.sequence(number) for number in range(10)], -1)
+    given = {**keys(make, None), "train": {**folder, "seq_ordering": "default"}, "dev": folder}
+    result = hvdtrain.train({**given, "model": str(tmp_path / "model"), "num_threads": 1})
+    assert difference(state_of(result.model), state_of(model), start) < 1e-6
+    assert "dev_loss_loss_ctc" in result.scores
+    task = {**given, "forward_data": folder, "output_file": str(tmp_path / "feats.hdf"), "num_threads": 1}
+    hvdtrain.forward(task, checkpoint=str(tmp_path / "model.002.pt"), model=str(tmp_path / "model"))
+    feats = opened({"class": "HDFDataset", "files": [str(tmp_path / "feats.hdf")]})
+    rows = {feats.tags([number])[0]: feats.sequence(number)["data"] for number in range(10)}
+    assert numpy.array_equal(rows["utt03"], read.sequence(3)["data"])
 
 
 def test_collect_feats_is_what_forward_writes(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Trainer:
         words: of its command, after the Python.
         ranks: on how many it runs.
         starts: how two ranks are started: torchrun, mpirun, or '' if it starts them itself.
-        against: the loop of the same framework.
+        against: the loop of the same framework; for a model of another trainer, hvdtrain with a train_step on the same batches.
         package: of the second environment; None: it runs in this one.
     """
 
@@ -59,6 +59,18 @@ TRAINERS = {
     "hvdtrain, worker": Trainer([*HVDTRAIN, "++workers", "1"], (1, 2), ""),
     "accelerate": Trainer(loop("accelerate"), (1, 2), "torchrun", package="accelerate"),
     "lightning": Trainer(loop("lightning"), (1, 2), "torchrun", package="lightning"),
+    "speechbrain": Trainer(loop("speechbrain"), (1,), "", package="speechbrain"),
+    "transformers": Trainer(loop("transformers"), (1,), "", package="transformers"),
+    "hvdtrain, collate": Trainer([*HVDTRAIN, "++collates", "1"], (1, 2), ""),
+    **{
+        f"hvdtrain, {name}": Trainer([*HVDTRAIN, "++plugin", name], (1, 2), "", base, package)
+        for name, base, package in [
+            ("lightning", "hvdtrain, collate", "lightning"),
+            ("speechbrain", "hvdtrain, collate", "speechbrain"),
+            ("transformers", "hvdtrain, collate", "transformers"),
+            ("espnet", "hvdtrain", None),
+        ]
+    },
     "horovod loop": Trainer(loop("horovod"), (2,), "mpirun", "horovod loop"),
     "hvdtrain, horovod": Trainer([*HVDTRAIN, "++use_horovod", "1"], (2,), "mpirun", "horovod loop"),
     "keras loop": Trainer(loop("keras"), (1, 2), "mpirun", "keras loop"),
@@ -94,7 +106,7 @@ def main() -> int:
 def measure(trainer: Trainer, ranks: int, steps: int, peers: str) -> dict[str, float]:
     """Train once: of the slowest rank, microseconds per step (CPU time, and as they passed), seconds of the start and MB."""
     with tempfile.TemporaryDirectory(prefix="step_cost.") as folder:
-        python = sys.executable if trainer.package is None else peers
+        python = peers if trainer.package is not None and trainer.words[: len(HVDTRAIN)] != HVDTRAIN else sys.executable
         command = [python, *trainer.words]
         if trainer.words[: len(HVDTRAIN)] == HVDTRAIN:
             command += ["++model", f"{folder}/model", *(["++ngpu", str(ranks)] if ranks > 1 and not trainer.starts else [])]

@@ -137,7 +137,7 @@ def accelerate():
     accelerator.end_training()
 
 
-def lightning():
+def lightning_module():
     import lightning
     import torch
     from torch.utils.data import DataLoader
@@ -155,6 +155,16 @@ def lightning():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
+        def train_dataloader(self):
+            return DataLoader(Frames(), BATCH, shuffle=True, collate_fn=padded)
+
+    return Layer()
+
+
+def lightning():
+    import lightning
+    import torch
+
     class Times(lightning.Callback):
         clock = Clock()
 
@@ -168,7 +178,91 @@ def lightning():
     strategy = {"devices": RANKS, "strategy": "ddp" if RANKS > 1 else "auto", "accelerator": "cpu"}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=EPOCHS, callbacks=[Times()], **strategy, **quiet)
-    trainer.fit(Layer(), DataLoader(Frames(), BATCH, shuffle=True, collate_fn=padded))
+    trainer.fit(lightning_module())
+
+
+def brain():
+    from functools import partial
+
+    import speechbrain
+    import torch
+
+    class Layer(speechbrain.Brain):
+        clock = Clock()
+
+        def compute_forward(self, batch, stage):
+            return batch
+
+        def compute_objectives(self, predictions, batch, stage):
+            return loss_of(self.modules.model, *predictions)
+
+    modules = {"model": torch.nn.Linear(FEATURES, CLASSES)}
+    return Layer(modules, partial(torch.optim.SGD, lr=0.01), run_opts={"device": "cpu", "noprogressbar": True})
+
+
+def speechbrain():
+    import torch
+
+    torch.set_num_threads(1)
+    made, clock = brain(), Clock()
+    made.on_stage_start = lambda stage, epoch=None: clock.on_epoch_begin()
+    made.on_stage_end = lambda stage, loss, epoch=None: clock.on_epoch_end()
+    made.fit(range(EPOCHS), Frames(), train_loader_kwargs={"batch_size": BATCH, "shuffle": True, "collate_fn": padded})
+
+
+def named(items):
+    return dict(zip(("data", "labels", "lengths"), padded(items), strict=True))
+
+
+def transformers_arguments():
+    """What transformers.Trainer is made with."""
+    import torch
+    from transformers import TrainingArguments
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, data, labels, lengths):
+            return {"loss": loss_of(self.model, data, labels, lengths)}
+
+    options = {"learning_rate": 0.01, "num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "optim": "sgd"}
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    args = TrainingArguments("none", remove_unused_columns=False, max_grad_norm=0.0, **options, **quiet)
+    return {"model_init": Layer, "args": args, "train_dataset": Frames(), "data_collator": named}
+
+
+def transformers():
+    import torch
+    from transformers import Trainer, TrainerCallback
+
+    class Times(TrainerCallback):
+        clock = Clock()
+
+        def on_epoch_begin(self, *_, **__):
+            self.clock.on_epoch_begin()
+
+        def on_epoch_end(self, *_, **__):
+            self.clock.on_epoch_end()
+
+    torch.set_num_threads(1)
+    Trainer(**transformers_arguments(), callbacks=[Times()]).train()
+
+
+def espnet_model():
+    import torch
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, data, data_lengths, classes, classes_lengths):
+            loss = loss_of(self.model, data, classes.clamp(min=0), data_lengths)
+            return loss, {"loss": loss.detach()}, torch.tensor(len(data))
+
+    return Layer()
 
 
 def keras():
@@ -220,4 +314,5 @@ def keras():
 
 
 if __name__ == "__main__":
-    {"loop": by_hand, "horovod": by_hand_horovod, "accelerate": accelerate, "lightning": lightning, "keras": keras}[sys.argv[1]]()
+    loops = {"loop": by_hand, "horovod": by_hand_horovod, "accelerate": accelerate, "lightning": lightning, "keras": keras}
+    (loops | {"speechbrain": speechbrain, "transformers": transformers})[sys.argv[1]]()

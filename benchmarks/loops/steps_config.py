@@ -23,7 +23,32 @@ optimizer = {"class": "sgd"}
 learning_rate = 0.01
 callbacks = Clock()
 
-if backend == "torch":
+plugin = config.value("plugin", "")  # a model of another trainer: lightning, speechbrain, transformers, espnet
+if plugin or config.bool("collates", False):
+    train = {"class": Frames, "seq_ordering": "random", **({} if plugin == "espnet" else {"collate": small_steps.padded})}
+
+if plugin == "lightning":
+    lightning_module = small_steps.lightning_module
+    num_val_loaders = 0
+    del train, optimizer, learning_rate
+elif plugin == "speechbrain":
+    brain = small_steps.brain
+    del optimizer, learning_rate
+elif plugin == "transformers":
+    transformers_trainer = small_steps.transformers_arguments()
+    del train, optimizer, learning_rate
+elif plugin == "espnet":
+    espnet_model = small_steps.espnet_model
+elif backend == "torch" and config.bool("collates", False):
+    import torch
+
+    def get_model(**_):
+        return torch.nn.Linear(FEATURES, CLASSES)
+
+    def train_step(*, model, extern_data, **_):
+        hvdtrain.get_run_ctx().mark_as_loss(small_steps.loss_of(model, *extern_data), "ce")
+
+elif backend == "torch":
     import torch
 
     def get_model(**_):

@@ -251,7 +251,8 @@ class Job:
             if given is None:
                 self.set_up({"train": "fit", "val": "validate" if self.values.get("task") == "eval" else "fit"}.get(kind, kind))
                 if (owner := self._owner(kind)) is None:
-                    raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none")
+                    hint = " (without an evaluation: num_val_loaders = 0)" if kind == "val" else ""
+                    raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none{hint}")
                 given = getattr(owner, f"{kind}_dataloader")()
             if isinstance(given, Mapping):
                 raise ConfigError.of("wrong-type", f"{kind}_dataloader: expected a loader, or a list of several, got a dict")

@@ -19,6 +19,7 @@ from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, rates
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
+from hvdtrain.training.callbacks import Training
 from hvdtrain.training.pretrained import SavePretrained
 
 SERVED = (
@@ -71,8 +72,21 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     elif dev is not None:
         found["dev"] = _dataset(dev, collate)
     if args.output_dir is not None:
-        found["callbacks"] = [SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing])]
+        found["callbacks"] = [
+            SaveBest(SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing]))
+        ]
     return found
+
+
+class SaveBest:
+    """The best model, written by its `save_pretrained`; a module without one is in hvdtrain's checkpoints only."""
+
+    def __init__(self, saver: SavePretrained) -> None:
+        self._saver = saver
+
+    def on_save(self, training: Training) -> None:
+        if hasattr(training.model, "save_pretrained"):
+            self._saver.on_save(training)
 
 
 def _dataset(items: Any, collate: Collate) -> dict[str, Any]:

@@ -27,8 +27,22 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
+class Own(torch.nn.Module):
+    """A module that is none of transformers': it has neither a config nor a save_pretrained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = torch.nn.Embedding(30, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.output(self.embedding(input_ids).mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def make(kind: str) -> Any:
     torch.manual_seed(3)
+    if kind == "own":
+        return Own()
     if kind == "gpt2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=32, **dropout)
@@ -56,7 +70,7 @@ def items_of(kind: str) -> list[dict[str, Any]]:
             one["labels"] = tokens
         elif kind == "t5":
             one["labels"] = generator.integers(3, 30, int(generator.integers(2, 6))).tolist()
-        elif kind == "bert":
+        elif kind in ("bert", "own"):
             one["labels"] = int(generator.integers(3))
         else:
             sound = generator.standard_normal(60 * size).tolist()
@@ -107,6 +121,7 @@ def metrics(prediction: Any) -> dict[str, float]:
         ("gpt2", {"label_smoothing_factor": 0.1}),
         ("t5", {"optim": "sgd", "max_grad_norm": 0.0}),
         ("bert", {}),
+        ("own", {}),
         ("wav2vec2 sum", {"gradient_accumulation_steps": 2, "learning_rate": 0.001}),
         ("wav2vec2 mean", {"learning_rate": 0.001}),
     ],
@@ -126,10 +141,12 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     its = trainer(model, kind, tmp_path, arguments, callbacks=[Rates()], compute_metrics=metrics)
     its.train()
     evaluated = its.evaluate()
-    given = {**keys(kind, arguments, compute_metrics=metrics), "callbacks": [OurRates()], "num_threads": 1}
+    saving = {**arguments, "output_dir": str(tmp_path / "saved")}
+    given = {**keys(kind, saving, compute_metrics=metrics), "callbacks": [OurRates()], "num_threads": 1}
     result = hvdtrain.train({**given, "model": str(tmp_path / "model")})
     found = state_of(result.model)
     assert difference(found, state_of(model), start) < 1e-6
+    assert (tmp_path / "saved/best").exists() == (kind != "own")
     steps = arguments.get("gradient_accumulation_steps", 1)
     assert [
         *ours[steps - 1 : 3 : steps],

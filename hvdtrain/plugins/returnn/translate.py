@@ -57,11 +57,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
     unused = [*without_effect(without), *ignored]
     notes: tuple[str, ...] = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
-    has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
-    if source.is_foreign and has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
-        notes += (
-            "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN a sum of means",
-        )
+    notes += tuple(_differences(source, values)) if source.is_foreign else ()
     return replace(
         translated,
         problems=(
@@ -74,6 +70,23 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
         warnings=(*source.warnings, *misspelt.values(), *remarks),
         notes=notes,
     )
+
+
+def _differences(source: Source, values: Mapping[str, Any]) -> Iterator[str]:
+    """What the config asks for that RETURNN's engine for PyTorch does otherwise, or does not do."""
+    has_normalized = any("use_normalized_loss" in text for text in source.texts.values())
+    if has_normalized and values.get("accum_grad_multiple_step") not in (None, 1):
+        yield "accum_grad_multiple_step: a normalized loss is the mean over all batches of an update, in RETURNN a sum of means"
+    for name in ("max_pad_size", "shuffle_batches"):
+        if values.get(name) and not uses_network(source.values):
+            yield f"{name}: RETURNN's engine for PyTorch does not read it"
+    train = values.get("train")
+    if isinstance(train, Mapping) and train.get("class") == "MetaDataset":
+        control, members = train.get("seq_order_control_dataset"), train.get("datasets")
+        member = members.get(control) if isinstance(members, Mapping) else None
+        by_itself = train.get("seq_ordering", values.get("batching"))
+        if isinstance(member, Mapping) and by_itself not in (None, "default", member.get("seq_ordering")):
+            yield f"train: ordered by {by_itself!r}, in RETURNN by the seq_ordering of {control!r} alone"
 
 
 def _our_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:

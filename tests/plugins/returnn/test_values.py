@@ -287,6 +287,20 @@ def test_epoch_is_that_of_the_model_in_the_task_eval(tmp_path: Path) -> None:
         settings(tmp_path, "epoch, load_epoch = 3, 2\n", task="eval")
 
 
+def test_what_returnns_engine_does_otherwise_is_in_the_log(tmp_path: Path) -> None:
+    """Keys that only its engines for TensorFlow and JAX read, and the order of a MetaDataset."""
+    member = {"class": "HDFDataset", "files": ["a.hdf"]}
+    for more, expected in {
+        "": "'random', in RETURNN by the seq_ordering of 'a' alone",
+        ", 'seq_ordering': 'random'": None,
+    }.items():
+        text = f"member = {member!r}\nmember = {{**member{more}}}\nbatching, max_pad_size = 'random', 60\n"
+        meta = "{'class': 'MetaDataset', 'datasets': {'a': member}, 'data_map': {'data': ('a', 'data')}, "
+        made = settings(tmp_path, text + f"train = {meta}'seq_order_control_dataset': 'a'}}\n")
+        assert "max_pad_size: RETURNN's engine for PyTorch does not read it" in made.notes
+        assert ("train: ordered by 'random', in RETURNN by the seq_ordering of 'a' alone" in made.notes) == is_said
+
+
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     made = settings(tmp_path, "dry_run = 'true'\ndel model\n")
     assert made.run.task == "dry_run"

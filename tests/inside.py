@@ -93,5 +93,5 @@ def nothing_changes() -> Iterator[None]:
 
 def belongs_to_a_config(module: object) -> bool:
     """Whether a module is one that a config imported from its own folder: another one's may have the same name."""
-    file = getattr(module, "__file__", None)
+    file = getattr(module, "__dict__", {}).get("__file__")  # asked for an attribute, a lazy module is imported
     return file is not None and not any(Path(file).is_relative_to(place) for place in (sys.prefix, sys.base_prefix, ROOT))

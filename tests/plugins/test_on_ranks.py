@@ -1,9 +1,13 @@
 """The configs that plug-ins bring, for models of other trainers: the same weights on any number of ranks, which are alike."""
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from inside import run_inside
 from trainings import Run, Trained, assert_alike, assert_same, trains
 
 from hvdtrain.init.__main__ import main
@@ -34,3 +38,33 @@ def test_several_ranks_are_one(trained: Trained, name: str, of: Run) -> None:
     alone, together = trained(trainings, of.alone), trained(trainings, of)
     assert_same(together.weights(name, 0), together.weights(name, of.size - 1))
     assert_alike(alone.weights(name), together.weights(name))
+
+
+KILLED = """
+import os
+
+class Killed:
+    def on_step_end(self, training):
+        if training.step == config.int("killed_after", 0):
+            os.kill(os.getpid(), 9)
+
+callbacks = [Killed()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_training_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    assert main([str(config), f"--{name}"]) == 0
+    config.write_text(config.read_text() + KILLED)
+    options = ["++num_epochs", "2", "++num_threads", "1", "++save_interval_steps", "4", "++model"]
+    killed = [sys.executable, "-m", "hvdtrain", str(config), *options, str(tmp_path / "killed"), "++killed_after", "10"]
+    assert subprocess.run(killed, cwd=tmp_path, capture_output=True).returncode == -9
+    assert (tmp_path / "killed.001.step-8.pt").exists()
+    found = []
+    for model in (tmp_path / "killed", tmp_path / "whole"):
+        finished = run_inside([config, *options, model])
+        assert finished.status == 0, finished.err
+        found.append(torch.load(f"{model}.002.pt", weights_only=True)["model"])
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[1])

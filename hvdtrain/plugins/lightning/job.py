@@ -22,6 +22,7 @@ from hvdtrain.config.source import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.lightning.trainer import Trainer
+from hvdtrain.runtime import log
 
 OURS = {
     "get_model": "lightning_module is the model",
@@ -808,7 +809,10 @@ def finished_epochs(contents: Mapping[str, Any]) -> int:
     if not (loop := contents.get("loops", {}).get("fit_loop")):
         return int(contents.get("finished_epoch", contents.get("epoch", 0)))
     is_trained = loop["epoch_loop.batch_progress"]["is_last_batch"]  # also if it was written in the evaluation
-    return int(loop["epoch_progress"]["current"]["ready" if is_trained else "completed"])
+    begun, finished = (int(loop["epoch_progress"]["current"][name]) for name in ("ready", "completed"))
+    if begun > finished and not is_trained:
+        log.warning(f"The .ckpt is from the middle of epoch {begun}, which is trained again from its first batch on.")
+    return begun if is_trained else finished
 
 
 def resolved(given: Any) -> Any:

@@ -19,7 +19,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
-from hvdtrain.training.agreement import agree_on_batches
+from hvdtrain.training.agreement import agree_on_batches, check_trained
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training, pruned_before
 from hvdtrain.training.control import Control, StopNow, stopped_by
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
@@ -127,6 +127,8 @@ class Engine:
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         trained_before = self._learner.trained_now() if self._comm.size > 1 else {}
+        if self._comm.size > 1:  # before the model of this epoch is saved
+            check_trained(self._comm, None if self._is_idle else trained_before)
         train_scores = name_scores("train", self._learner.epoch_scores.of(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), losses)
         self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
@@ -160,8 +162,9 @@ class Engine:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
-        trained = None if self._comm.size == 1 or self._is_idle else self._learner.trained_now()
-        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file, trained)
+        if self._comm.size > 1:  # on_epoch_begin may have changed it
+            check_trained(self._comm, None if self._is_idle else self._learner.trained_now())
+        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
         self._begin_steps(epoch, counts.most)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for steps in groups(counts.most, partial(self._steps_per_update, epoch)):

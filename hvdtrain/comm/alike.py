@@ -53,7 +53,7 @@ COMPARED: Mapping[Fact, Comparison] = {
         "when they are built", "extra_models: ", "every rank makes and loads it by itself: are the files the same on all hosts?"
     ),
     "trained": Comparison(
-        "before the steps of an epoch",
+        "before the steps of an epoch, and after them",
         "whether it is trained, ",
         "does a callback or train_step change requires_grad, or trainable of a layer, by what this rank alone has?",
     ),

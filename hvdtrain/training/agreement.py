@@ -149,6 +149,24 @@ class BatchCounts:
         return RanksInStep(self._by_rank, step, self.ranks_in(step))
 
 
+def check_trained(comm: Communicator, trained: Mapping[str, str] | None) -> None:
+    """Collective. Compare what the ranks train.
+
+    Args:
+        trained: by the name of a parameter, whether it is trained now, as text. None: this rank had no batch in the last step,
+            so that its train_step, which may change that, has not run.
+
+    Raises:
+        ConfigError: a parameter is trained on one rank, and not on another.
+    """
+    own = None if trained is None else zlib.crc32(repr(sorted(trained.items())).encode())
+    checksums = comm.gather(own, name="trained")
+    ran = [rank for rank, checksum in enumerate(checksums) if checksum is not None]
+    if any(checksums[rank] != checksums[ran[0]] for rank in ran):
+        of_first = comm.gather({} if trained is None or comm.rank != ran[0] else trained, name="trained.values")[ran[0]]
+        check_alike(comm, "trained", of_first if trained is None else trained)
+
+
 def agree_on_batches(
     comm: Communicator,
     feed: Feed,
@@ -156,34 +174,25 @@ def agree_on_batches(
     num_left: int,
     current: EpochProgress,
     file: Path | None,
-    trained: Mapping[str, str] | None = None,
 ) -> BatchCounts:
     """Collective. How many batches the ranks have left of an epoch; stores what identifies the plan in its progress.
 
     Args:
         num_left: the number of this rank.
-        trained: by the name of a parameter, whether it is trained now, as text. None: this rank had no batch in the last step,
-            so that its train_step, which may change that, has not run.
         file: the model's file from which training resumes.
 
     Raises:
         CheckpointError: the epoch began with another plan, or the position is beyond its end.
-        ConfigError: a parameter is trained on one rank, and not on another.
     """
-    checksum = None if trained is None else zlib.crc32(repr(sorted(trained.items())).encode())
-    answers = comm.gather((num_left, plan.fingerprint, plan.num_batches, checksum), name="plan")
-    ran = [rank for rank, answer in enumerate(answers) if answer[-1] is not None]
-    if any(answers[rank][-1] != answers[ran[0]][-1] for rank in ran):
-        of_first = comm.gather({} if trained is None or comm.rank != ran[0] else trained, name="trained")[ran[0]]
-        check_alike(comm, "trained", of_first if trained is None else trained)
-    fingerprints = [fingerprint for _, fingerprint, _, _ in answers]
+    answers = comm.gather((num_left, plan.fingerprint, plan.num_batches), name="plan")
+    fingerprints = [fingerprint for _, fingerprint, _ in answers]
     plan_inputs = feed.plan_inputs(current.epoch)
     error: HvdtrainError | None = None
     if feed.distribution == "shard":
         fingerprints = fingerprints[:1]  # `plan_together` has compared them
     if current.fingerprints and not _is_same_plan(current, feed, fingerprints):
         error = _changed_plan_error(current, feed, plan_inputs, file)
-    elif current.position > (most := max(num_batches for _, _, num_batches, _ in answers)):
+    elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
         error = CheckpointError(
             f"{file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
             f"{current.position} (remove this file to repeat the epoch from its beginning)"
@@ -191,7 +200,7 @@ def agree_on_batches(
     if error is not None:
         raise error.on_all_ranks()
     current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
-    return BatchCounts(count for count, _, _, _ in answers)
+    return BatchCounts(count for count, _, _ in answers)
 
 
 def _is_same_plan(current: EpochProgress, feed: Feed, fingerprints: Sequence[int]) -> bool:

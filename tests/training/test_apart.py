@@ -54,6 +54,8 @@ class Net(nn.Sequential):
 def train_step(*, model, extern_data, **_):
     if what == "turns":
         model[0].bias.requires_grad_(hvdtrain.get_run_ctx().step % 2 == 0)
+    if what == "freezing" and own and hvdtrain.get_run_ctx().step == 1:
+        model[0].bias.requires_grad_(False)
     scores = model(extern_data["data"].raw_tensor).flatten(0, 1)
     loss = nn.functional.cross_entropy(scores, extern_data["classes"].raw_tensor.flatten().long(), reduction="none")
     hvdtrain.get_run_ctx().mark_as_loss(loss[:0] if what == "empty" else loss, "ce")
@@ -105,6 +107,7 @@ def trained(folder: Path, what: str, **keys: object) -> None:
         ("walk", r"module itself: .* walk=\[0, 1, 2, 3\]\) on rank 0 and .* walk=\[3, 2, 1, 0\]\) on rank 1"),
         ("rate", "the learning rate: expected the same on all ranks, got 0.01 on rank 0 and 0.005 on rank 1"),
         ("frozen", "whether it is trained, 0.weight: expected the same on all ranks, got True on rank 0 and False on rank 1"),
+        ("freezing", "whether it is trained, 0.bias: expected the same on all ranks, got True on rank 0 and False on rank 1"),
         ("callback", r"0.weight: expected the same on all ranks, got the checksum \w+ on rank 0"),
     ],
 )

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -101,6 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = run_command(arguments)
         sys.stdout.flush()
+        if arguments is None:
+            _name_threads_later()
         return status
     except BrokenPipeError:  # as in `--help | head`: nothing reads standard output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
@@ -111,6 +114,27 @@ def main(arguments: list[str] | None = None) -> int:
         if launch.launch().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return BY_CTRL_C
+
+
+SECONDS_FOR_THREADS = 3.0
+"""After its end, how long Python waits for the threads of the config before they are named."""
+
+
+def _name_threads_later() -> None:
+    """Name the threads of the config for which Python waits when the program has ended, which may be for ever."""
+
+    def name() -> None:
+        time.sleep(SECONDS_FOR_THREADS)
+        waited = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+        if waited:
+            print(
+                f"hvdtrain: done, and waits for threads that the config's code has started: {', '.join(waited)} "
+                "(threading.Thread(..., daemon=True) ends with the program)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    threading.Thread(target=name, name="name threads", daemon=True).start()
 
 
 def _open_streams() -> None:

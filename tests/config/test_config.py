@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
-from launching import ROOT, faults, refused
+from launching import ROOT, faults, launch, refused
 from learners import CONFIG
 
 import hvdtrain
@@ -770,6 +770,14 @@ def test_a_config_may_put_its_own_objects_in_place_of_the_streams(tmp_path: Path
         monkeypatch.setattr(sys, name, getattr(sys, name))
     assert main([str(tmp_path / "config.py")]) == 2
     assert "config.py, line 6: ZeroDivisionError" in "".join(written)
+
+
+def test_a_thread_for_which_the_program_waits_is_named(tmp_path: Path) -> None:
+    thread = "threading.Thread(target=time.sleep, args=(5,), name='monitor').start()\n"
+    (tmp_path / "config.py").write_text(f"import threading, time\n{thread}{MINIMAL}")
+    finished = launch(["-m", "hvdtrain", tmp_path / "config.py", "--print-config"])
+    assert finished.status == 0
+    assert "waits for threads that the config's code has started: monitor" in finished.err
 
 
 def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 SYNONYMS = {
-    **dict.fromkeys(("epochs", "max_epochs", "max_epoch", "num_train_epochs", "number_of_epochs", "n_epochs"), "num_epochs"),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "max_epoch", "num_train_epochs", "number_of_epochs", "n_epochs", "nb_epochs", "num_epoch"),
+        "num_epochs",
+    ),
+    **dict.fromkeys(("max_steps", "max_updates"), "num_epochs (partition_epoch makes short ones)"),
+    **dict.fromkeys(("limit_train_batches", "max_train_samples"), "partition_epoch, or overfit_batches"),
+    "fast_dev_run": "the option --dry-run",
+    "accelerator": "device",
+    "strategy": "ngpu, or use_horovod",
+    "wandb": "trackers = 'wandb'",
+    "mlflow": "trackers = 'mlflow'",
     **dict.fromkeys(("seed", "manual_seed", "seed_everything"), "random_seed"),
     **dict.fromkeys(("lr", "base_lr"), "learning_rate"),
     **dict.fromkeys(("optim", "optimizer_name"), "optimizer"),
-    "weight_decay": "optimizer = {'class': ..., 'weight_decay': ...}",
+    **{name: f"optimizer = {{'class': ..., '{name}': ...}}" for name in ("weight_decay", "momentum", "betas")},
     **dict.fromkeys(
         ("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps", "num_warmup_steps", "warmup_ratio"),
         "learning_rate_schedule",

@@ -73,6 +73,7 @@ def _advice(error: Exception, batch: Batch) -> str | None:
 def kind_of_tree(tree: Any) -> str:
     """What a `collate` function returned, for messages.
 
+    >>> import numpy
     >>> kind_of_tree({"x": numpy.zeros((2, 3)), "n": 5})
     "dict of 'x' (2, 3), 'n' int"
     """

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,12 +267,14 @@ class ArrowFile(RowFile):
             self.schema = reader.schema
             if not is_file and mapped.read_at(8, mapped.size() - 8) != END_OF_STREAM:
                 raise DataError(f"{path}: expected the end mark of an Arrow stream, got the end of the file (was it cut off?)")
-            for place, end, message in _messages(mapped, 8 if is_file else 0):
-                if message.type == "record batch":
-                    self._places.append(place)
-                    sizes.append(_num_rows(message.metadata.to_pybytes()))
-                else:
-                    self._before.append((place, end))
+            # Polars' files have something else than messages before the first batch: their footer says where batches are.
+            with suppress(OSError, pyarrow.ArrowInvalid) if is_file else nullcontext():
+                for place, end, message in _messages(mapped, 8 if is_file else 0):
+                    if message.type == "record batch":
+                        self._places.append(place)
+                        sizes.append(_num_rows(message.metadata.to_pybytes()))
+                    else:
+                        self._before.append((place, end))
             self._by_footer = is_file and (len(self._before) > 1 or len(sizes) != reader.num_record_batches)
             if is_file and len(sizes) != reader.num_record_batches:  # they do not follow one another
                 sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
@@ -383,7 +385,8 @@ def _plain(values: Any) -> Any:
         return pyarrow.FixedSizeListArray.from_arrays(frames, shape[0])
     if isinstance(values, pyarrow.ExtensionArray):
         values = values.storage
-    values = values.dictionary_decode() if isinstance(values, pyarrow.DictionaryArray) else values
+    if isinstance(values, pyarrow.DictionaryArray):  # Polars' have views, which pyarrow cannot take from
+        values = pyarrow.DictionaryArray.from_arrays(values.indices, _plain(values.dictionary)).dictionary_decode()
     plain = {pyarrow.string_view(): pyarrow.large_string(), pyarrow.binary_view(): pyarrow.large_binary()}.get(values.type)
     return values if plain is None else values.cast(plain)
 

@@ -263,6 +263,21 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, suffix: str) -> None:
         opened([str(good), str(bad)], columns={"data": "lists"})
 
 
+def test_batches_of_a_file_are_where_its_footer_says(tmp_path: Path) -> None:
+    """Polars' files begin with something else than a message, and its categories are views."""
+    categories = pyarrow.DictionaryArray.from_arrays([0, 1, 0, 1, 1, 0, 0], pyarrow.array(["b", "a"], pyarrow.string_view()))
+    path = Path(write(tmp_path / "rows.arrow", table().append_column("category", categories)))
+    content = bytearray(path.read_bytes())
+    content[8:16] = bytes.fromhex("04000000f2ffffff")
+    path.write_bytes(content)
+    (tmp_path / "letters").write_text("b\na\n")
+    columns = {"data": "lists", "category": "category"}
+    dataset = opened(str(path), columns=columns, vocabulary={"category": str(tmp_path / "letters")})
+    read = [dataset.sequence(number) for number in range(7)]
+    assert [numpy.array_equal(arrays["data"], frames(number)) for number, arrays in enumerate(read)] == [True] * 7
+    assert [arrays["category"].tolist() for arrays in read] == [[0], [1], [0], [1], [1], [0], [0]]
+
+
 def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "bad.parquet", table(), size=4))
     content = bytearray(path.read_bytes())

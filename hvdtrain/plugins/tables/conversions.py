@@ -79,7 +79,7 @@ def sound(rate: int | None) -> Convert:
                 raise DataError(f"{where}: expected a whole sound file, got {problem}")
             with soundfile.SoundFile(io.BytesIO(encoded)) as file:
                 found, says_frames = file.samplerate, file.frames
-                samples = file.read(dtype="float32", always_2d=True)
+                samples = file.read(-1 if file.seekable() else says_frames, dtype="float32", always_2d=True)  # GSM cannot seek
             if len(samples) < says_frames and not is_length_guessed(io.BytesIO(encoded)):
                 raise DataError(
                     f"{where}: expected {says_frames} samples, as the file says, got {len(samples)} (was it cut off?)"

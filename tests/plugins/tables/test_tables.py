@@ -263,6 +263,14 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, suffix: str) -> None:
         opened([str(good), str(bad)], columns={"data": "lists"})
 
 
+def test_sound_that_cannot_seek_is_read(tmp_path: Path) -> None:
+    encoded = io.BytesIO()
+    soundfile.write(encoded, numpy.sin(numpy.arange(640) / 9) / 2, 8000, format="WAV", subtype="GSM610")
+    dataset = opened(write(tmp_path / "a.parquet", pyarrow.table({"x": [encoded.getvalue()]})))
+    expected = soundfile.read(io.BytesIO(encoded.getvalue()), dtype="float32", always_2d=True)[0]
+    assert numpy.array_equal(dataset.sequence(0)["x"], expected)
+
+
 def test_batches_of_a_file_are_where_its_footer_says(tmp_path: Path) -> None:
     """Polars' files begin with something else than a message, and its categories are views."""
     categories = pyarrow.DictionaryArray.from_arrays([0, 1, 0, 1, 1, 0, 0], pyarrow.array(["b", "a"], pyarrow.string_view()))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from inspect import getattr_static
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -71,7 +72,7 @@ def nothing_changes() -> Iterator[None]:
         os.environ.update(environment)
         os.chdir(folder)
         sys.path[:] = path
-        for name in [name for name, module in sys.modules.items() if name not in modules and belongs_to_a_config(module)]:
+        for name in [name for name, module in [*sys.modules.items()] if name not in modules and belongs_to_a_config(module)]:
             del sys.modules[name]
         torch.set_rng_state(generators[0])
         numpy.random.set_state(generators[1])
@@ -93,5 +94,5 @@ def nothing_changes() -> Iterator[None]:
 
 def belongs_to_a_config(module: object) -> bool:
     """Whether a module is one that a config imported from its own folder: another one's may have the same name."""
-    file = getattr(module, "__dict__", {}).get("__file__")  # asked for an attribute, a lazy module is imported
+    file = getattr_static(module, "__file__", None)  # asked in the usual way, a lazy module is imported
     return file is not None and not any(Path(file).is_relative_to(place) for place in (sys.prefix, sys.base_prefix, ROOT))

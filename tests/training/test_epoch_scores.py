@@ -95,6 +95,30 @@ def test_they_are_scores_like_others(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(0 <= line["scores"]["dev_loss_f1"] <= 1 for line in within)
 
 
+def test_metrics_that_share_states_and_those_within_others(tmp_path: Path) -> None:
+    """Of a MetricCollection's metrics with equal states, one is updated, and the others get its tensors."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    classes = torchmetrics.classification
+
+    def collection() -> Any:
+        return torchmetrics.MetricCollection({"f1": classes.MulticlassF1Score(3), "recall": classes.MulticlassRecall(3)})
+
+    def scores(metric: Any, **given: Any) -> dict[str, float]:
+        keys = keys_of(tmp_path / "-".join(given), metric, epoch_scores=given, num_epochs=1)
+        del keys["early_stopping_measure"], keys["higher_is_better"]
+        return {name.split("_")[-1]: score for name, score in hvdtrain.train(keys).scores.items() if name.startswith("dev")}
+
+    both, one, whole = collection(), collection(), collection()
+    alone = scores(single := classes.MulticlassF1Score(3), f1=single)["f1"]
+    recall = scores(single := classes.MulticlassRecall(3), recall=single)["recall"]
+    assert scores(both, **dict(both.items())).items() >= {"f1": alone, "recall": recall}.items()
+    assert scores(one, only=one["recall"])["only"] == recall
+    assert scores(whole, all=whole).items() >= {"f1": alone, "recall": recall}.items()
+    for metric in (torchmetrics.MinMaxMetric(single), single + single):
+        with refused("epoch_scores.inner: wrong-result"):
+            scores(metric, inner=metric)
+
+
 def test_a_resumed_epoch_has_the_sums_of_all_its_batches(tmp_path: Path) -> None:
     class Stops:
         def on_step_end(self, training: Any) -> None:

@@ -22,29 +22,36 @@ class SummedMetric:
 
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
         others = [state for state, reduce in metric._reductions.items() if getattr(reduce, "__name__", "") != "dim_zero_sum"]
-        if others:
+        within = [type(part).__name__ for part in metric.modules() if part is not metric and is_metric(part)]
+        if others or within:  # a metric within a wrapper has sums of its own
             raise ConfigError.of(
                 "wrong-result",
                 f"epoch_scores.{name}: expected a metric whose states are sums over batches, got {type(metric).__name__} with "
-                f"the state {others[0]!r} (mark statistics and give a function, or collect outputs with forward_callback)",
+                f"{f'the state {others[0]!r}' if others else f'{within[0]} within'} (mark statistics and give a function, or "
+                "collect outputs with forward_callback)",
             )
         self._metric = metric.to(device)
         self._states = {f"{name}.{state}": state for state in metric._defaults}
         self.statistics = list(self._states)
-        self.take()
+        self.reset()
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The states since the last call, as rows; empty, if it was not updated since then."""
+    def states(self) -> dict[str, torch.Tensor]:
+        """The states since `reset`, as rows; empty, if it was not updated since then."""
         if not self._metric.update_called:
             return {}
-        found = {
+        return {
             name: (getattr(self._metric, state) - self._metric._defaults[state].to(getattr(self._metric, state).device)).reshape(
                 1, -1
             )
             for name, state in self._states.items()
         }
+
+    def reset(self) -> None:
+        """Begin anew. Call it when the states of all metrics are read: those of a MetricCollection may share their tensors, also
+        with one that is not in the key."""
+        for state in self._states.values():
+            getattr(self._metric, state).copy_(self._metric._defaults[state])
         self._metric.reset()
-        return found
 
     def __call__(self, **sums: Any) -> Any:
         metric = deepcopy(self._metric).cpu()
@@ -63,5 +70,9 @@ def is_metric(value: Any) -> bool:
 
 
 def open_scores(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The values of the key, with metrics as functions. Raises: ConfigError."""
-    return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in given.items()}
+    """The values of the key, with metrics as functions; those of a MetricCollection one by one. Raises: ConfigError."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        is_collection = is_metric(value) and isinstance(value, torch.nn.ModuleDict)
+        found |= {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
+    return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in found.items()}

@@ -10,20 +10,19 @@ from pathlib import Path
 
 from hvdtrain.report.ends import State, Status
 from hvdtrain.report.runs import read_runs
-from hvdtrain.runtime import log
 
 PLOT_PACKAGE = "plotly"
 """The package that draws the figures."""
 
 
 def write_page(folder: Path, status: Status) -> Path | None:
-    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which is logged.
+    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which was
+    logged at the start.
 
     Args:
         status: how the training ends, which is not recorded yet.
     """
     if find_spec(PLOT_PACKAGE) is None:
-        log.warning(f"trackers: no report page was written, since {PLOT_PACKAGE} is not installed (pip install plotly)")
         return None
     from hvdtrain.plugins.report import page  # here, since it needs plotly
 

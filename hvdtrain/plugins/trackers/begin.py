@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.config.source import as_function
@@ -20,11 +21,12 @@ from hvdtrain.plugins.trackers.receivers import (
     TrackEpoch,
     write_artifacts,
 )
-from hvdtrain.plugins.trackers.services import RunDescription, config_values, git_state
+from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription, config_values, git_state
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.runs import Start
 from hvdtrain.report.steps import Reporters
+from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.records import models_of
 from hvdtrain.settings import Settings
@@ -59,6 +61,8 @@ def _open_services(settings: Settings, keys: TrackerKeys, session: Session, star
     if not services and metrics_file is None:
         yield []
         return
+    if services and "report" in ARTIFACTS and find_spec("plotly") is None:
+        log.warning("trackers: no report page will be kept with the run, since plotly is not installed (pip install plotly)")
     folder, progress = settings.records.absolute(), session.progress
     name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
     ids = RunIds(folder)

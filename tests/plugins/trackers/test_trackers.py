@@ -279,3 +279,15 @@ def test_a_missing_package_is_reported_before_the_data_are_opened(
     installed_by = {"mlflow": "mlflow-skinny"}.get(package, package)
     expected = f"{next(iter(keys))}: expected the package {package}, got none (pip install {installed_by})"
     assert finished.err.splitlines() == ["1 problem in the config:", f"  {expected}"]
+
+
+def test_that_no_report_page_can_be_drawn_is_said_at_the_start(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code = "class Own:\n    def log_epoch(self, epoch, step, numbers): pass\ntrackers = Own"
+    finished = run(corpus, config_with(tmp_path, code), num_epochs=1)
+    assert finished.status == 0, finished.err
+    _, _, after = finished.out.partition("(pip install plotly)")
+    assert "epoch 1/1" in after
+    assert "pip install plotly" not in after

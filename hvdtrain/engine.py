@@ -126,9 +126,7 @@ class Engine:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
-        trained_before = self._learner.trained_now() if self._comm.size > 1 else {}
-        if self._comm.size > 1:  # before the model of this epoch is saved
-            check_trained(self._comm, None if self._is_idle else trained_before)
+        trained_before = self._check_trained()  # before the model of this epoch is saved
         train_scores = name_scores("train", self._learner.epoch_scores.of(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), losses)
         self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
@@ -162,8 +160,7 @@ class Engine:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
         share = self._train.share(epoch.plan, current.position)
-        if self._comm.size > 1:  # on_epoch_begin may have changed it
-            check_trained(self._comm, None if self._is_idle else self._learner.trained_now())
+        self._check_trained()  # on_epoch_begin may have changed it
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
         self._begin_steps(epoch, counts.most)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -174,10 +171,8 @@ class Engine:
                     break
                 planned = counts.in_step(steps[0])  # a rank with any batch has one in the first step
                 self._session.reducer.gradients.begin_update(planned)
-                begun, has_batch = (
-                    epoch.continuous,
-                    False,
-                )  # the position at its first step: the rate does not depend on the later ones
+                begun = epoch.continuous  # the position at its first step: the rate does not depend on the later ones
+                has_batch = False
                 for step in steps:
                     batch = self._next(batches, current)
                     has_batch = has_batch or batch is not None
@@ -199,6 +194,14 @@ class Engine:
         self._step_log.finish()
         self._clock.count(current)
         current.trained = True
+
+    def _check_trained(self) -> Mapping[str, str]:
+        """Collective. Compare what the ranks train; returns it. Raises: ConfigError."""
+        if self._comm.size == 1:
+            return {}
+        trained = self._learner.trained_now()
+        check_trained(self._comm, None if self._is_idle else trained)
+        return trained
 
     def _begin_steps(self, epoch: TrainingEpoch, steps: int) -> None:
         """Begin the training of an epoch, or resume it with its last `steps` steps."""

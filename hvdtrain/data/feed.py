@@ -34,6 +34,9 @@ SEED_STEP = 16127
 """The distance between the seeds of two neighbouring ranks under 'random_seed_offset'; RETURNN's number."""
 
 
+FEW = 8
+
+
 class ReadAhead(Generic[T]):
     """A context manager that reads ahead from an iterator in a background thread.
 
@@ -48,7 +51,7 @@ class ReadAhead(Generic[T]):
     """
 
     def __init__(
-        self, values: Iterable[T], depth: Callable[[T], int] = lambda _: 8, begin: Callable[[T], T] | None = None
+        self, values: Iterable[T], depth: Callable[[T], int] = lambda _: FEW, begin: Callable[[T], T] | None = None
     ) -> None:
         self._values = values
         self._begin = begin
@@ -120,7 +123,7 @@ class ReadAhead(Generic[T]):
         return entry
 
 
-FEW, MANY = 8, 64
+MANY = 64
 SMALL = 4 << 20
 """How many batches to read ahead: `MANY` if so many have less than `SMALL` bytes together, at least `FEW`. Small steps take a
 fifth longer if the thread that reads is woken for every four batches instead of 32."""

@@ -230,10 +230,9 @@ class StateBase(ABC):
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
         """
         foreign = None if read is None else read(model_file)
-        if foreign is not None and "model" not in foreign:
-            raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {', '.join(foreign)}")
-        if foreign is not None and "model" not in foreign:
-            raise CheckpointError("checkpoint_reader: expected a dict with 'model', or None, got another value")
+        if foreign is not None and not (isinstance(foreign, Mapping) and "model" in foreign):
+            got = ", ".join(map(str, [*foreign][:5])) if isinstance(foreign, Mapping) else type(foreign).__name__
+            raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {got}")
         stored = self._format.read_model(model_file) if foreign is None else dict(foreign)
         tensors = stored.pop("model")
         try:

@@ -250,13 +250,13 @@ class GradientStream:
             return False
         return self._buckets[-1][0].dtype == torch.float32 and self._owners[-1] is None
 
-    def begin(self, counts: Counts | None) -> None:
+    def begin(self, counts: Any) -> None:
         """Start to send gradients, with the next backward.
 
         Args:
-            counts: float64 numbers to reduce as well.
+            counts: a float64 tensor to reduce as well; None: nothing else.
         """
-        self._counts = None if counts is None else torch.as_tensor(counts)
+        self._counts = counts
         self._missing = list(map(dict, self._nodes))
         self._arrived = []
         self._graph = None

@@ -117,7 +117,7 @@ class ConfigFunctions:
         if self.model.training != train:
             self.model.train(train)
         for metric in self.metrics:
-            metric.reset()  # what a batch left that did not fit into memory
+            metric.reset()
         run_context = Running(
             RunContext(epoch, step, train, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
         )
@@ -128,8 +128,6 @@ class ConfigFunctions:
             context.losses.update(means_of_items(context.losses, len(batch.indices)))
         for metric in self.metrics:
             context.statistics.update(metric.states())
-        for metric in self.metrics:
-            metric.reset()
         return with_statistics(context, AS_FLOAT64)
 
     def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:

@@ -33,7 +33,6 @@ class SummedMetric:
         self._metric = metric.to(device)
         self._states = {f"{name}.{state}": state for state in metric._defaults}
         self.statistics = list(self._states)
-        self.reset()
 
     def states(self) -> dict[str, torch.Tensor]:
         """The states since `reset`, as rows; empty, if it was not updated since then."""
@@ -47,8 +46,7 @@ class SummedMetric:
         }
 
     def reset(self) -> None:
-        """Begin anew. Call it when the states of all metrics are read: those of a MetricCollection may share their tensors, also
-        with one that is not in the key."""
+        """Begin a batch. (The metrics of a MetricCollection may share their tensors, also with one that is not in the key.)"""
         for state in self._states.values():
             getattr(self._metric, state).copy_(self._metric._defaults[state])
         self._metric.reset()

@@ -16,8 +16,7 @@ PLOT_PACKAGE = "plotly"
 
 
 def write_page(folder: Path, status: Status) -> Path | None:
-    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which was
-    logged at the start.
+    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which was logged at the start.
 
     Args:
         status: how the training ends, which is not recorded yet.

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,8 @@ class ArrowFile(RowFile):
 
         super().__init__(path)
         self._places: list[int] = []
-        self._before: list[tuple[int, int]] = []  # the schema and the dictionaries: the first byte and the one after the last
+        self._before: list[tuple[int, int]] = []  # a stream's schema and dictionaries: the first byte, the one after the last
+        self._has_dictionaries = False  # a file
         sizes: list[int] = []
         with pyarrow.memory_map(path) as mapped:
             is_file = mapped.size() >= 8 and mapped.read_at(6, 0) == b"ARROW1"
@@ -267,40 +268,42 @@ class ArrowFile(RowFile):
             self.schema = reader.schema
             if not is_file and mapped.read_at(8, mapped.size() - 8) != END_OF_STREAM:
                 raise DataError(f"{path}: expected the end mark of an Arrow stream, got the end of the file (was it cut off?)")
-            # Polars' files have something else than messages before the first batch: their footer says where batches are.
-            with suppress(OSError, pyarrow.ArrowInvalid) if is_file else nullcontext():
-                for place, end, message in _messages(mapped, 8 if is_file else 0):
+            if is_file:
+                # Not message by message: polars begins its files with something else, and they need not follow one another.
+                self._has_dictionaries, self._places = _blocks(mapped, reader.num_record_batches)
+                for place in self._places:
+                    mapped.seek(place)
+                    sizes.append(_num_rows(pyarrow.ipc.read_message(mapped)))
+            else:
+                for place, end, message in _messages(mapped):
                     if message.type == "record batch":
                         self._places.append(place)
-                        sizes.append(_num_rows(message.metadata.to_pybytes()))
+                        sizes.append(_num_rows(message))
                     else:
                         self._before.append((place, end))
-            self._by_footer = is_file and (len(self._before) > 1 or len(sizes) != reader.num_record_batches)
-            if is_file and len(sizes) != reader.num_record_batches:  # they do not follow one another
-                sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
         self.bounds = numpy.cumsum([0, *sizes])
 
     def _read(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow
 
         with pyarrow.memory_map(self.path) as mapped:
-            if self._by_footer:
+            if self._has_dictionaries:
                 return pyarrow.ipc.open_file(mapped).get_batch(number)
             place = self._places[number]
             mapped.seek(place)
             message = pyarrow.ipc.read_message(mapped)
-            if len(self._before) == 1:
+            if len(self._before) <= 1:
                 return pyarrow.ipc.read_record_batch(message, self.schema)
             # pyarrow reads dictionaries with all of a stream: with one of them, those before the batch, and the batch
             parts = [mapped.read_at(end - start, start) for start, end in self._before if start < place]
             return next(iter(pyarrow.ipc.open_stream(b"".join([*parts, message.serialize().to_pybytes()]))))
 
 
-def _messages(mapped: Any, start: int) -> Iterator[tuple[int, int, Any]]:
-    """The messages of an Arrow file, each with its first byte and the one after its last, without decompressing them."""
+def _messages(mapped: Any) -> Iterator[tuple[int, int, Any]]:
+    """The messages of an Arrow stream, each with its first byte and the one after its last, without decompressing them."""
     import pyarrow
 
-    mapped.seek(start)
+    mapped.seek(0)
     while True:
         place = mapped.tell()
         try:
@@ -310,20 +313,40 @@ def _messages(mapped: Any, start: int) -> Iterator[tuple[int, int, Any]]:
         yield place, mapped.tell(), message
 
 
-def _num_rows(metadata: bytes) -> int:
-    """The number of rows of a record batch: `Message.header.length` in the flat buffer of its metadata."""
+class FlatBuffer:
+    """Arrow's metadata, of which pyarrow does not give every field."""
 
-    def number(place: int, size: int, signed: bool = False) -> int:
-        return int.from_bytes(metadata[place : place + size], "little", signed=signed)
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.root = self.number(0, 4)
 
-    def field(table: int, index: int) -> int:
-        fields = table - number(table, 4, signed=True)
-        offset = number(fields + 4 + 2 * index, 2) if 4 + 2 * index < number(fields, 2) else 0
+    def number(self, place: int, size: int, signed: bool = False) -> int:
+        return int.from_bytes(self._content[place : place + size], "little", signed=signed)
+
+    def field(self, table: int, index: int) -> int:
+        """The place of a table's field; 0: it has the default value."""
+        fields = table - self.number(table, 4, signed=True)
+        offset = self.number(fields + 4 + 2 * index, 2) if 4 + 2 * index < self.number(fields, 2) else 0
         return table + offset if offset else 0
 
-    header = field(number(0, 4), 2)
-    length = field(header + number(header, 4), 0)
-    return number(length, 8) if length else 0
+
+def _num_rows(message: Any) -> int:
+    """The number of rows of a record batch: `Message.header.length`."""
+    flat = FlatBuffer(message.metadata.to_pybytes())
+    header = flat.field(flat.root, 2)
+    length = flat.field(header + flat.number(header, 4), 0)
+    return flat.number(length, 8) if length else 0
+
+
+def _blocks(mapped: Any, num_batches: int) -> tuple[bool, list[int]]:
+    """Whether an Arrow file has dictionaries, and the first byte of every record batch: both as its footer says."""
+    end = mapped.size() - 10  # behind the footer are its size and a mark
+    size = int.from_bytes(mapped.read_at(4, end), "little")
+    flat = FlatBuffer(mapped.read_at(size, end - size))
+    dictionaries, batches = (flat.field(flat.root, index) for index in (2, 3))
+    first = batches + flat.number(batches, 4) + 4
+    has_dictionaries = bool(dictionaries and flat.number(dictionaries + flat.number(dictionaries, 4), 4))
+    return has_dictionaries, [flat.number(first + 24 * number, 8) for number in range(num_batches)]
 
 
 def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dataset]) -> TableShards:
@@ -339,7 +362,7 @@ def _open_file(path: str, is_arrow: bool) -> RowFile:
         raise DataError(f"{path}: expected the package pyarrow to read it, got none (pip install pyarrow)") from None
     try:
         return ArrowFile(path) if is_arrow else ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, EOFError, pyarrow.ArrowException) as error:
         got = why_not_opened(error) if isinstance(error, OSError) else ""
         raise DataError(f"{path}: expected {what}, got: {got or str(error) or type(error).__name__}") from None
 

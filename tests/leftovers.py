@@ -24,6 +24,9 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 PATIENCE = 5.0
 """Seconds in which processes and threads that are ending have to end."""
 
+PATIENCE_WITH_ENDING = 60.0
+"""The same for processes that run no code any more: on a busy machine, it takes long to free much memory."""
+
 FREE = {
     "PYTEST_CURRENT_TEST",
     "PATH",
@@ -122,8 +125,11 @@ class TestProcess:
     def _tidy(self, before: State) -> list[str]:
         """End, remove and set back what there was not before; what that was."""
         after = self.state()
-        deadline = time.monotonic() + PATIENCE
-        while (after.processes - before.processes or after.threads - before.threads) and time.monotonic() < deadline:
+        began = time.monotonic()
+        while new := after.processes - before.processes | after.threads - before.threads:
+            only_ending = all(isinstance(one, int) and not command_of(one) for one in new)
+            if time.monotonic() - began > (PATIENCE_WITH_ENDING if only_ending else PATIENCE):
+                break
             gc.collect()  # what executors and generators in cycles hold
             time.sleep(0.02)
             after = self.state()

@@ -63,6 +63,8 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
+        if keys.load is None:
+            _refuse_to_replace(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
     records = records_of(folder.prefix)
     if newest is None and records != folder.folder:
@@ -102,6 +104,17 @@ def position_of_model(
         return NEW  # loading it will say what is wrong, and what else there is
     epoch = progress.epoch if progress.current is None else progress.current.epoch
     return 0 if start.is_import else (epoch_of_file(keys, folder) or epoch or 1), max(0, progress.step - 1)
+
+
+def _refuse_to_replace(folder: CheckpointFolder) -> None:
+    """Raises: CheckpointError, if a trained model has lost its optimizer: training would begin anew, and replace the model."""
+    if epochs := folder.finished_epochs():
+        last = folder.at(epochs[-1])
+        raise CheckpointError(
+            f"model: expected {last.optimizer_file}, with which training continues after epoch {last.epoch}, got no such file "
+            f"(++start_epoch {last.epoch + 1} ++load {last.model_file} continues with a new optimizer; ++start_epoch 1 begins "
+            "anew and replaces the model)"
+        )
 
 
 def _refuse_other_frameworks(folder: CheckpointFolder) -> None:

@@ -67,6 +67,20 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
     assert start_of_training(StartKeys(), folder).checkpoint == folder.at(1)
 
 
+def test_a_model_without_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "model")
+    (tmp_path / "model.001.step-3.pt").touch()  # an evaluation within the first epoch writes it, before there is an optimizer
+    assert start_of_training(StartKeys(), folder) == Start()
+    for name in ("001.pt", "002.pt"):
+        (tmp_path / f"model.{name}").touch()
+    model = tmp_path / "model.002.pt"
+    expected = rf"model: expected .*model.002.opt.pt, .* \(\+\+start_epoch 3 \+\+load {model} continues with a new optimizer; "
+    with pytest.raises(CheckpointError, match=expected):
+        start_of_training(StartKeys(), folder)
+    assert start_of_training(StartKeys(start_epoch=3, load=str(model)), folder) == Start(model_file=model, epoch=2)
+    assert start_of_training(StartKeys(start_epoch=1), folder) == Start()
+
+
 def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "two")
     assert start_of_training(StartKeys(), folder).remark is None

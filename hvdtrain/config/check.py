@@ -4,6 +4,7 @@ any."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -101,7 +102,7 @@ def unknown_keys(
             warnings.append(f"{name} in {origin}: not a key, but the config reads it itself (did you mean {match}?)")
         elif match:
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
-        elif name in source.unused and origin in OVERRIDING:
+        elif origin in OVERRIDING and (name in source.unused or _is_only_prose(source, name)):
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
             hint = f"did you mean {SYNONYMS[name]}?" if name in SYNONYMS else hint
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
@@ -109,6 +110,12 @@ def unknown_keys(
             hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
     return problems, tuple(warnings)
+
+
+def _is_only_prose(source: Source, name: str) -> bool:
+    """Whether an override has another trainer's name of a key, which a config's comments may mention, but no code."""
+    is_quoted = any(re.search(rf"[\"']{re.escape(name)}[\"']", text) for text in source.texts.values())
+    return name in SYNONYMS and not is_quoted and not source.is_read(name)
 
 
 def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:

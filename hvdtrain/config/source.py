@@ -204,7 +204,7 @@ class Source:
     values: dict[str, Any]
     origins: dict[str, str]
     unused: tuple[str, ...]
-    """Overrides whose name does not occur in the code of the config."""
+    """Overrides whose name does not occur in the text of the config."""
     problems: tuple[Problem, ...] = ()
     """Problems with overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -290,7 +290,6 @@ def load(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
-    words: set[str] = set()
     modules: list[dict[str, Any]] = []
     constants: list[set[str]] = []  # of each of them
     for path in configs:
@@ -301,11 +300,9 @@ def load(
         text = texts[str(path)] = _read(path)
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
-            words.update(re.findall(r"\w+", text))
         else:
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
-            words.update(_words(tree))
             _override(names, tree, top, known, types)
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
@@ -315,7 +312,7 @@ def load(
             constants.append(_constants(tree))
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
-    mentioned = {*values, *words}
+    mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
     nested: dict[str, Any] = {}
     for name, value in overrides.items():
         forgotten = _given({name: top.get(name)}, spellings)
@@ -565,21 +562,6 @@ def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | 
     for node in imports:
         if any(alias.name in ("*", name) and not alias.asname for alias in node.names):
             yield importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
-
-
-def _words(tree: ast.Module) -> Iterator[str]:
-    """The words of a Python file's code: its names, and what is in its strings, but neither comments nor docstrings.
-
-    >>> sorted(_words(ast.parse("'epochs as usual'; lr = config.float('rate', 3)  # seed")))
-    ['config', 'float', 'lr', 'rate']
-    """
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
-    for node in ast.walk(tree):
-        fields = [] if id(node) in prose else [value for _, value in ast.iter_fields(node)]
-        for value in fields:
-            for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str):
-                    yield from re.findall(r"\w+", text)
 
 
 def _constants(tree: ast.Module) -> set[str]:

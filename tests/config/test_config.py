@@ -732,7 +732,7 @@ def test_other_trainers_names_of_keys_are_refused_with_ours_where_nothing_reads_
         settings(tmp_path, f"{name} = 3\n")
     settings(tmp_path, f"{name} = 3\nsomething = {name} + 1\n")
     with pytest.raises(ConfigError, match=f"{name}: unknown key in the command line .did you mean {re.escape(SYNONYMS[name])}"):
-        settings(tmp_path, f"'No {name}.'  # {name}\n", **{name: "3"})
+        settings(tmp_path, f"# no {name}\n", **{name: "3"})
 
 
 @pytest.mark.parametrize("code", ["sys.exit()", "sys.exit(0)", "argparse.ArgumentParser().parse_args(['--help'])"])

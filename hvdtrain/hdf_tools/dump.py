@@ -263,7 +263,7 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)
         opened = IterableDataset(again) if takes_epoch(again) else opened
-    source = as_source(spec.name, opened, ItemForm(spec.name).sequence)
+    source = as_source(spec.name, opened, ItemForm(lambda number: f"{spec.name}, item {number}").sequence)
     given = non_default(spec.order)
     if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:
         raise DataError(

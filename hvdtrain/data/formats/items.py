@@ -66,21 +66,21 @@ class ItemForm:
     """The form of all items of a source: that of the first one.
 
     Args:
-        where: the config key of the source, for messages.
+        place: describes an item by its number, for messages.
 
     Attributes:
         streams: by data key, what an item's array holds. Empty before the first item.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, place: Callable[[int], str]) -> None:
+        self._place = place
         self.streams: dict[str, Stream] = {}
 
     def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
-        tag, values = tag_and_values(f"{self._where}, item {index}", item)
+        tag, values = tag_and_values(self._place(index), item)
         if self.streams and values.keys() != self.streams.keys():
-            raise DataError(f"{self._where}, item {index}: expected {keys_text(self.streams)}, got {keys_text(values)}")
+            raise DataError(f"{self._place(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
         self.streams = self.streams or {key: stream_of(found) for key, found in arrays.items()}
         return tag, arrays
@@ -100,7 +100,7 @@ class ItemForm:
         return streams
 
     def _array(self, index: int, key: str, value: Any) -> Array:
-        where = f"{self._where}, item {index}, {key!r}"
+        where = f"{self._place(index)}, {key!r}"
         try:
             array = numpy.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU or with a gradient, rows of different lengths
@@ -185,7 +185,7 @@ class ItemsDataset(Dataset):
         given = getattr(items, "lengths", None)
         # Before the first item is read, as reading it may change attributes of classes and modules, such as caches.
         self._made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
-        self._form = ItemForm(where)
+        self._form = ItemForm(self.place)
         tag, first = self._first(scanning.broken.limit)
         before = generator_states()
         self.reads_for_tags = tag is not None
@@ -219,6 +219,10 @@ class ItemsDataset(Dataset):
                     f"were counted or given, got {len(values)} ({advice})"
                 )
         return arrays
+
+    def place(self, number: int) -> str:
+        """Describes an item, for messages."""
+        return f"{self._where}, item {number}"
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         numbers = self._used[list(indices)].tolist()

@@ -144,7 +144,7 @@ class IterableReading:
         self._epoch_size = epoch_size
         self._dims = dims
         self._labels = labels
-        self._form = ItemForm(where)
+        self._form = ItemForm(lambda number: f"{where}, item {number}")
         self._largest: dict[str, int] = {}
         self._iterator: Iterator[Any] | None = None
         self._latest: Iterator[Any] | None = None

@@ -302,18 +302,16 @@ def follow_link(path: Path, parent: h5py.Group, part: str, name: str, external: 
         name: of the whole path, for messages.
     """
     link = parent.get(part, getlink=True)
-    outside = isinstance(link, h5py.ExternalLink)
+    outside, soft = isinstance(link, h5py.ExternalLink), isinstance(link, h5py.SoftLink)  # the latter may lead to one outside
     if outside and external == "refuse":
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
     try:
         found = parent[part]
-    except (KeyError, OSError) as error:
-        if outside:
-            raise DataError(
-                f"{path}: expected {link.path} in {link.filename}, the target of the link /{name}, got: {error}"
-            ) from None
+    except (KeyError, OSError, RuntimeError) as error:
+        if outside or soft:
+            target = f"{link.path} in {link.filename}" if outside else link.path
+            raise DataError(f"{path}: expected {target}, the target of the link /{name}, got: {error}") from None
         raise
-    soft = isinstance(link, h5py.SoftLink)  # it may lead to an external link
     if soft and external == "refuse" and found.file != parent.file:
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
     if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):

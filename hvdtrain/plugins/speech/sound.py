@@ -66,10 +66,15 @@ class SoundReader:
             return samples[start:stop], rate
         path = self._path(name)
         try:
-            samples, rate = self._soundfile.read(path, start=start, stop=stop, dtype="float32", always_2d=True)
+            with self._soundfile.SoundFile(path) as file:
+                if file.seekable():
+                    file.seek(min(start, file.frames))
+                    most = -1 if stop is None else max(0, stop - start)
+                    return file.read(most, dtype="float32", always_2d=True), file.samplerate
         except (OSError, RuntimeError, ValueError) as error:
             raise BrokenSequence(f"{where}: expected sound, got {_reason(path, error)}") from None
-        return samples, rate
+        samples, rate = self._whole(name, where)  # of GSM, for example, the parts before are needed to decode it
+        return samples[start:stop], rate
 
     def _has_header(self, name: str, where: str) -> bool:
         """Whether a line names a file with its length in the header; not a command, an archive, or an mp3 file without.

@@ -95,7 +95,7 @@ class HuggingFaceDataset(Shards):
     def row(self, shard: int, row: int) -> dict[str, Array]:
         group = self._rows.group(shard, row)
         return {
-            key: column.convert(group.value(column.name, row), group.describe(column.name, row))
+            key: column.convert(self._rows.value(shard, row, column.name), group.describe(column.name, row))
             for key, column in self._columns.items()
         }
 

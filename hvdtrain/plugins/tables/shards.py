@@ -111,6 +111,10 @@ class ShardedItems(ItemsDataset):
         super().__init__(where, shards, scanning)
         self.reads_for_tags = False
 
+    def place(self, number: int) -> str:
+        path = self._shards.paths[bisect_right(self._shards.bounds, number) - 1]
+        return f"{super().place(number)} ({path}, {self._shards.tags([number])[0]!r})"
+
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._shards.tags(self._used[list(indices)].tolist())
 

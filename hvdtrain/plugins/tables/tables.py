@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ class Column:
     Attributes:
         values: the numbers of all rows, one after the other; or, for other types, pyarrow's array with an element per row.
         starts: the first number of every row, then the number of all; None: each row is a single one.
-        width: the numbers per frame; None: the frames are numbers.
+        width: the numbers per frame, 0 if there are no frames; None: the frames are numbers.
+        problems: by row, why it cannot be read.
     """
 
     values: Any
     starts: Array | None = None
     width: int | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
 
 
 class Group:
@@ -76,53 +78,51 @@ class Group:
     def value(self, name: str, row: int) -> Any:
         """The numbers of a row of the file as an array; of other types, the value itself. Raises: DataError."""
         part = bisect_right(self._bounds, row) - 1
-        column = self._columns.get((name, part))
-        if column is None:
-            column = self._columns[name, part] = self._convert(name, part)
+        column = self._column(name, part)
+        if (problem := column.problems.get(row - self._bounds[part])) is not None:
+            raise DataError(f"{self.describe(name, row)}: {problem}")
         row -= self._bounds[part]
         if column.starts is None and isinstance(column.values, numpy.ndarray):
             return column.values[row : row + 1]
         if column.starts is None:
             return column.values[row].as_py()
         values = column.values[column.starts[row] : column.starts[row + 1]]
-        return values if column.width is None else values.reshape(-1, column.width)
+        return values if column.width is None else values.reshape(-1 if column.width else 0, column.width)
+
+    def width(self, name: str) -> int:
+        """The numbers per frame of a column of frames; 0: it has none."""
+        return max(self._column(name, part).width or 0 for part in range(len(self._batches)))
 
     def describe(self, name: str, row: int) -> str:
         """A value's place, for messages."""
         return f"{self._where}, column {name!r}, row {row}"
 
+    def _column(self, name: str, part: int) -> Column:
+        if (name, part) not in self._columns:
+            self._columns[name, part] = self._convert(name, part)
+        return self._columns[name, part]
+
     def _convert(self, name: str, part: int) -> Column:
-        """A column as arrays of numpy, if it holds numbers. Raises: DataError, if a value is missing."""
-        first, values = self._bounds[part], _plain(self._batches[part].column(name))
-        self._require_values(name, first, values, None)
+        """A column as arrays of numpy, if it holds numbers."""
+        values = _plain(self._batches[part].column(name))
+        problems = _missing(values)
         if not _is_list(values.type):
-            return Column(values.to_numpy(zero_copy_only=False) if _is_number(values.type) else values)
+            return Column(_numbers(values) if _is_number(values.type) else values, problems=problems)
         starts = _starts(values)
         inner = _plain(values.flatten())
-        self._require_values(name, first, inner, starts)
+        problems |= _missing(inner, starts)
         if _is_text(inner.type):
-            return Column(values)
+            return Column(values, problems=problems)
         if not _is_list(inner.type):
-            return Column(inner.to_numpy(zero_copy_only=False), starts)
+            return Column(_numbers(inner), starts, problems=problems)
         frames = _starts(inner)
         numbers = _plain(inner.flatten())
+        problems |= _missing(numbers, frames[starts])
         widths = numpy.diff(frames)
-        if len(widths) and (widths != widths[0]).any():
-            row = int(numpy.searchsorted(starts, int(numpy.argmax(widths != widths[0])), side="right")) - 1
-            raise DataError(
-                f"{self.describe(name, first + row)}: expected frames of {widths[0]} numbers each, got frames of other sizes"
-            )
-        if numbers.null_count:
-            self._require_values(name, first, numbers, frames[starts])
-        width = int(widths[0]) if len(widths) else 1
-        return Column(numbers.to_numpy(zero_copy_only=False), frames[starts], width)
-
-    def _require_values(self, name: str, first: int, values: Any, starts: Array | None) -> None:
-        """Raises: DataError, if a value is missing."""
-        if values.null_count:
-            place = values.is_null().index(True).as_py()
-            row = place if starts is None else int(numpy.searchsorted(starts, place, side="right")) - 1
-            raise DataError(f"{self.describe(name, first + row)}: expected a value, got none")
+        width = int(widths[numpy.argmax(widths > 0)]) if len(widths) else getattr(inner.type, "list_size", 0)
+        for row in _rows(starts, (widths != width) | (widths == 0)):
+            problems.setdefault(row, f"expected frames of {width or 'some'} numbers each, got frames of other sizes")
+        return Column(_numbers(numbers), frames[starts], width, problems)
 
 
 class TableShards(Shards):
@@ -158,7 +158,7 @@ class TableShards(Shards):
         group = self._rows.group(shard, row)
         arrays = {}
         for key, name in self._columns.items():
-            value = group.value(name, row)
+            value = self._rows.value(shard, row, name)
             arrays[key] = self._convert[key](value, group.describe(name, row)) if key in self._convert else value
         return arrays
 
@@ -173,7 +173,18 @@ class Rows:
         self._files = files
         self._columns = columns
         self._groups: OrderedDict[tuple[int, int], Group] = OrderedDict()
+        self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def value(self, number: int, row: int, name: str) -> Any:
+        """As `Group.value`; a row without frames has the width that others have. Raises: DataError."""
+        value = self.group(number, row).value(name, row)
+        if not (isinstance(value, numpy.ndarray) and value.ndim == 2 and not value.shape[1]):
+            return value
+        if name not in self._widths:
+            starts = ((file, first) for file, each in enumerate(self._files) for first in numpy.unique(each.bounds)[:-1].tolist())
+            self._widths[name] = next(filter(None, (self.group(*start).width(name) for start in starts)), 1)
+        return numpy.zeros((0, self._widths[name]), value.dtype)
 
     def group(self, number: int, row: int) -> Group:
         """The group with a row of a file. Raises: DataError."""
@@ -403,9 +414,9 @@ def _plain(values: Any) -> Any:
     """An array without extension types, dictionaries and views."""
     import pyarrow
 
-    if isinstance(values, pyarrow.FixedShapeTensorArray) and len(shape := values.type.shape) == 2 and not values.null_count:
+    if isinstance(values, pyarrow.FixedShapeTensorArray) and len(shape := values.type.shape) == 2:
         frames = pyarrow.FixedSizeListArray.from_arrays(values.storage.flatten(), shape[1])
-        return pyarrow.FixedSizeListArray.from_arrays(frames, shape[0])
+        return pyarrow.LargeListArray.from_arrays(_starts(values.storage) // shape[1], frames, mask=values.is_null())
     if isinstance(values, pyarrow.ExtensionArray):
         values = values.storage
     if isinstance(values, pyarrow.DictionaryArray):  # Polars' have views, which pyarrow cannot take from
@@ -472,12 +483,34 @@ def _innermost(kind: Any) -> Any:
 
 def _starts(values: Any) -> Array:
     """The first element of every list in an array's flat values, then the number of these: int64."""
-    from pyarrow import types
+    import pyarrow.compute
 
-    if types.is_fixed_size_list(values.type):
-        return numpy.arange(len(values) + 1, dtype=numpy.int64) * int(values.type.list_size)
-    if not len(values):
-        return numpy.zeros(1, numpy.int64)
-    starts: Array = values.offsets.to_numpy().astype(numpy.int64)
-    starts -= starts[0]
-    return starts
+    lengths = pyarrow.compute.list_value_length(values).fill_null(0).to_numpy()
+    return numpy.concatenate([[0], lengths.cumsum(dtype=numpy.int64)])
+
+
+def _numbers(values: Any) -> Array:
+    """The numbers of an array; 0 where one is missing, as numpy has no missing ones."""
+    found: Array = (values.fill_null(False if values.type == "bool" else 0) if values.null_count else values).to_numpy(
+        zero_copy_only=False
+    )
+    return found
+
+
+def _missing(values: Any, starts: Array | None = None) -> dict[int, str]:
+    """By row, what to say of a missing value.
+
+    Args:
+        starts: the first value of every row, then the number of all; None: a row is a value.
+    """
+    if not values.null_count:
+        return {}
+    is_missing = values.is_null().to_numpy(zero_copy_only=False)
+    rows = _rows(numpy.arange(len(values) + 1) if starts is None else starts, is_missing)
+    return dict.fromkeys(rows, "expected a value, got none")
+
+
+def _rows(starts: Array, chosen: Array) -> list[int]:
+    """The rows with some of the chosen values."""
+    found: list[int] = numpy.unique(numpy.searchsorted(starts, numpy.flatnonzero(chosen), side="right") - 1).tolist()
+    return found

@@ -469,7 +469,8 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "tags are a group": (group("seqTags"), "expected /seqTags to be a dataset, got a group"),
     "targets are a dataset": (put("targets", CLASSES), "expected /targets to be a group, got a dataset"),
     "target data are a dataset": (put("targets/data", CLASSES), "expected /targets/data to be a group, got a dataset"),
-    "link to nowhere": (put("inputs", h5py.SoftLink("/nowhere")), "expected a whole HDF5 file, got a damaged one"),
+    "link to nowhere": (put("inputs", h5py.SoftLink("/nowhere")), "expected /nowhere, the target of the link /inputs, got: "),
+    "link to itself": (put("targets", h5py.SoftLink("/targets")), "expected /targets, the target of the link /targets, got: "),
 }
 
 

@@ -188,6 +188,18 @@ def test_a_command_runs_once_for_all_segments_of_its_recording(folder: Path) -> 
     assert (folder / "runs").read_text() == "\n"
 
 
+def test_segments_of_sound_that_cannot_seek(folder: Path) -> None:
+    soundfile.write(folder / "gsm.wav", sound(0, 4000), RATE, subtype="GSM610")
+    write_table(folder / "wav.scp", {"call": folder / "gsm.wav"})
+    write_table(
+        folder / "segments",
+        {f"utt{number:02}": f"call 0.{number} 0.{number + 1}" for number in range(5)} | {"utt05": "call 0 -1"},
+    )
+    whole = soundfile.read(folder / "gsm.wav", dtype="float32", always_2d=True)[0]
+    for number, arrays in enumerate(everything(opened({"folder": str(folder), "units": "text"})).values()):
+        numpy.testing.assert_array_equal(arrays["data"], whole[800 * number : 800 * number + 800] if number < 5 else whole)
+
+
 def test_mp3_without_a_header_of_its_length(folder: Path) -> None:
     """Libsndfile guesses the length by the bit rate of the first frame, and seeks by it."""
     silence = numpy.zeros(40000, numpy.float32)

@@ -14,7 +14,8 @@ import pytest
 import soundfile
 from hdf_files import free_descriptors
 
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.tables import tables
 
@@ -200,6 +201,9 @@ def test_tensors_keep_their_axes(tmp_path: Path, suffix: str) -> None:
     rows = pyarrow.table({"x": pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values)})
     dataset = opened(write(tmp_path / f"a.{suffix}", rows[1:], 2))
     assert [dataset.sequence(index)["x"].tolist() for index in range(3)] == values[1:].tolist()
+    missing = pyarrow.concat_arrays([rows["x"].chunk(0), pyarrow.nulls(1, rows["x"].type)])
+    with pytest.raises(DataError, match="column 'x', row 4: expected a value, got none"):
+        opened(write(tmp_path / f"c.{suffix}", pyarrow.table({"x": missing})))
     kind = pyarrow.fixed_shape_tensor(pyarrow.float32(), [2, 3], permutation=[1, 0])
     turned = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array([[0.0] * 6], pyarrow.list_(pyarrow.float32(), 6)))
     with pytest.raises(DataError, match=r"got extension<arrow.fixed_shape_tensor"):
@@ -336,11 +340,29 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_value_is_named_with_column_and_row(tmp_path: Path, what: str) -> None:
     changed, columns, expected = BAD[what]
-    file = write(tmp_path / "a.parquet", table(**changed))
+    file = write(tmp_path / "a.parquet", table(**changed), size=4)
     (tmp_path / "letters").write_text("b\na\n")
     vocabulary = {"data": str(tmp_path / "letters")} if what == "missing text" else {}
-    with pytest.raises(DataError, match=expected):
-        opened(file, columns=columns, vocabulary=vocabulary)
+    if what in ("no column", "no text", "other type"):
+        with pytest.raises(DataError, match=expected):
+            opened(file, columns=columns, vocabulary=vocabulary)
+        return
+    broken = BrokenSequences("train", 1)
+    value = {"class": "ParquetDataset", "files": file, "columns": columns, "vocabulary": vocabulary}
+    assert opened_data.opened(value, scanning=Scanning(broken=broken)).num_sequences == 6, "the others of its group can be read"
+    assert re.search(expected, broken.warnings()[0])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_row_without_frames_has_the_width_of_others(tmp_path: Path, suffix: str) -> None:
+    files = [
+        write(tmp_path / f"{number}.{suffix}", pyarrow.table({"x": pyarrow.array(rows, pyarrow.list_(pyarrow.list_(FLOATS)))}))
+        for number, rows in enumerate([[[], [], []], [[], [[1.0, 2.0]]], [[[3.0]]]])
+    ]
+    dataset = opened(files[:2])
+    assert [dataset.sequence(index)["x"].shape for index in range(5)] == [(0, 2)] * 4 + [(1, 2)]
+    with pytest.raises(DataError, match=rf"item 5 \({files[2]}, 'row-5'\), 'x': expected float32 frames of shape \(2,\)"):
+        opened(files)
 
 
 def test_other_mistakes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.cli import restarts
+from hvdtrain.cli import restarts, run_task
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
@@ -37,7 +37,7 @@ from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.runtime.records import prefix_of, records_of
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.settings import TASKS, Settings, read_settings, with_datasets
+from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
 from hvdtrain.training.pretrained import SavePretrained as SavePretrained
 
@@ -225,7 +225,7 @@ class _Job:
             wanted = _ranks_to_start(settings, self.ranks)
             if not wanted:
                 process = Process(is_own=False, handles_signals=self.handles_signals, prints_log=False)
-                return _run_task(replace(settings, process=process))
+                return _run_in_process(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
             returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, restarts(settings), self.handles_signals)
@@ -253,20 +253,19 @@ class _Job:
 def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
     """The function that each started rank runs; returns a picklable value."""
     settings = replace(read_settings(configs, keys, CALL), process=Process(prints_log=False))
-    result = _run_task(settings)
+    result = _run_in_process(settings)
     return {name: value for name, value in result.items() if name != "model"} if settings.run.task == "train" else result
 
 
-def _run_task(settings: Settings) -> Any:
-    """Run the settings' task; return its result. Raises: HvdtrainError."""
+def _run_in_process(settings: Settings) -> Any:
+    """Run the settings' task, and return what the program gets of its result. Raises: HvdtrainError."""
     settings = with_datasets(settings)
-    task = TASKS[settings.run.task]
     collector = _Collector()
     keys = settings.forwarding
     if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
         settings = replace(settings, forwarding=replace(keys, forward_callback=collector))
     with FRAMEWORKS[settings.run.backend].preserve_state():
-        result = task(settings)
+        result = run_task(settings)
         if settings.run.task == "forward":
             return collector.outputs
         return _training_result(settings, result) if settings.run.task == "train" else result

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm import fork_server, launch, local
 from hvdtrain.comm.child import end_with
@@ -287,7 +287,7 @@ def without_options(arguments: list[str]) -> list[str]:
     return [re.sub("^(--[a-z-]+)(?==|$)", lambda found: VALUE_OPTIONS.get(found[1], found[1]), word) for word in rest]
 
 
-def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
+def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> int:
     """Do a rank's work; if it fails, print why. Return the exit status, or exit at once.
 
     Args:
@@ -334,14 +334,13 @@ def restarts(settings: Settings) -> Restarts:
     return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest, record)
 
 
-def run_task(settings: Settings) -> None:
-    """Run the config's `task`. Raises: HvdtrainError."""
+def run_task(settings: Settings) -> Any:
+    """Run the config's `task`, and return its result. Raises: HvdtrainError."""
     from hvdtrain.settings import TASKS
 
     if settings.function is not None:
-        settings.function()
-        return
-    TASKS[settings.run.task](settings)  # imported now, so that mistakes in the config are reported at once
+        return settings.function()
+    return TASKS[settings.run.task](settings)  # imported now, so that mistakes in the config are reported at once
 
 
 def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
-from hvdtrain.comm.base import Communicator, on_rank_zero, together, together_with_message
+from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents, Reader
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
@@ -126,13 +126,13 @@ class Saver(SaverBase):
         self._sync.flush(self._state)
         self._is_writing = False
 
-        def prepare_rank() -> tuple[None, RankState]:
+        def prepare_rank() -> RankState:
             check()
             self._await_writing()
-            return None, RankState(self._sync.state(), new_save_id(), min(self._sync.alike))
+            return RankState(self._sync.state(), new_save_id(), min(self._sync.alike))
 
         # All in one message: where ranks share cores, each message waits for all of them to be scheduled.
-        return together_with_message(self._comm, prepare_rank, name="rank_states")[1]
+        return gather_together(self._comm, prepare_rank, name="rank_states")
 
     def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
         step = None if progress.current is None else progress.step

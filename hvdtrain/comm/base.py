@@ -1,7 +1,7 @@
 """The communicator: the collectives that a rank can call, a job of one rank, and functions built from these collectives.
 
 `Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
-The functions after them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator.
+The functions after them (`all_reduce`, `together`, `gather_together`, `on_rank_zero`) work with any communicator.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, PeerFailure
 
 T = TypeVar("T")
-M = TypeVar("M")
 
 Tensor = Any
 """A tensor of the job's framework. Only the learner and the transport know which framework that is."""
@@ -207,41 +206,48 @@ def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: s
     return comm.finish(comm.start(tensors, op, name=name))
 
 
-def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
+class Gathering(Protocol):
+    """What the next functions need of ranks: those of a `Communicator`, or of `comm/mpi.py`."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: T, *, name: str) -> list[T]: ...
+
+
+def together(comm: Gathering, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on every rank; if it raises an HvdtrainError on any rank, raise one on all ranks.
 
     All ranks raise the error of the lowest rank that failed. Any other exception is a bug, not a user's mistake: it is not
     caught, and ends the job like any crash.
     """
-    return together_with_message(comm, lambda: (work(), None), name=name)[0]
+    results: list[T] = []
+    gather_together(comm, lambda: results.append(work()), name=name)
+    return results[0]
 
 
-def together_with_message(comm: Communicator, work: Callable[[], tuple[T, M]], *, name: str) -> tuple[T, list[M]]:
-    """Collective. As `together`; `work` also returns a picklable message, and every rank gets the messages of all, by rank."""
+def gather_together(comm: Gathering, work: Callable[[], T], *, name: str) -> list[T]:
+    """Collective. As `together`, for picklable values: return those of all ranks, in the order of the ranks."""
     error: HvdtrainError | None = None
-    result: Any = None
-    message: Any = None
+    value: Any = None
     try:
-        result, message = work()
+        value = work()
     except HvdtrainError as failure:
         error = failure
-    answers = comm.gather((error, message), name=name)
+    answers = comm.gather((error, value), name=name)
     failures = [(rank, failure) for rank, (failure, _) in enumerate(answers) if failure is not None]
     if failures:
-        rank, first = failures[0]
-        if len(failures) < comm.size:
+        causes = [(rank, failure) for rank, failure in failures if not isinstance(failure, PeerFailure)] or failures
+        rank, first = causes[0]
+        if len(causes) < comm.size:
             first = first.of_rank(rank)
         raise first.on_all_ranks()
-    return result, [message for _, message in answers]
+    return [value for _, value in answers]
 
 
-def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
+def on_rank_zero(comm: Gathering, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on rank 0 while the others wait; return its picklable value on every rank, or raise its error."""
-
-    def run() -> tuple[None, T | None]:
-        return None, work() if comm.rank == 0 else None
-
-    return together_with_message(comm, run, name=name)[1][0]  # type: ignore[return-value]  # rank 0's value is a T
+    return gather_together(comm, lambda: work() if comm.rank == 0 else None, name=name)[0]  # type: ignore[return-value]
 
 
 MAX_PAUSE = 1.0

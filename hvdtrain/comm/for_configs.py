@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, together_with_message
+from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, gather_together
 from hvdtrain.errors import ConfigError
 
 T = TypeVar("T")
@@ -51,10 +51,10 @@ def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] =
     is_caller = comm.rank == 0 if once_per == "job" else comm.local_rank == 0
     this_host = socket.gethostname()
 
-    def call() -> tuple[None, tuple[str, bool, T | None]]:
-        return None, (this_host, is_caller, function() if is_caller else None)
+    def call() -> tuple[str, bool, T | None]:
+        return this_host, is_caller, function() if is_caller else None
 
-    results = together_with_message(comm, call, name="run_on_main")[1]
+    results = gather_together(comm, call, name="run_on_main")
     return next(value for host, called, value in results if called and (once_per == "job" or host == this_host))  # type: ignore[return-value]  # a caller's value is a T
 
 

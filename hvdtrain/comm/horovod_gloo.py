@@ -138,7 +138,7 @@ def _job_of_srun(environ: Mapping[str, str], started: Launch) -> Job:
 
 def _job_of_mpirun(environ: Mapping[str, str], started: Launch) -> Job:
     """Collective. mpi4py is used only to gather the host names."""
-    names = open_peers().gather(socket.gethostname())
+    names = open_peers().gather(socket.gethostname(), name="hosts")
     hosts = tuple(dict.fromkeys(names))
     tasks = tuple(names.count(host) for host in hosts)
     name = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or ""

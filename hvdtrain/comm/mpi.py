@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from hvdtrain.comm import launch
+from hvdtrain.comm.base import together
 from hvdtrain.comm.launchers import Launch
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
+from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, name: str) -> list[T]:
         """Collective. Return every rank's picklable value, in rank order, on every rank."""
         ...
 
@@ -53,7 +54,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, name: str) -> list[T]:
         return [value]
 
     def report_failure(self) -> None:
@@ -74,7 +75,7 @@ class MPIPeers:
         self.rank: int = world.Get_rank()
         self.size: int = world.Get_size()
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, name: str) -> list[T]:
         # Poll, because a rank that waits inside MPI occupies a core and does not react to Ctrl-C.
         barrier = self._world.Ibarrier()
         while not barrier.Test():
@@ -132,25 +133,20 @@ class Crashed(HvdtrainError):
 
 
 def run_on_all(peers: Peers, work: Callable[[], T]) -> T:
-    """Collective. Run `work` on every rank; if it fails on any rank, all ranks raise the error of the lowest rank that failed.
+    """Collective. As `together`, also for a crash, and the other ranks hear of a failure at once.
 
     `work` should check `peers.has_failed()` regularly and then raise PeerFailure, so that no rank continues for nothing.
     """
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as failure:
-        error = failure
-        if peers.size > 1 and not isinstance(failure, HvdtrainError):  # other exceptions might not be picklable
-            error = Crashed("".join(traceback.format_exception(failure)).rstrip())
-        if not isinstance(failure, PeerFailure):
+
+    def reporting() -> T:
+        try:
+            return work()
+        except PeerFailure:
+            raise
+        except Exception as failure:
             peers.report_failure()
-    failures = [(rank, failure) for rank, failure in enumerate(peers.gather(error)) if failure is not None]
-    causes = [(rank, failure) for rank, failure in failures if not isinstance(failure, PeerFailure)]
-    if failures:
-        rank, first = (causes or failures)[0]
-        if len(causes) < peers.size and isinstance(first, HvdtrainError) and not isinstance(first, ConfigError):
-            first = first.of_rank(rank)
-        raise first
-    return result  # type: ignore[no-any-return]
+            if peers.size == 1 or isinstance(failure, HvdtrainError):
+                raise
+            raise Crashed("".join(traceback.format_exception(failure)).rstrip()) from None  # others might not be picklable
+
+    return together(peers, reporting, name="work")

@@ -323,7 +323,7 @@ def dump(
                 print(source.remark, file=sys.stderr)
             items, count = _share(source, selection, peers)
             items, like = run_on_all(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
-            folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
+            folder, like = peers.gather((writer.folder if writer is not None else Path(), like), name="folder")[0]
             items = _until_failure(items, peers)
 
             def write() -> None:

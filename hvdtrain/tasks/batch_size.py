@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.base import Communicator, together_with_message
+from hvdtrain.comm.base import Communicator, gather_together
 from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -176,8 +176,8 @@ class Search:
                 fits = all(self._session.learner.try_batch(batch) for batch in batches if batch.if_any)
             return rounds.describe(largest[0]), fits
 
-        largest, everywhere = together_with_message(self._comm, attempt, name="try_batch")
-        return all(everywhere), largest
+        attempts = gather_together(self._comm, attempt, name="try_batch")
+        return all(fits for _, fits in attempts), attempts[self._comm.rank][0]
 
     def _is_whole(self, number: int) -> bool:
         """Whether a larger limit would not make the batches larger."""

@@ -13,7 +13,7 @@ import numpy
 
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together_with_message
+from hvdtrain.comm.base import Communicator, Tensor, all_reduce, gather_together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
@@ -38,31 +38,34 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
     is_shared = feed.only is None and feed.distribution == "shard"
     with ExitStack() as shared:
         inputs: int | None = None  # the checksum, where the plan is shared
+        plan: Plan | None = None
 
-        def plan_or_offer() -> tuple[Plan | None, Message]:
-            nonlocal inputs
+        def plan_or_offer() -> Message:
+            nonlocal inputs, plan
             if is_shared and min(comm.size, comm.local_size) > 1 and (arguments := feed.inputs(epoch)).size >= WORTHWHILE:
                 inputs = arguments.checksum()
                 if comm.local_rank != 0:
-                    return None, "waits"
-                made = arguments.plan()
-                offer = shared.enter_context(offer_plan(made, inputs))
-                return (made if offer is None else map_plan(offer) or made), offer or made.fingerprint
-            made = feed.plan(epoch)
-            return made, made.fingerprint if is_shared and comm.size > 1 else None
+                    return "waits"
+                plan = arguments.plan()
+                offer = shared.enter_context(offer_plan(plan, inputs))
+                plan = plan if offer is None else map_plan(offer) or plan
+                return offer or plan.fingerprint
+            plan = feed.plan(epoch)
+            return plan.fingerprint if is_shared and comm.size > 1 else None
 
-        made, messages = together_with_message(comm, plan_or_offer, name=f"plan_{feed.name}")
+        messages = gather_together(comm, plan_or_offer, name=f"plan_{feed.name}")
 
-        def map_or_plan() -> tuple[Plan, int]:
+        def map_or_plan() -> int:
+            nonlocal plan
             offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
-            found = (map_plan(offer) for offer in offers if made is None)
-            mapped = made or next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
-            return mapped, mapped.fingerprint
+            mapped = (map_plan(offer) for offer in offers if plan is None)
+            plan = plan or next(filter(None, mapped), None) or feed.plan(epoch)
+            return plan.fingerprint
 
-        checksums = [message.plan if isinstance(message, Offer) else message for message in messages]
+        checksums: Sequence[object] = [message.plan if isinstance(message, Offer) else message for message in messages]
         if "waits" in messages:
-            made, checksums = together_with_message(comm, map_or_plan, name=f"map_plan_{feed.name}")
-    if made is None:
+            checksums = gather_together(comm, map_or_plan, name=f"map_plan_{feed.name}")
+    if plan is None:
         raise RuntimeError(f"{feed.name}: expected a plan, got none")
     if others := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
         check_alike(comm, "plan", feed.plan_inputs(epoch), of=f"{feed.name}: ")
@@ -70,7 +73,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             f"{feed.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
             "(are the files the same on all hosts?)"
         ).on_all_ranks()
-    return made
+    return plan
 
 
 def completed_share(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdtrain.comm.base import Communicator, together, together_with_message
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.naming import Naming
@@ -131,9 +131,7 @@ def forward(
         with closing(_hand_on(feed, spools, callback, keys.output_file, writers)) as work:
             while done < total:
                 watchdog.beat(f"handing on the outputs of {feed.name}, {done} of {total} sequences", "handing on")
-                _, [done, *_] = together_with_message(
-                    comm, lambda: (None, _some(work, total) if comm.rank == 0 else 0), name="hand_on"
-                )
+                done = on_rank_zero(comm, lambda: _some(work, total), name="hand_on")
             watchdog.beat("finishing the files of outputs and forward_callback", "unhurried")
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:

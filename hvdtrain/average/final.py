@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.saver import share_model
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.data.feed import Feed
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
@@ -251,8 +251,6 @@ def _write(path: Path, made: Sequence[AverageScores]) -> None:
     try:
         if path.exists() and path.read_text(encoding="utf-8") == text:
             return
-        unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+        write_atomically(path, text)
     except OSError as error:
         raise CheckpointError(f"{path}: expected to write the scores of the averages, got: {error}") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule
-from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder, remove_path
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.disk.atomic import atomically
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.averaging import mean_of_files, with_parameters
 from hvdtrain.learner.contents import BASE
@@ -90,14 +90,12 @@ def _read_sums(checkpoint: Checkpoint) -> tuple[RunningSums, dict[str, Any]]:
 
 def write_model_file(file: Path, contents: Mapping[str, Any], framework: Framework) -> None:
     """Write a model's file atomically, in the format of its suffix. Raises: CheckpointError."""
-    unfinished = file.with_name(file.name + UNFINISHED)
     progress = {name: value for name, value in contents.items() if name != "model"}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        framework.model_files.write_model(unfinished, contents["model"], progress, file.suffix.removeprefix("."))
-        os.replace(unfinished, file)
+        with atomically(file) as unfinished:
+            framework.model_files.write_model(unfinished, contents["model"], progress, file.suffix.removeprefix("."))
     except (OSError, RuntimeError) as error:
-        remove_path(unfinished)
         raise CheckpointError(f"{file}: expected to write an average, got: {error}") from None
 
 

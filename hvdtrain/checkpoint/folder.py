@@ -20,13 +20,12 @@ from typing import Any, Protocol
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import key, not_negative, positive
 from hvdtrain.data.files import size_text
+from hvdtrain.disk.atomic import UNFINISHED, flush_to_disk, remove_path
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
-
-UNFINISHED = ".unfinished"
 
 KEEP_OPTIMIZERS = 2
 """The number of finished epochs whose optimizer file is kept."""
@@ -232,7 +231,7 @@ class CheckpointFolder:
         unfinished = _unfinished_path(file)
         with _checkpoint_error(file, [unfinished]):
             write(unfinished)
-            _flush_to_disk(unfinished)
+            flush_to_disk(unfinished)
             os.replace(unfinished, file)
         self.copy_to_mirror(file)
 
@@ -245,9 +244,9 @@ class CheckpointFolder:
                 self._remove_all_but_model(target, self._names())  # of an abandoned training
                 self._remove(target.running_file)
                 contents.write_model(model)
-                _flush_to_disk(model)
+                flush_to_disk(model)
                 os.replace(model, target.model_file)
-                _flush_to_disk(self.prefix.parent)
+                flush_to_disk(self.prefix.parent)
             parts = self._model_parts_of(target, self._names_here())
             self.copy_to_mirror(*(self.folder / name for name in parts), target.model_file)
         except CheckpointError:
@@ -280,16 +279,16 @@ class CheckpointFolder:
             self.prepare(target)
             with _checkpoint_error(target.model_file, [model, optimizer, running]):
                 contents.write(model, optimizer)
-                _flush_to_disk(model)
-                _flush_to_disk(optimizer)
+                flush_to_disk(model)
+                flush_to_disk(optimizer)
                 if has_running := contents.write_running(running):
-                    _flush_to_disk(running)
+                    flush_to_disk(running)
                     os.replace(running, target.running_file)
                 else:
                     self._remove(target.running_file)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
-                _flush_to_disk(self.prefix.parent)
+                flush_to_disk(self.prefix.parent)
                 self.note.unlink(missing_ok=True)
             running_files = [target.running_file] if has_running else []
             parts = [self.folder / name for name in self._model_parts_of(target, self._names_here())]
@@ -426,14 +425,6 @@ def _unfinished_path(file: Path) -> Path:
     return file.with_name(file.name + UNFINISHED)
 
 
-def remove_path(path: Path) -> None:
-    """Remove a file, if it exists, or a folder with its contents. Raises: OSError."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _is_from_returnn(optimizer_file: Path) -> bool:
     """Whether RETURNN wrote a PyTorch file: its version is in the archive's pickle."""
     try:
@@ -489,15 +480,6 @@ def _write_error(files: Sequence[Path]) -> str | None:
                 if is_new:
                     path.unlink(missing_ok=True)
     return None
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to disk: a rename must not reach the disk before the contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder, ContentsProtocol
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, ContentsProtocol
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.data.files import LocalFile
+from hvdtrain.disk.atomic import atomically, write_atomically
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.runtime import log
@@ -39,9 +40,8 @@ class FilesOnDisk:
         """Copy the files of the model and the optimizer. Raises: OSError."""
         _copy(self.checkpoint.optimizer_file, optimizer_file)
         for part in self.parts:
-            unfinished = model_file.with_name(f"{part.name}{UNFINISHED}")
-            _copy(part, unfinished)
-            os.replace(unfinished, model_file.with_name(part.name))
+            with atomically(model_file.with_name(part.name)) as unfinished:
+                _copy(part, unfinished)
         _copy(self.checkpoint.model_file, model_file)
 
     def write_running(self, file: Path) -> bool:
@@ -158,14 +158,9 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write(note: Path, text: str) -> None:
     """Write a note, whole or not at all. Raises: CheckpointError."""
-    unfinished = note.with_name(f"{note.name}{UNFINISHED}")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(unfinished, note)
+        write_atomically(note, text, flush=True)
     except OSError as error:
         raise CheckpointError(f"{note}: expected to write which checkpoint is on the local disk, got: {error}") from error
 

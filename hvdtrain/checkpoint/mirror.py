@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.remote import RemoteFile, list_names, remove, upload
+from hvdtrain.disk.atomic import atomically
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.runtime import log
 
@@ -45,24 +46,21 @@ class Mirror:
 
     def download(self, name: str, folder: Path) -> None:
         """Fetch a file, whole or not at all. Raises: CheckpointError."""
-        unfinished = folder / f"{name}.{socket.gethostname()}-{os.getpid()}{UNFINISHED}"
         file = RemoteFile(self._at(name))
 
         def fetch() -> None:
             size, version = file.size_and_version()
-            target = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                file.transfer(target, size, version, lambda number: None)
-            finally:
-                os.close(target)
-            os.replace(unfinished, folder / name)
+            with atomically(folder / name, writer=f"{socket.gethostname()}-{os.getpid()}") as unfinished:
+                target = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+                try:
+                    file.transfer(target, size, version, lambda number: None)
+                finally:
+                    os.close(target)
 
         try:
             _translate_error(fetch)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: expected to write a checkpoint, got: {error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def _at(self, name: str) -> str:
         return f"{self._url}/{name}"

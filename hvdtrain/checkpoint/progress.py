@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
@@ -212,9 +212,7 @@ class BestModel:
                     path.unlink()
                     return
                 path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(BEST + ".unfinished")
-                unfinished.write_text(text, encoding="utf-8")
-                os.replace(unfinished, path)
+                write_atomically(path, text)
             except OSError as error:
                 log.warning(f"{path}: expected to write which epoch is best, got: {error}")
 

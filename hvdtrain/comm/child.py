@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import HvdtrainError
 
 PARENT = "HVDTRAIN_PARENT"
@@ -111,10 +112,7 @@ def leave_checks(environ: Mapping[str, str], rank: int, checks: Sequence[Check])
 
     The same signal may end the other ranks at the same time, so that none of them could report the cause.
     """
-    path = _checks_file(environ[ENDED], rank)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(pickle.dumps(list(checks)))
-    unfinished.replace(path)
+    write_atomically(_checks_file(environ[ENDED], rank), pickle.dumps(list(checks)))
 
 
 def run_checks(prefix: str, rank: int) -> Iterator[str]:

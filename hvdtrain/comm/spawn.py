@@ -27,6 +27,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launch
 from hvdtrain.config.source import MODULE_NAME, resolve
+from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import STOP_SIGNALS, ConfigError, HvdtrainError, PeerFailure, TrainingError
 
 PROGRAM = ("-c", "import sys; from hvdtrain.comm.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
@@ -136,7 +137,7 @@ def call_on_ranks(
 
 def _raise_error(folder: Path, size: int) -> None:
     """Raise the error of the first rank that failed, if any left one."""
-    errors = [pickle.loads(path.read_bytes()) for path in folder.glob("error-*") if path.suffix != ".unfinished"]
+    errors = [pickle.loads(path.read_bytes()) for path in folder.glob("error-*") if path.suffix != UNFINISHED]
     if not errors:
         return
     _, rank, text, stored = min(errors, key=lambda error: error[:2])  # by time and rank
@@ -199,14 +200,14 @@ def on_rank(name: str) -> int:
         LOGGER.setLevel(job.level)
         value = resolve(job.function)(**_arguments(job))
         if rank == 0:
-            _write(folder / "result", pack(value))
+            write_atomically(folder / "result", pack(value))
         launcher.on_success()
         return 0
     except PeerFailure:
         time.sleep(SECONDS_FOR_THE_CAUSE)
         os._exit(launcher.peer_status)
     except BaseException as error:
-        _write(folder / f"error-{rank}", pickle.dumps((time.time(), rank, traceback.format_exc(), _pack_error(error))))
+        write_atomically(folder / f"error-{rank}", pickle.dumps((time.time(), rank, traceback.format_exc(), _pack_error(error))))
         sys.stdout.flush()
         status = error.status if isinstance(error, HvdtrainError) else 1
         if not (isinstance(error, HvdtrainError) and error.on_every_rank):
@@ -231,9 +232,3 @@ def _pack_error(error: BaseException) -> bytes:
         return packed
     except Exception:  # its class is the config's, or has a constructor with other arguments
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _write(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from hvdtrain.comm import mpi
 from hvdtrain.comm.launchers import Launch, detect
 from hvdtrain.comm.slurm import host_names
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -211,11 +212,9 @@ class FileBoard:
         self._path = path
 
     def post(self, text: str) -> None:
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(text)
-            os.replace(unfinished, self._path)
+            write_atomically(self._path, text, writer=str(os.getpid()))
         except OSError as error:
             raise LaunchError(f"file://{self._path}: expected a writable file, got: {error.strerror}") from None
 

@@ -27,6 +27,7 @@ import numpy
 
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.types import Array
+from hvdtrain.disk.atomic import atomically
 
 FORMAT = 2
 """Version of the files; those with another one are written anew."""
@@ -117,18 +118,14 @@ class IndexFile:
                 "arrays": [[name, values.dtype.str, values.shape, values.nbytes] for name, values in stored.items()],
             }
         ).encode()
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.new_tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
+            with atomically(path, writer=str(os.getpid())) as unfinished, unfinished.open("wb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
                 for values in stored.values():
                     file.write(bytes(_aligned(file.tell()) - file.tell()))
                     file.write(values.reshape(-1).view(numpy.uint8).data)
-            unfinished.replace(path)
         except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
             return f"{path}: {error.strerror}"
         return None
 

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.learner.base import Layer
 from hvdtrain.report.epoch import EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepRecord
@@ -164,9 +165,7 @@ def _rewrite(path: Path, lines: list[str]) -> None:
     """Replace the content of a file by these lines, if it differs."""
     wanted = "".join(f"{line}\n" for line in lines).encode()
     if (path.read_bytes() if path.exists() else b"") != wanted:
-        unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_bytes(wanted)
-        os.replace(unfinished, path)
+        write_atomically(path, wanted)
 
 
 SUMMARY = "summary.json"
@@ -252,7 +251,4 @@ def _shapes_text(shapes: list[list[int]] | None) -> str:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json atomically. Raises: OSError."""
-    path = folder / SUMMARY
-    unfinished = path.with_name(SUMMARY + ".unfinished")
-    unfinished.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")

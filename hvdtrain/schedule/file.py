@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import DataError
 from hvdtrain.schedule.history import META, EpochRecord
 from hvdtrain.version import __version__
@@ -110,9 +111,7 @@ class LearningRateFile(Generic[R]):
         earlier = [record for record in self._records if record.epoch < report.epoch]
         self._records = [*earlier, EpochRecord(report.epoch, self._rate_of(report), dict(report.scores))]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_name(self._path.name + ".new_tmp")
-        unfinished.write_text(as_text(self._records, self._meta), encoding="utf-8")
-        unfinished.replace(self._path)
+        write_atomically(self._path, as_text(self._records, self._meta))
 
 
 def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]] = NO_META) -> str:

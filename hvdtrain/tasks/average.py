@@ -12,12 +12,13 @@ from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, make_rule, select, shortfall
 from hvdtrain.checkpoint.averages import average_contents, check_target, make_average, with_statistics, write_model_file
-from hvdtrain.checkpoint.folder import CheckpointFolder, remove_path
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BEST
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.cli import exit_status
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError, LaunchError
 from hvdtrain.learner.averaging import framework_of, mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS, Framework

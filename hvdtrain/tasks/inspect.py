@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import remove_path
 from hvdtrain.cli import exit_status
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Exported, StepCost
 from hvdtrain.report.json_lines import OutputShapes, as_json, table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.plugins.trackers.services import RunDescription, Tracker
 from hvdtrain.report.ends import Status
 from hvdtrain.version import __version__
@@ -77,9 +77,7 @@ class MetricsFile(Tracker):
 
     def _write(self) -> None:
         """Raises: OSError."""
-        unfinished = self._path.with_name(f"{self._path.name}.unfinished")  # a name that the collector does not read
-        unfinished.write_text("".join(self._lines()), encoding="utf-8")
-        os.replace(unfinished, self._path)
+        write_atomically(self._path, "".join(self._lines()))  # until then under a name that the collector does not read
 
     def _lines(self) -> Iterator[str]:
         samples: dict[str, list[tuple[str, float]]] = {"info": [(self._info, 1.0)]}

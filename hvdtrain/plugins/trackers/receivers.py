@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.types import Array
+from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription
 from hvdtrain.report.ends import Status
@@ -213,9 +214,7 @@ class RunIds:
     def store(self, label: str, run_id: str) -> None:
         """Store the id of a tracker's run. Called in the threads of the trackers."""
         with self._lock:
-            unfinished = self._path.with_name(self._path.name + ".unfinished")
-            unfinished.write_text(json.dumps({**self.read(), label: run_id}, indent=1) + "\n", encoding="utf-8")
-            os.replace(unfinished, self._path)
+            write_atomically(self._path, json.dumps({**self.read(), label: run_id}, indent=1) + "\n")
 
 
 def write_artifacts(folder: Path, status: Status) -> dict[str, Path]:

@@ -248,7 +248,7 @@ def test_epochs_are_those_of_returnn_over_any_number_of_ranks(tmp_path: Path, ma
         assert sorted(tag for share in shares for tag, _ in share) == sorted(tag for tag, _ in by_returnn(options, 2))
         # A run that resumes within the epoch.
         assert_equal(read(dataset, 2, 0, 1, position=2), by_returnn(options, 2)[6:])
-    assert list(tmp_path.glob("lengths/*.new_tmp")) == []
+    assert list(tmp_path.glob("lengths/*.unfinished")) == []
 
 
 def nextgen(path: Path, numbers: range) -> str:

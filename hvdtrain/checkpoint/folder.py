@@ -302,7 +302,11 @@ class CheckpointFolder:
     ) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
+
+        Epochs after it are of a training that went back, or began anew: the next start would continue from them, and what keeps
+        the last models would remove the new ones.
         """
+        self.remove(found for found in self.models(self._names()) if found.step is None and found.age > newest.age)
         names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}

@@ -91,6 +91,11 @@ class Preload(PreloadKeys):
         missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
 
+    def keeps(self, name: str) -> bool:
+        """Whether the entry says that a parameter which is in no file keeps its values."""
+        is_own = self.filename is not None and name.startswith(self.prefix)
+        return self.allows_missing(name) or (is_own and (self.ignore_missing or self._is_ignored(name)))
+
     def allows_missing(self, name: str) -> bool:
         """Whether this is an entry without a file that allows our parameter to be missing from the other files."""
         if self.filename is not None:
@@ -148,6 +153,21 @@ def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[st
         if problems:
             raise one.error([f"{name}: not in the file" for name in problems])
     return sorted(taken)
+
+
+def require_all(preloads: Sequence[Preload], left: Iterable[str]) -> None:
+    """Raises: CheckpointError, if parameters that were not loaded have the values of a new model, and no entry wants that.
+
+    Args:
+        left: our parameters that were not loaded.
+    """
+    if missing := sorted(name for name in left if not any(one.keeps(name) for one in preloads)):
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(
+            f"preload_from_files: expected all of the model's parameters, as there is no trained model, got none for "
+            f"{', '.join(missing[:5])}{more} (set load to a model file; or have them keep the values of get_model, by an entry "
+            f"such as {{'filename': None, 'pattern': '{missing[0]}'}})"
+        )
 
 
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hvdtrain.checkpoint.average_rules import Averages
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
-from hvdtrain.checkpoint.preload import Preload, load_preloads
+from hvdtrain.checkpoint.preload import Preload, load_preloads, require_all
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
@@ -338,11 +338,12 @@ class Saver(SaverBase):
 
         Args:
             epoch: the last epoch that counts as done; None: the epoch in the file, with its steps and scores.
-            read: the key checkpoint_reader.
+            read: the key checkpoint_reader, which is not asked about files of this training.
 
         Raises:
             CheckpointError: a rank cannot read it.
         """
+        read = None if self._checkpoints.has_name(file) else read
         progress = together(self._comm, lambda: read_progress(self._state.load(file, None, read), file), name="load_model")
         self.share()
         if epoch is None:
@@ -350,11 +351,20 @@ class Saver(SaverBase):
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 
-    def preload(self, preloads: list[Preload]) -> None:
-        """Collective. Load parameters of other models, on every rank. Raises: CheckpointError."""
+    def preload(self, preloads: list[Preload], is_whole: bool = False) -> None:
+        """Collective. Load parameters of other models, on every rank.
+
+        Args:
+            is_whole: whether these are to be all parameters of the model.
+
+        Raises:
+            CheckpointError: a file cannot be read, or parameters are missing from all files.
+        """
 
         def load_all() -> None:
-            load_preloads(preloads, self._state.preload)
+            taken = load_preloads(preloads, self._state.preload)
+            if is_whole:
+                require_all(preloads, {*self._state.tensors("parameters"), *self._state.tensors("frozen")}.difference(taken))
             for one in preloads:
                 if one.filename is not None:
                     log.info(f"Loaded {one.filename} for preload_from_files.{one.name}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,16 @@ class Start:
 
 def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     """What to load for a training. Raises: CheckpointError."""
+    start = _start_of_training(keys, folder)
+    used = "import_model_train_epoch1" if start.is_import else "load_epoch" if keys.load is None else "load"
+    given = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
+    if start.remark is None and (ignored := [name for name in given if start.model_file is None or name != used]):
+        why = f"{used} is set" if start.checkpoint is None else "there is a checkpoint already"
+        return replace(start, remark=f"{' and '.join(ignored)}: ignored, as {why}")
+    return start
+
+
+def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     newest = folder.newest()
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
@@ -59,13 +69,12 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
             return Start(model_file=model_file(keys, folder), epoch=0)
         return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
     if newest is not None and keys.start_epoch == "auto":
-        ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
-        return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
+        return Start(newest)
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
-        if keys.load is None:
+        if keys.load is None or not folder.has_name(model_file(keys, folder)):
             _refuse_to_replace(folder)
-    remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
+    remark = None
     records = records_of(folder.prefix)
     if newest is None and records != folder.folder:
         remark = f"model: {folder.folder} has another model, too: scores.jsonl and the other records of this one are in {records}"
@@ -81,7 +90,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
 def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> Start:
     """What to load for a task other than training: a model, unless `preload_from_files` fills it. Raises: CheckpointError."""
     fills = any(one.is_due(training=False, fresh=True) for one in parse_preloads(keys.preload_from_files))
-    if fills and not keys.load and not folder.finished_epochs():
+    if fills and not (keys.load or keys.load_epoch or keys.import_model_train_epoch1 or folder.finished_epochs()):
         return Start()
     return Start(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
 
@@ -96,12 +105,12 @@ def position_of_model(
         read_progress: returns the plain values in a model's file.
     """
     file = start.model_file if start.checkpoint is None else start.checkpoint.model_file
-    if file is None or file.is_dir():
+    if file is None:
         return NEW
     try:
-        progress = stored_progress(read_progress(file), file)
-    except DamagedCheckpoint:
-        return NEW  # loading it will say what is wrong, and what else there is
+        progress = Progress() if file.is_dir() else stored_progress(read_progress(file), file)
+    except DamagedCheckpoint:  # loading it will say what is wrong, and what else there is, unless a checkpoint_reader can
+        progress = Progress()
     epoch = progress.epoch if progress.current is None else progress.current.epoch
     return 0 if start.is_import else (epoch_of_file(keys, folder) or epoch or 1), max(0, progress.step - 1)
 
@@ -136,10 +145,19 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         CheckpointError: there is no such file.
     """
     if keys.load is not None:
-        if keys.load_epoch is None or epoch_of_file(keys, folder) is not None:
+        if keys.load_epoch is None:
             return _file(keys.load, folder, keys)
         epoch, step = _position(keys.load_epoch, Path(keys.load))
-        return _file(f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}"), folder, keys)
+        name = f"{keys.load}.{epoch:03d}" + ("" if step is None else f".step-{step}")
+        if epoch_of_file(keys, folder) is None:
+            return _file(name, folder, keys)
+        file = _file(keys.load, folder, keys)
+        if other := next(filter(Path.is_file, _candidates(name, folder)), None):
+            raise CheckpointError(
+                f"load, load_epoch: expected one file, got {other} and {file}, which would count as epoch {epoch} (set load to "
+                f"the whole path of one; {other} needs no load_epoch)"
+            )
+        return file
     if keys.load_epoch is not None:
         position = _position(keys.load_epoch, folder.prefix)
         if not folder.at(*position).model_file.exists():
@@ -228,6 +246,11 @@ def resume(
     elif start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
+    if comm.rank == 0 and (later := [epoch for epoch in checkpoints.finished_epochs() if epoch > progress.epoch]):
+        log.warning(
+            f"model: training begins with epoch {progress.epoch + 1}: its next checkpoint replaces or removes the models of this "
+            f"and later epochs, up to {checkpoints.at(later[-1]).model_file}"
+        )
     if progress.epoch and not progress.history and learning_rate_file is not None:
         path = Path(learning_rate_file)
         records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
@@ -342,5 +365,6 @@ def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
     if start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         log.info(f"Loaded {start.model_file}.")
-    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)])
+    due = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
+    saver.preload(due, is_whole=start.model_file is None)
     return progress

@@ -410,7 +410,8 @@ def _fetch_checkpoint(
 ) -> None:
     """Collective. Fetch the newest checkpoint from `checkpoint_local`, if a training continues from it, and from
     `checkpoint_mirror`, unless the job starts with another model."""
-    if settings.start.start_epoch != "auto" or settings.start.load is not None or purpose == "measure":
+    other_model = settings.start.load is not None and purpose in WITH_TRAINED  # a training ignores it if there is a checkpoint
+    if settings.start.start_epoch != "auto" or other_model or purpose == "measure":
         return
     if purpose == "train":
         copy_newest(comm, checkpoints, local)

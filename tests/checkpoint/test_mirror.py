@@ -35,7 +35,7 @@ def test_a_training_goes_on_from_its_mirror_after_its_disk_is_lost(store: Object
     assert files_in(store) == files_of(tmp_path / "first") == after_three
     assert all(store.get(f"exp/{name}") == (tmp_path / "first" / name).read_bytes() for name in files_in(store))
     shutil.rmtree(tmp_path / "first")
-    second = hvdtrain(TOY, mirrored)
+    second = hvdtrain(TOY, {**mirrored, "load": tmp_path / "whole" / "model.001"})  # which is for a training without a checkpoint
     assert second.status == 0, second.err
     assert "Fetched " in second.out
     assert "model.003.pt: training continues after epoch 3" in second.out

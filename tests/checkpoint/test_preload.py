@@ -88,6 +88,22 @@ def test_other_tasks_load_what_is_always_loaded(
             assert f"{name.removeprefix('dev_loss_')} {value:.4g}" in out
 
 
+def test_an_evaluation_without_a_model_needs_values_of_all_parameters(corpus: Path, theirs: Path, tmp_path: Path) -> None:
+    preloads = {"part": entry(theirs)}
+
+    def evaluated(**keys: object) -> None:
+        run_task(settings_of(corpus, tmp_path / "no", f"preload_from_files = {preloads}\ndev = train", task="eval", **keys))
+
+    with pytest.raises(
+        CheckpointError, match=r"of the model's parameters, .*, got none for frozen, last.bias, last.weight, unused "
+    ):
+        evaluated()
+    with pytest.raises(CheckpointError, match="load_epoch: expected an epoch that has a model, got 1"):
+        evaluated(load_epoch=1)
+    preloads["rest"] = {"filename": None, "pattern": "*"}
+    evaluated()
+
+
 TWO = Run("torch", "horovod", 2)
 
 

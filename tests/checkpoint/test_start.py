@@ -79,6 +79,15 @@ def test_a_model_without_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
         start_of_training(StartKeys(), folder)
     assert start_of_training(StartKeys(start_epoch=3, load=str(model)), folder) == Start(model_file=model, epoch=2)
     assert start_of_training(StartKeys(start_epoch=1), folder) == Start()
+    elsewhere = tmp_path / "other.001.pt"
+    elsewhere.touch()
+    with pytest.raises(CheckpointError, match=expected):
+        start_of_training(StartKeys(load=str(elsewhere)), folder)
+    assert start_of_training(StartKeys(load=str(model)), folder) == Start(model_file=model)
+    imported = start_of_training(
+        StartKeys(load=str(model), import_model_train_epoch1=str(model)), CheckpointFolder(tmp_path / "new")
+    )
+    assert imported.remark == "load: ignored, as import_model_train_epoch1 is set"
 
 
 def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> None:
@@ -125,9 +134,11 @@ def test_start_epoch(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest
     run(corpus, tmp_path, num_epochs=2, start_epoch=2, load=trained / "model.003.pt")
     assert "start epoch 2 global train step 6" in capsys.readouterr().out
     run(corpus, tmp_path, num_epochs=1, start_epoch=1)
-    assert "start_epoch is 1: what is in" in capsys.readouterr().out
+    assert "training begins with epoch 1: its next checkpoint replaces or removes the models" in capsys.readouterr().out
     assert same(stored(tmp_path, "001"), stored(trained, "001"))
     assert [json.loads(line)["epoch"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()] == [1]
+    run(corpus, tmp_path, num_epochs=2)
+    assert same(stored(tmp_path, "002"), stored(trained, "002")), "not from the newest model of before"
 
 
 def test_load_epoch_goes_back(corpus: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +173,10 @@ def test_a_folder_of_another_program_is_read_by_a_function(corpus: Path, trained
     theirs = stored(trained, "003")
     assert same(start({"model": theirs, "epoch": 4}, "model"), theirs)
     assert sorted(path.name for path in tmp_path.glob("model.*.pt")) == ["model.005.opt.pt", "model.005.pt"]
+    own = hvdtrain.evaluate(
+        TOY, checkpoint_reader=lambda path: {}, model=str(tmp_path / "model"), evaluated=True, **keys | {"load": None}
+    )
+    assert own, "it is for the files of others"
     with pytest.raises(CheckpointError, match="checkpoint_reader: expected a dict with 'model', or None, got weights"):
         start({"weights": theirs}, "other")
 
@@ -348,6 +363,11 @@ def test_a_file_to_load_counts_as_the_epoch_that_load_epoch_names(tmp_path: Path
     assert (start.model_file, start.epoch) == (Path(file), 3)
     by_prefix = start_of_training(StartKeys(load=str(tmp_path / "other"), load_epoch=7), folder)
     assert (by_prefix.model_file, by_prefix.epoch) == (Path(file), None)
+    (tmp_path / "other.pt").touch()
+    with pytest.raises(
+        CheckpointError, match=r"expected one file, got .*other.007.pt and .*other.pt, which would count as epoch 7"
+    ):
+        start_of_training(StartKeys(load=str(tmp_path / "other"), load_epoch=7), folder)
 
 
 def test_load_epoch_without_its_model_is_refused_and_with_start_epoch_1_it_is_imported(tmp_path: Path) -> None:

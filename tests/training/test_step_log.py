@@ -234,7 +234,7 @@ def test_colors_in_a_pipe_on_request(corpus: Path, tmp_path: Path) -> None:
     keys |= {"start_epoch": 1}
     asked = hvdtrain(TOY, keys, options=["--color", "always"])
     assert asked.status == 0, asked.err
-    assert "\x1b[33mstart_epoch is 1: what is in" in asked.out, "a warning"
+    assert "\x1b[33mmodel: training begins with epoch 1: " in asked.out, "a warning"
     assert "\x1b[1;32mbest so far\x1b[0m" in asked.out
     assert ESCAPE not in (tmp_path / "log").read_text()
     wrong = hvdtrain(TOY, keys, options=["--color=often"])

@@ -150,8 +150,10 @@ class Engine:
         log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
         self._reporters.epoch(report)
         with self._notifier.reporting(number):
-            for service in self._reporters.services:
-                service.epoch(report)
+            if (pruned := self._reporters.serve(report)) is not None:
+                self._training.prune(pruned)
+        if self._note_finish():
+            self._save(is_end=True)
         if mistake is not None:
             self._finish()
             raise mistake
@@ -321,12 +323,12 @@ class Engine:
             self._save(is_end or self._progress.current is None)
 
     def _note_finish(self) -> bool:
-        """Collective. Note if a callback of some rank ends training after this epoch, so that a checkpoint has it.
+        """Collective. Note if a callback or a service of some rank ends training after this epoch, so that a checkpoint has it.
 
         Returns:
             Whether that is new.
         """
-        if not self._notifier.has_callbacks:
+        if not self._notifier.may_finish:
             return False
         reasons = self._comm.gather(self._training.wants_finish, name="finish")
         reason = next((one for one in reasons if one is not None), None)

@@ -234,6 +234,11 @@ class PeerFailure(HvdtrainError):
         return ": ".join([super().__str__(), *(["; ".join(self.causes)] if self.causes else [])])
 
 
+def prunes(error: BaseException) -> bool:
+    """Whether it is the error by which Optuna's users end a trial whose scores are of interest."""
+    return type(error).__name__ == "TrialPruned"
+
+
 PACKAGE = f'  File "{os.path.dirname(os.path.abspath(__file__))}{os.sep}'
 
 

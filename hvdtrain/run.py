@@ -26,6 +26,7 @@ from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.start_up.trace import open_trace, profile_steps
+from hvdtrain.training.callbacks import pruned_before
 from hvdtrain.training.step_log import open_step_log
 
 
@@ -58,7 +59,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
 
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
-        optuna.TrialPruned: a callback has raised it; after the epoch, its checkpoint and its reports.
+        optuna.TrialPruned: a callback or track_epoch has raised it; after the epoch, its checkpoint and its reports.
     """
     began = steady_time()
     pruned: Exception | None = None
@@ -93,6 +94,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 count_steps(session.goodput),
             ):
                 pruned = Engine(session, rates, limits, reporters, step_log, trace, callbacks).run()
+        else:  # it may have been killed before it told Optuna
+            pruned = pruned_before(limits.end_after_epoch(session.progress))
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress
         log_end(settings, session, progress.epoch - before)

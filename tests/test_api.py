@@ -503,7 +503,21 @@ def test_a_pruned_trial_keeps_its_epoch(tmp_path: Path) -> None:
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "model.001.pt").exists()
     assert json.loads((tmp_path / "ends.jsonl").read_text())["status"] == "finished"
-    assert hvdtrain.train(keys_of(tmp_path)).num_epochs == 0, "the same call does not go on"
+    with pytest.raises(optuna.TrialPruned, match="^no better$"):  # as after a kill at its end, when Optuna repeats the call
+        hvdtrain.train(keys_of(tmp_path))
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 1, "the same call does not go on"
+
+
+def test_track_epoch_may_prune_a_trial(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+
+    def track_epoch(**_: Any) -> None:
+        raise optuna.TrialPruned("no better")
+
+    for _ in range(2):
+        with pytest.raises(optuna.TrialPruned, match="^no better$"):
+            hvdtrain.train(keys_of(tmp_path, track_epoch=track_epoch, save_interval=2))
+    assert json.loads((tmp_path / "best.json").read_text())["file"] == "model.001.pt"
 
 
 def test_a_pruned_trial_that_is_stopped_is_pruned_when_it_goes_on(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ ENDED = "HVDTRAIN_ENDED"
 is done. An exit status of 0 alone does not prove that: code of the config may call `os._exit(0)`."""
 
 TIMES = "HVDTRAIN_TIMES"
-"""The environment variable with the times at which hvdtrain's launcher began, and lost ranks that it restarted."""
+"""The environment variable with the times, of the monotonic clock, at which hvdtrain's launcher began, and lost ranks that it
+restarted."""
 
 PEER_FAILED = 76
 """Exit status of a process of hvdtrain's launcher that ends only because another one failed. The launcher returns 1."""
@@ -65,8 +66,9 @@ def end_with(parent: int | None) -> None:
 
 
 def times_in(environ: Mapping[str, str]) -> list[float]:
-    """The times in the variable TIMES."""
-    return [float(text) for text in environ[TIMES].split(",")]
+    """The times of day in the variable TIMES, by the clock as it is set now."""
+    ahead = time.time() - time.monotonic()
+    return [float(text) + ahead for text in environ[TIMES].split(",")]
 
 
 def report_end(environ: Mapping[str, str], rank: int) -> None:

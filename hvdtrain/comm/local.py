@@ -124,7 +124,7 @@ def run(
         began: when this job began; None: now.
         imports: modules to import in a process that is forked for every rank, if that is safe; empty: ranks are new programs.
     """
-    times = [time.time() if began is None else began]
+    times = [time.monotonic() - (0.0 if began is None else max(0.0, time.time() - began))]  # the clock may be set meanwhile
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         ended = f"{folder}/ended"
         shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: ended}
@@ -219,7 +219,7 @@ def _wait(
     Args:
         prefix: of the files with which ranks report that their work is done (otherwise, status 0 is a failure) and leave checks.
         report, while_waiting: as of `run`.
-        on_failure: called with the time of the first failure.
+        on_failure: called with the time of the first failure, of the monotonic clock.
     """
     kills_before = oom_kills()
 
@@ -233,7 +233,7 @@ def _wait(
             return {}
         while_waiting()
         time.sleep(POLL_INTERVAL)
-    on_failure(time.time())
+    on_failure(time.monotonic())
     failed = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # report the first ones at once, as the others fail because of them
         _wait_at_most(children, seconds)

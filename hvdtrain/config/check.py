@@ -241,7 +241,8 @@ def build_objects(
         if isinstance(entry, str) and entry in passed_over:
             continue
         try:
-            made.append(_factory(entry, methods, prefix, by_name))
+            names = by_name if isinstance(entry, dict) else {**by_name, **dict.fromkeys(passed_over, "")}
+            made.append(_factory(entry, methods, prefix, names))
         except ConfigError as error:
             problems += [found.within(f"{where}: ") for found in error.problems]
         except ImportError as error:

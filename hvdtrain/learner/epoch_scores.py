@@ -59,6 +59,9 @@ class EpochScores:
 
         One whose function fails, or whose statistics an evaluation did not mark, is NaN, with a warning. In training, functions
         without statistics are left out.
+
+        Raises:
+            ConfigError: on all ranks: what a function returns is no number.
         """
         means = scores.means()
         found: dict[str, float] = {}
@@ -68,7 +71,7 @@ class EpochScores:
                 raise ConfigError.of(
                     "wrong-result", f"epoch_scores: expected of_ranks to return a dict of scores by name, got {made!r:.60}"
                 )
-            found |= {name: float(value) for name, value in made.items()}
+            found |= {name: _number(name, value) for name, value in made.items()}
         if self._functions and scores.counts():
             found |= on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
         if not found:
@@ -91,14 +94,24 @@ class EpochScores:
                 if missing:
                     raise LookupError(f"no statistic {missing[0]!r} was marked (mark_as_statistics), only: {', '.join(sums)}")
                 result = function.call(**given)
-                several = (
-                    {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
-                )
-                found.update({one: float(value) for one, value in several.items()})
             except Exception as error:  # of the user's function; the epoch that was trained is not to be lost
                 log.warning(f"{dataset}: epoch_scores.{name} has no value: {type(error).__name__}: {error}")
                 found[name] = nan
+                continue
+            several = {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
+            found.update({one: _number(one, value) for one, value in several.items()})
         return found
+
+
+def _number(name: str, value: Any) -> float:
+    """A score. Raises: ConfigError, if it is none, which it would not be in any other evaluation."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last one is PyTorch's, of several elements
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r:.60}"
+        raise ConfigError.of(
+            "wrong-result", f"epoch_scores.{name}: expected a number or a dict of numbers, got {type(value).__name__}{shape}"
+        ) from None
 
 
 NO_EPOCH_SCORES = EpochScores({})

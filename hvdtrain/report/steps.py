@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
+from hvdtrain.errors import prunes
 from hvdtrain.learner.meter import Meter
 from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, Reporter
 from hvdtrain.runtime import log
@@ -84,6 +85,18 @@ class Reporters:
         """Pass the report of a finished epoch on to those that need no time for it."""
         for reporter in self.epochs:
             reporter.epoch(report)
+
+    def serve(self, report: EpochReport) -> Exception | None:
+        """Pass it on to the services. Returns what one of them raised to end an Optuna trial as pruned."""
+        pruned = None
+        for service in self.services:
+            try:
+                service.epoch(report)
+            except Exception as error:
+                if not prunes(error):
+                    raise
+                pruned = error
+        return pruned
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:

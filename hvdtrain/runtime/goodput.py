@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,24 @@ SHORTEST = 1.0
 """The smallest interval between checkpoints in seconds."""
 
 
-_AHEAD = time.time() - time.monotonic()
+AHEAD = time.time() - time.monotonic()
+"""By how much the clock was ahead of the seconds of the host's boot when this process began."""
+
+JUMP = 10.0
+"""Seconds by which the clock was set that are noticed."""
 
 
 def steady_time() -> float:
     """The time of day, but for jumps of the clock since this process began: differences are durations."""
-    return time.monotonic() + _AHEAD
+    return time.monotonic() + AHEAD
+
+
+@cache
+def this_boot() -> float:
+    """A number of the host's boot, whose monotonic clock all its processes share; 0: unknown."""
+    with suppress(OSError, ValueError):
+        return float(int(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:12], 16))
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class Spent:
         failures: how many of these starts ended otherwise than by a stop.
         saves: the number of checkpoints.
         is_end: whether the training ends here by itself, or by a stop.
+        boot, ahead: the host's boot, and `AHEAD` of the process that counted.
     """
 
     until: float = 0.0
@@ -71,6 +86,14 @@ class Spent:
     failures: int = 0
     saves: int = 0
     is_end: bool = False
+    boot: float = 0.0
+    ahead: float = 0.0
+
+    @property
+    def jump(self) -> float:
+        """The seconds by which the clock was set since then; 0: not, or unknown. (So `until` is of another clock.)"""
+        jump = AHEAD - self.ahead if self.boot and self.boot == this_boot() else 0.0
+        return jump if abs(jump) > JUMP else 0.0
 
     @property
     def seconds(self) -> float:
@@ -138,12 +161,12 @@ def before_start(saved: Spent | None, recorded: Spent | None, failures: Sequence
     (130.0, 80, 30.0, 1)
     """
     saved = saved or Spent()
-    last = saved if recorded is None or recorded.until <= saved.until else recorded
+    last = saved if recorded is None or recorded.starts <= saved.starts else recorded
     repeated = last.repeated + last.useful - saved.useful
     if last.is_end or not last.starts:
         return replace(last, useful=saved.useful, repeated=repeated, is_end=False)
-    later = [time for time in failures if time > last.until]
-    until = max(last.until, later[0] if later else last_sign)
+    later = [] if last.jump else [time for time in failures if time > last.until]
+    until = max(last.until, later[0] if later else last.until if last.jump else last_sign)
     number = max(1, len(later))  # more than one: starts that failed before they could record anything
     return replace(
         last,
@@ -206,6 +229,8 @@ class Goodput:
             failures=before.failures,
             saves=before.saves + self._saves,
             is_end=is_end,
+            boot=this_boot(),
+            ahead=AHEAD,
         )
 
     def entries(self) -> dict[str, float]:

@@ -54,11 +54,13 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
     before = before_start(saved, recorded, launcher.failures, last_sign)
     if settings.process.is_own:
         began = process_began()
-    if launcher.is_restart and before.starts:
+    if before.jump:
+        log.detail(f"goodput: the clock was set by {before.jump:+.0f} s: the time before this start's begin does not count")
+    elif launcher.is_restart and before.starts:
         began = before.until
     elif launcher.began is not None:
         began = launcher.began
-    goodput = Goodput(session.timer, before, max(began, before.until))
+    goodput = Goodput(session.timer, before, began if before.jump else max(began, before.until))
     if settings.saving.save_interval_minutes == "auto":
         log.detail(f"save_interval_minutes: at first, {goodput.describe_interval()}")
     return goodput

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.config.source import as_function
-from hvdtrain.errors import ConfigError, Problem
+from hvdtrain.errors import ConfigError, Problem, prunes
 
 if TYPE_CHECKING:
     from hvdtrain.schedule.history import EpochRecord
@@ -163,10 +163,10 @@ PRUNED = "the trial was pruned"
 
 
 def pruned_before(end: str | None) -> Exception | None:
-    """What a callback has raised in the epoch under way, before the training was stopped.
+    """What ended the training as pruned in an earlier start, which was stopped or killed before it could raise it.
 
     Args:
-        end: why the training ends after this epoch; None: it does not.
+        end: why the training ends after this epoch, or has ended; None: it does not.
     """
     optuna = sys.modules.get("optuna")  # where it is not imported, no code expects its error
     if end is None or not end.startswith(PRUNED) or optuna is None:
@@ -224,7 +224,7 @@ class Callbacks:
             try:
                 call(training)
             except Exception as error:
-                if type(error).__name__ != "TrialPruned":  # by which Optuna's users end a trial whose scores are of interest
+                if not prunes(error):
                     raise
                 training.prune(error)
 

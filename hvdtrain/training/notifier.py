@@ -62,9 +62,9 @@ class Notifier:
         return self._callbacks.state()
 
     @property
-    def has_callbacks(self) -> bool:
-        """Whether any rank has callbacks."""
-        return bool(self._longest.keys() - {REPORTS})
+    def may_finish(self) -> bool:
+        """Whether any rank has callbacks, or reports to services, which may end the training after an epoch."""
+        return bool(self._longest)
 
     def may_take_long(self, event: str) -> bool:
         """Whether there are callbacks for an event that took long before, or were not called yet."""

@@ -79,6 +79,17 @@ def test_starts_that_failed_before_their_first_record_and_an_older_checkpoint() 
     assert before_start(None, None, [], last_sign=205.0) == Spent()
 
 
+@pytest.mark.parametrize("jump", [3e7, -3e7])
+def test_a_clock_that_was_set_between_two_starts_counts_nothing(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1000.0)
+    saved = Goodput(Timer(clock), None, began=996.0, clock=clock).spent()
+    recorded = replace(saved, starts=2, failures=1, until=1100.0)
+    monkeypatch.setattr("hvdtrain.runtime.goodput.AHEAD", saved.ahead + jump)
+    before = before_start(saved, recorded, [1100.0 + jump], last_sign=1100.0 + jump)
+    assert (before.seconds, before.starts, before.failures, before.jump) == (saved.seconds, 2, 2, jump)
+    assert replace(before, boot=before.boot + 1).jump == 0.0
+
+
 @pytest.mark.parametrize("state", [None, {}, {"useful": "much"}, {"useful": float("nan")}, [1]])
 def test_damaged_records_are_none(state: object) -> None:
     assert Spent.from_state(state) is None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -152,7 +153,6 @@ def test_ranks_get_the_numbers_of_rank_0() -> None:
     [
         (lambda counts: 1 / counts, "ZeroDivisionError"),
         (lambda other: other, "no statistic 'other' was marked (mark_as_statistics), only: counts"),
-        (lambda counts: "much", "could not convert string to float"),
     ],
 )
 def test_a_function_that_fails_gives_no_number(function: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +164,17 @@ def test_a_function_that_fails_gives_no_number(function: Any, words: str, caplog
     assert found["ce"] == 1.0
     assert math.isnan(found["score"])
     assert words in caplog.text
+
+
+@pytest.mark.parametrize("value", ["much", None, numpy.zeros(3), torch.zeros(2), {"part": torch.zeros(2)}])
+def test_what_is_no_number_is_refused_in_the_first_evaluation(value: Any) -> None:
+    scores = Scores()
+    scores.add("ce", 1.0, 1)
+    scores.add("counts:sum0", 0.0, 1)
+    name = "score_part" if isinstance(value, dict) else "score"
+    for given in (lambda counts: value, SimpleNamespace(of_ranks=lambda *_: {name: value})):
+        with refused(f"epoch_scores.{name}: wrong-result"):
+            EpochScores({"score": given}).of(SingleCommunicator(), scores, "dev")
 
 
 def test_a_function_gets_what_its_parameters_name() -> None:

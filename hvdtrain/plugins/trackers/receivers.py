@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.data.types import Array
 from hvdtrain.disk.atomic import write_atomically
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, prunes
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
@@ -67,7 +67,7 @@ class TrackEpoch:
 
 
 class BestEffortReporter:
-    """Passes reports on to a reporter; logs its first failure, and never raises."""
+    """Passes reports on to a reporter; logs its first failure, and raises nothing but what prunes a trial."""
 
     def __init__(self, name: str, reporter: Reporter) -> None:
         self._name = name
@@ -78,6 +78,8 @@ class BestEffortReporter:
         try:
             self._reporter.epoch(report)
         except Exception as error:
+            if prunes(error):
+                raise
             if not self._has_failed:
                 log.warning(
                     f"{self._name} failed after epoch {report.epoch}, training continues: {type(error).__name__}: {error}"

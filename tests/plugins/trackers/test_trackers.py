@@ -264,6 +264,10 @@ def test_mistakes(tmp_path: Path) -> None:
         "trackers[1]: unknown-value",
         "trackers[2]: wrong-signature",
     ]
+    with pytest.raises(
+        ConfigError, match="'mlflow', 'tensorboard' or 'module:Class', got 'tensorbord' .did you mean tensorboard"
+    ):
+        read_settings([config_with(tmp_path, "trackers = 'tensorbord'")], {})
     assert problems('type("T", (), {"log_step": print})') == ["trackers: wrong-type"]
     assert problems("print") == ["trackers: wrong-type"]
 

@@ -56,11 +56,12 @@ class TextClasses:
         return self._vocabulary.misfit(self._first)
 
 
-def sound(rate: int | None) -> Convert:
+def sound(rate: int | None = None, channels: int | None = None) -> Convert:
     """Decode sound: the bytes of a file, or a dict with `bytes` or a `path`, and perhaps its `sampling_rate`.
 
     Args:
         rate: in Hz; None: that of the first file that is read.
+        channels: their number; None: any.
     """
     try:
         import soundfile
@@ -85,7 +86,11 @@ def sound(rate: int | None) -> Convert:
                     f"{where}: expected {says_frames} samples, as the file says, got {len(samples)} (was it cut off?)"
                 )
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{where}: expected a sound file, got: {error}") from None
+            raise DataError(f"{where}: expected a sound file, got: {getattr(error, 'error_string', error)}") from None
+        if channels not in (None, samples.shape[1]):
+            raise DataError(
+                f"{where}: expected sound with as many channels as its Audio says, {channels}, got {samples.shape[1]}"
+            )
         rates.append(found)
         if found != rates[0] or says not in (None, found):
             expected = rates[0] if found != rates[0] else says

@@ -87,6 +87,7 @@ class HuggingFaceDataset(Shards):
         self._rows = Rows([_Batches(folder, table)], table.column_names)
         tags = None
         if tag is not None:
+            _check_tags(folder, tag, rows.features[tag])
             group = Group(folder, 0, table.select([tag]))
             values = (str(numpy.asarray(group.value(tag, row)).item()) for row in range(len(table)))
             tags = [numpy.array([value.encode("utf-8") for value in values], dtype=bytes)]
@@ -129,7 +130,7 @@ def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
         raise DataError("HuggingFaceDataset: expected the package datasets, got none (pip install datasets)") from None
     try:
         found = datasets.load_from_disk(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError) as error:  # the last of a dataset without rows
         raise DataError(f"{folder}: expected a folder that save_to_disk of the package datasets wrote, got: {error}") from None
     parts = list(found) if isinstance(found, datasets.DatasetDict) else None
     if (part is None) != (parts is None) or (parts is not None and part not in parts):
@@ -140,6 +141,12 @@ def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
     if rows._indices is not None:  # as early versions of the package wrote
         rows = rows.flatten_indices(keep_in_memory=True)
     return rows, files
+
+
+def _check_tags(folder: str, name: str, feature: Any) -> None:
+    """Raises: DataError, unless a column's type can name sequences."""
+    if not str(getattr(feature, "dtype", "")).startswith(("string", "large_string", "int", "uint")):
+        raise DataError(f"tag: expected a column of strings or integers, got {feature} in column {name!r} of {folder}")
 
 
 def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> Column:
@@ -155,7 +162,7 @@ def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> C
     if text is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
     if isinstance(inner, datasets.Audio) and axes == 0:
-        return Column(name, sound(inner.sampling_rate))
+        return Column(name, sound(inner.sampling_rate, getattr(inner, "num_channels", None)))
     if isinstance(inner, datasets.ClassLabel) and axes < 2:
         return Column(name, numbers(max(axes, 1), "int32"), tuple(inner.names))
     if is_text and axes < 2:

@@ -147,9 +147,14 @@ class TableShards(Shards):
         types = {key: _plain_type(files[0].schema.field(name).type) for key, name in self._columns.items()}
         check_vocabulary(where, keys.vocabulary, [key for key, kind in types.items() if _is_texts(kind)], list(types))
         self.texts = text_conversions(keys.vocabulary, keys.units)
-        self._convert: dict[str, Convert] = {**self.texts, **{key: sound(None) for key, kind in types.items() if _is_sound(kind)}}
-        labels = {key: text.labels for key, text in self.texts.items()}
-        self.labels = _class_names(files[0].schema, self._columns) | labels
+        self._convert: dict[str, Convert] = {**self.texts, **{key: sound() for key, kind in types.items() if _is_sound(kind)}}
+        self.labels: dict[str, list[str]] = {}
+        for key, feature in _features(files, self._columns).items():
+            if feature["names"] is not None:
+                self.labels[key] = list(feature["names"])
+            elif key in self._convert and key not in self.texts:
+                self._convert[key] = sound(feature["sampling_rate"], feature["num_channels"])
+        self.labels |= {key: text.labels for key, text in self.texts.items()}
         self._rows = Rows(files, sorted(set(self._columns.values())))
         tags = None if keys.tag is None else [_tags(path, file, keys.tag) for path, file in zip(paths, files, strict=True)]
         super().__init__(paths, [file.bounds[-1] for file in files], tags)
@@ -400,14 +405,25 @@ def _tags(path: str, file: RowFile, name: str) -> Array:
     return numpy.array(tags, dtype=bytes)
 
 
-def _class_names(schema: Any, columns: Mapping[str, str]) -> dict[str, list[str]]:
-    """By data key, the names of the classes, which the package `datasets` notes in its files."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        classes = {key: features[name] for key, name in columns.items() if features.get(name, {}).get("_type") == "ClassLabel"}
-        return {key: list(feature["names"]) for key, feature in classes.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):  # of other programs
-        return {}
+def _features(files: Sequence[RowFile], columns: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """By data key, what the package `datasets` notes in its files of a column: of classes, or lists of them, their names, and of
+    sound its rate and the number of channels.
+
+    Raises:
+        DataError: of a file, it is something else: class 0 of one may be class 1 of another.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for file in files:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # of other programs
+            features = json.loads((file.schema.metadata or {})[b"huggingface"])["info"]["features"]
+            for key, name in columns.items():
+                feature = features.get(name, {})
+                feature = feature.get("feature", feature)
+                kind = {about: feature.get(about) for about in ("names", "sampling_rate", "num_channels")}
+                first, expected = found.setdefault(key, (file.path, kind))
+                if kind != expected:
+                    raise DataError(f"{file.path}: expected {expected} in column {name!r}, as in {first}, got {kind}")
+    return {key: kind for key, (_, kind) in found.items()}
 
 
 def _plain(values: Any) -> Any:

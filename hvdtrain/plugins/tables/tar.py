@@ -309,7 +309,8 @@ def _files(path: str) -> Iterator[tuple[str, int, int]]:
                         elif member.islnk() or member.issym():
                             folder = "" if member.islnk() else os.path.dirname(member.name)
                             target = os.path.normpath(os.path.join(folder, member.linkname))
-                            yield member.name, *places.get(target, NOWHERE)
+                            place = places[os.path.normpath(member.name)] = places.get(target, NOWHERE)
+                            yield member.name, *place
                     end = archive.offset
             except (tarfile.TarError, UnicodeDecodeError, EOFError, ValueError) as error:
                 raise _damage_error(path, file, last, error) from None
@@ -351,7 +352,7 @@ def _check_end(path: str, file: BinaryIO, end: int, last: str) -> None:
 def _conversion(kind: str, text: Convert | None) -> Callable[[bytes, str], Array]:
     """How the bytes of a file become an array, by the last part of its suffix."""
     if kind in SOUNDS:
-        return sound(None)
+        return sound()
     if text is not None:
         return lambda content, where: text(_text(content, where), where)
     return {"npy": _npy, "json": _json}.get(kind, _number)

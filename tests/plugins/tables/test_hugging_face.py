@@ -154,6 +154,10 @@ def test_strings_become_classes_of_a_vocabulary(folder: Path, tmp_path: Path) ->
         ({"folder": "{folder}/all", "part": "dev"}, "part: expected none, as the folder holds one dataset, got 'dev' in "),
         ({"folder": "{folder}/all", "columns": {"data": "fetures"}}, "columns.data: expected a column of .*, got 'fetures'"),
         ({"folder": "{folder}/all", "tag": "name"}, r"tag: expected a column of .*\(id, text, .*\), got 'name'"),
+        (
+            {"folder": "{folder}/all", "tag": "words"},
+            r"tag: expected a column of strings or integers, got List\(.*\) in column 'words'",
+        ),
         ({"folder": "{folder}/odd"}, r"expected columns of numbers, .* got \{'x': .*\} in column 'nested' of "),
         ({"folder": "{folder}/odd", "columns": {"data": "missing"}}, "column 'missing', row 1: expected a value, got none"),
         (

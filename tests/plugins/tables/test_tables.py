@@ -142,6 +142,24 @@ def test_sound_that_is_not_there_or_of_another_rate(tmp_path: Path) -> None:
             opened(file, columns={"data": "sound"})
 
 
+def test_what_datasets_notes_of_a_column_is_that_of_all_files(tmp_path: Path) -> None:
+    def noted(name: str, **feature: Any) -> str:
+        about = {"huggingface": json.dumps({"info": {"features": {"single": feature, "sound": feature}}})}
+        return write(tmp_path / name, table().replace_schema_metadata(about))
+
+    first, other = (noted(f"{names}.parquet", _type="ClassLabel", names=list(names)) for names in ("vwxyz", "zyxwv"))
+    with pytest.raises(
+        DataError, match=r"zyxwv.parquet: expected .*'v', .* in column 'single', as in .*vwxyz.parquet, got .*'z', "
+    ):
+        opened([first, other], columns={"data": "single"})
+    for about, message in (
+        ({"sampling_rate": 16000}, "16000 samples per second"),
+        ({"num_channels": 2}, "sound with as many .*, 2, "),
+    ):
+        with pytest.raises(DataError, match=rf"a.parquet, column 'sound', row 0: expected {message}"):
+            opened(noted("a.parquet", _type="Audio", **about), columns={"data": "sound"})
+
+
 def test_parts_of_a_row_group_stay_apart() -> None:
     """Together, the texts of a row group may have more bytes than an array can."""
     parts = [["a", "bb"], [], ["ccc"], ["d", "", "ff"]]

@@ -142,7 +142,7 @@ def index_cuts(
     if shards is None:
         return _index_function(where, cuts, field, lengths_of, keys, scanning)
     files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
-    kept = IndexFile(scanning.folder, f"cuts 2 {field} {fingerprint_of([files, described])}")
+    kept = IndexFile(scanning.folder, f"cuts 3 {field} {fingerprint_of([files, described])}")
 
     def make() -> Kept:
         with scanning.progress(f"{where}: cuts", None) as advance:

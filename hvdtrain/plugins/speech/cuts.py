@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
+from hvdtrain.data.padding import same_values
+from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 from hvdtrain.plugins.speech.columns import check_finite
@@ -128,10 +133,15 @@ class LhotseDataset(IndexedDataset):
     def where(self, number: int) -> str:
         return self._describe(number)
 
+    def warnings(self) -> list[str]:
+        what = "differs when it is read again: runs and numbers of ranks will, too, as it draws from a generator without a seed"
+        return [f"{self.where(int(self._used[0]))} {what}"] if self.is_stochastic else []
+
 
 def text_of(cut: Any) -> str:
-    """The texts of a cut's supervisions."""
-    return " ".join(supervision.text for supervision in cut.supervisions if supervision.text)
+    """The texts of a cut's supervisions in the order of their beginnings: a manifest may have another one, such as by id."""
+    ordered = sorted(cut.supervisions, key=attrgetter("start"))
+    return " ".join(supervision.text for supervision in ordered if supervision.text)
 
 
 def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
@@ -145,12 +155,24 @@ def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Datase
     encoder = None
     if keys.units is not None:
         encoder = text_encoder(keys.units, keys.of_key("vocabulary", "classes"), keys.of_key("vocabulary_from", "classes"))
-    if not cuts.is_lazy:
-        return _of_list(where, list(cuts), keys, encoder, scanning)
-    return _of_index(where, cuts, keys, encoder, scanning)
+    of = _of_index(where, cuts, keys, encoder, scanning) if cuts.is_lazy else _of_list(where, list(cuts), keys, encoder, scanning)
+    of.is_stochastic = not _repeats(of)
+    return UserDataset(where, of, scanning)  # as transforms and extractors of Lhotse may draw random numbers
 
 
-def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
+def _repeats(dataset: LhotseDataset) -> bool:
+    """Whether the first cut is the same when it is read again with the same random numbers."""
+    read: list[Array] = []
+    with suppress(BrokenSequence, IndexError):  # reading it for a batch says why
+        for _ in range(2):
+            with own_numbers(ITEM):
+                read.append(dataset.sequence(0)["data"])
+    return len(read) < 2 or same_values(*read)
+
+
+def _of_list(
+    where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning
+) -> LhotseDataset:
     """The dataset of cuts in memory."""
     origin = keys.cuts if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
     if not cuts:
@@ -173,7 +195,7 @@ def _of_list(where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: Text
     return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used)
 
 
-def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> Dataset:
+def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> LhotseDataset:
     """The dataset of cuts that a file has."""
     first = first_cut(where, cuts)
     features = _features(where, keys, first)

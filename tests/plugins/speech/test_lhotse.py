@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import opened_data
 import pytest
+import torch
 from speech_files import RATE, write_folder
 
 from hvdtrain.data.broken import BrokenSequences
@@ -50,7 +51,8 @@ def same_as_lhotse(dataset: Dataset, cuts: Any, features: Any = "feats") -> None
             expected = cut.load_features() if features == "feats" else cut.compute_features(features)
         numpy.testing.assert_array_equal(arrays["data"], expected)
         assert dataset.lengths["data"][index] == len(expected)
-        assert arrays["classes"].tolist() == [" ".join(segment.text for segment in cut.supervisions)]
+        texts = [segment.text for segment in sorted(cut.supervisions, key=lambda segment: float(segment.start))]
+        assert arrays["classes"].tolist() == [" ".join(texts)]
 
 
 def test_eager_cuts_as_they_are(cuts: Any) -> None:
@@ -61,6 +63,27 @@ def test_eager_cuts_as_they_are(cuts: Any) -> None:
     same_as_lhotse(opened({"class": "LhotseDataset", "cuts": cuts, "features": extractor}), cuts, extractor)
     mixed = lhotse.CutSet.from_cuts([cuts[0].mix(cuts[1], snr=10), cuts[2].pad(duration=0.5), cuts[3].append(cuts[4])])
     same_as_lhotse(opened({"class": "LhotseDataset", "cuts": mixed, "features": "wav"}), mixed, "wav")
+    joined = cuts[0].append(cuts[1])
+    joined.tracks = joined.tracks[::-1]
+    same_as_lhotse(
+        opened({"class": "LhotseDataset", "cuts": lhotse.CutSet.from_cuts([joined]), "features": "wav"}), [joined], "wav"
+    )
+
+
+def test_random_sound(cuts: Any) -> None:
+    """Of process-wide generators, it is the same in every run; of others, that is said."""
+    noise = lhotse.Fbank(lhotse.FbankConfig(sampling_rate=RATE, num_filters=20, dither=1.0))
+    runs = []
+    for draws in (0, 5):
+        torch.rand(draws)
+        dataset = opened({"class": "LhotseDataset", "cuts": cuts, "features": noise}).at_epoch(1)
+        runs.append([dataset.sequence(index)["data"].tolist() for index in (2, 0)])
+        dataset.close()
+    assert runs[0] == runs[1]
+    echo = lhotse.CutSet.from_cuts(cut.drop_features().reverb_rir() for cut in cuts)
+    dataset = opened({"class": "LhotseDataset", "cuts": echo, "features": "wav"})
+    assert dataset.is_stochastic
+    assert "differs when it is read again" in dataset.warnings()[0]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

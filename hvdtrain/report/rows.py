@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
-from statistics import fmean, median
+from statistics import fmean, median_high
 
 from hvdtrain.data.files import size_text
 from hvdtrain.report.epoch import EpochReport
@@ -108,9 +108,11 @@ def computing_text(report: EpochReport) -> str:
 
     >>> computing_text(EpochReport(1, 10, 10, 107.0, 0.9931, 0.1, 50, {}, computing_of_ranks=[0.9931, 0.99, 0.7]))
     'computing 99.0 % (rank 2: 70.0 %)'
+    >>> computing_text(EpochReport(1, 10, 10, 107.0, 0.99, 0.1, 50, {}, computing_of_ranks=[0.9, 0.2]))
+    'computing 90.0 % (rank 1: 20.0 %)'
     """
     shares = list(report.computing_of_ranks) or [report.computing]
-    usual, lowest = median(shares), min(shares)
+    usual, lowest = median_high(shares), min(shares)  # of two ranks, the higher one: their mean would be that of neither
     text = f"computing {100 * usual:.1f} %"
     return text if usual - lowest < UNLIKE else f"{text} (rank {shares.index(lowest)}: {100 * lowest:.1f} %)"
 

@@ -19,6 +19,7 @@ from torch import nn
 import hvdtrain
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.learner.epoch_scores import EpochScores
+from hvdtrain.learner.torch.metrics import SummedMetric
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import Scores
 
@@ -224,8 +225,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hvdtrain.train(keys_of(tmp_path, Wrong(), epoch_scores={"ce": f1}))
 
 
-def test_metrics_of_torchmetrics(tmp_path: Path) -> None:
+def test_metrics_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.classification.MulticlassF1Score(3, average="micro")
     trained = hvdtrain.train(keys_of(tmp_path, accuracy, num_epochs=1))
     assert trained.scores["dev_loss_wer"] == pytest.approx(1 - trained.scores["dev_loss_error"], rel=1e-6)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    metric = SummedMetric("f1", accuracy, torch.device("cpu"))
+    assert metric(**dict.fromkeys(metric.statistics, 1.0)) == 0.5, "rank 0 does not wait for others, which do not call it"

@@ -53,7 +53,7 @@ class SummedMetric:
 
     def __call__(self, **sums: Any) -> Any:
         metric = deepcopy(self._metric).cpu()
-        metric.sync_on_compute = False  # the sums are those of all ranks
+        metric.sync_on_compute = metric._to_sync = False  # the sums are those of all ranks, and only rank 0 computes
         metric._update_count = 1  # else `compute` warns
         for name, state in self._states.items():
             first = metric._defaults[state].cpu()

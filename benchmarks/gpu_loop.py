@@ -107,7 +107,7 @@ class Batches(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, feed: Feed, epoch: int) -> None:
         self._dataset = feed.dataset.at_epoch(epoch)
-        self._share = feed.share(feed.plan(epoch))
+        self._share = feed.rank_batches(feed.plan(epoch))
 
     def __len__(self) -> int:
         return len(self._share)

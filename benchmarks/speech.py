@@ -156,7 +156,7 @@ def start(count: int) -> None:
             keys = OrderKeys(seq_ordering="random"), BatchKeys(batch_size=100 * RATE)
             plan = PlanInputs(dataset.lengths, *keys, 1, None, dataset.file_bounds(), None, None).plan()
             total = time.perf_counter() - began
-            middle = plan.share(1, 3, plan.num_batches // 2)[0]  # of rank 1 of 3, in the middle of an epoch
+            middle = plan.rank_batches(1, 3, plan.num_batches // 2)[0]  # of rank 1 of 3, in the middle of an epoch
             tags = dataset.tags(middle.tolist())
             print(f"| {count:,} cuts, {what} start | {read:.1f} s to open | {total:.1f} s with the plan | {len(tags)} cuts |")
 

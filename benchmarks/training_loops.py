@@ -172,7 +172,7 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
     assert dataset.num_sequences == num_sequences, f"{options.data} has only {dataset.num_sequences} sequences"
     feeds = [Feed("train", dataset, settings.train.order, settings.batch, rank, ranks) for rank in range(ranks)]
     batches = folder / f"batches-{ranks}.npy"
-    numpy.save(batches, [[feed.share(feed.plan(epoch)) for epoch in range(1, EPOCHS + 1)] for feed in feeds])
+    numpy.save(batches, [[feed.rank_batches(feed.plan(epoch)) for epoch in range(1, EPOCHS + 1)] for feed in feeds])
     variants = (*(HVDTRAIN if options.large else ["hvdtrain"]), *LOOP_VARIANTS)
     return Job(data, batches, folder, ranks, batch, threads, options.reading, options.channels, variants)
 

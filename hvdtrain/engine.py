@@ -161,11 +161,11 @@ class Engine:
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
         current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
-        share = self._train.share(epoch.plan, current.position)
+        rank_batches = self._train.rank_batches(epoch.plan, current.position)
         self._check_trained()  # on_epoch_begin may have changed it
-        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(share), current, progress.file)
+        counts = agree_on_batches(self._comm, self._train, epoch.plan, len(rank_batches), current, progress.file)
         self._begin_steps(epoch, counts.most)
-        with self._train.read(share, current.epoch, self._learner.staging) as batches:
+        with self._train.read(rank_batches, current.epoch, self._learner.staging) as batches:
             for steps in groups(counts.most, partial(self._steps_per_update, epoch)):
                 if current.is_evaluation_due:  # since the last update, also if that was before a stop
                     self._evaluate_within(epoch)
@@ -179,7 +179,7 @@ class Engine:
                     batch = self._next(batches, current)
                     has_batch = has_batch or batch is not None
                     with self._timer.span("compute"), Naming(batch, self._train):
-                        self._learner.backward(batch, is_last_microbatch=step == steps[-1])
+                        self._learner.backward(batch, completes_update=step == steps[-1])
                         if step == steps[-1]:
                             self._update(epoch, begun)
                     progress.step += 1
@@ -188,8 +188,8 @@ class Engine:
                     current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
                     self._training.is_last_step = step == counts.most - 1
                     self._end_step(epoch, batch)
-                own = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
-                sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, own))
+                had_batch = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
+                sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, had_batch))
                 self._check(current)
         sync.end_of_epoch(self._learner.state)
         self._scores.gather(current)
@@ -218,7 +218,7 @@ class Engine:
 
     def _steps_per_update(self, epoch: TrainingEpoch) -> int:
         """The number of steps whose gradients the next update sums."""
-        return self._limits.rounds_per_update(epoch.current.epoch, epoch.continuous, self._progress.step)
+        return self._limits.steps_per_update(epoch.current.epoch, epoch.continuous, self._progress.step)
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
         """This rank's next batch; None: it has none left."""
@@ -331,7 +331,7 @@ class Engine:
         if not self._notifier.may_finish:
             return False
         reasons = self._comm.gather(self._training.wants_finish, name="finish")
-        reason = next((one for one in reasons if one is not None), None)
+        reason = next((reason for reason in reasons if reason is not None), None)
         before = self._progress.finished
         if reason is not None:
             self._progress.finished = reason, self._limits.num_epochs

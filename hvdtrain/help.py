@@ -165,7 +165,6 @@ def _topics() -> dict[str, type]:
 
 
 def _section_text(section: type) -> str:
-    """A section's title and all of its keys."""
     lines = [*_wrap(_title(section), "", ""), ""]
     for key in declared_keys(section):
         lines += _wrap(", ".join(key.names), "    ", "    ")
@@ -175,7 +174,6 @@ def _section_text(section: type) -> str:
 
 
 def _key_text(section: type, key: Key) -> str:
-    """All that is known of a key."""
     others = [*key.names[1:], *(other for other, name in ALIASES.items() if name == key.name)]
     lines = [", ".join(dict.fromkeys([key.name, *others]))]
     for text in (key.doc, describe(key)):

@@ -74,7 +74,7 @@ def read(
     assert spec is not None
     feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=MAX_SEQS), rank, size)
     items = []
-    with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
+    with feed.read(feed.rank_batches(feed.plan(epoch), position), epoch) as batches:
         for batch in batches:
             assert batch.seq_tags is not None
             for row, tag in enumerate(batch.seq_tags()):

@@ -235,7 +235,7 @@ MUTATIONS = [
         "the batches of an update before its last one do not count in a mean",
         "learner/torch/gradients.py",
         "if losses is not None:\n            self._count(",
-        "if losses is not None and is_last_microbatch:\n            self._count(",
+        "if losses is not None and completes_update:\n            self._count(",
         ("tests/learner/test_losses.py",),
     ),
     Mutation(

@@ -89,13 +89,13 @@ class AverageRule:
         return [epoch for epoch in epochs if epoch in wanted and self.kind != "steps"]
 
 
-def parse_averages(value: Any, key: str = "average_checkpoints") -> list[AverageRule]:
+def parse_averages(value: Any) -> list[AverageRule]:
     """Parse the key `average_checkpoints`: a dict with one of `KINDS`, or a list of them. Raises: ConfigError."""
     rules: list[AverageRule] = []
     problems: list[Problem] = []
     several = isinstance(value, (list, tuple))
     for number, entry in enumerate(value if several else () if value is None else (value,)):
-        where = f"{key}[{number}]" if several else key
+        where = f"average_checkpoints[{number}]" if several else "average_checkpoints"
         if not isinstance(entry, dict) or len(chosen := [name for name in KINDS if name in entry]) != 1:
             problems += problem("wrong-type", f"{where}: expected a dict with one of {', '.join(KINDS)}, got {entry!r}")
             continue
@@ -119,7 +119,7 @@ def parse_averages(value: Any, key: str = "average_checkpoints") -> list[Average
         rules.append(rule)
     names = [rule.name for rule in rules]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
-        problems += problem("duplicate", f"{key}: expected different averages, got {doubled[0]} twice")
+        problems += problem("duplicate", f"average_checkpoints: expected different averages, got {doubled[0]} twice")
     if problems:
         raise ConfigError(problems)
     return rules

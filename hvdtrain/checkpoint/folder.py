@@ -54,7 +54,6 @@ class Checkpoint:
         return self.model_file_as(self.model_suffix or self.suffix)
 
     def model_file_as(self, suffix: str) -> Path:
-        """The model's file in the format with this suffix."""
         return self.start.with_name(f"{self.start.name}.{suffix}")
 
     @property
@@ -71,7 +70,6 @@ class Checkpoint:
         return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
 
     def rank_file(self, rank: int, size: int) -> Path:
-        """The file with the state of one rank."""
         return self._file(f".rank-{rank}-of-{size}")
 
     def is_part(self, name: str) -> bool:
@@ -297,9 +295,7 @@ class CheckpointFolder:
             self._remove_unfinished()
             raise
 
-    def tidy(
-        self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS, keep_models: Collection[tuple[int, float]] = ()
-    ) -> None:
+    def tidy(self, newest: Checkpoint, keep_models: Collection[tuple[int, float]] = ()) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
 
@@ -316,7 +312,7 @@ class CheckpointFolder:
             self._remove_all_but_model(checkpoint, names)
         finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
         with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
-        for checkpoint in with_optimizer[:-keep_optimizers]:
+        for checkpoint in with_optimizer[:-KEEP_OPTIMIZERS]:
             if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint, names)
 

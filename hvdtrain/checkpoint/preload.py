@@ -110,7 +110,6 @@ class Preload(PreloadKeys):
         return lambda name, shape, state: function(name=name, shape=shape, preload_model_state=state)
 
     def error(self, problems: Sequence[str]) -> CheckpointError:
-        """The error for problems with the file."""
         names = f" {self.prefix}*" if self.prefix else ""
         lines = "\n  ".join(problems)
         return CheckpointError(

@@ -260,7 +260,7 @@ class Saver(SaverBase):
         """
         state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
         self._at = checkpoint
-        self.share()
+        self.broadcast()
         has_same_size = state.get("size") == self._comm.size
         if has_same_size and self._were_alike(state):
             if not fresh_optimizer:
@@ -317,8 +317,8 @@ class Saver(SaverBase):
         first = state.get(ALIKE)
         if first is None:  # an earlier release, where either all ranks were alike or none
             first = range(self._comm.size) if "optimizer" in state.get("own", ()) else [0] * self._comm.size
-        own = len({first[rank] for rank in self._sync.alike}) == 1
-        if all(self._comm.gather(own, name="alike")):
+        were_alike = len({first[rank] for rank in self._sync.alike}) == 1
+        if all(self._comm.gather(were_alike, name="alike")):
             return True
         log.info("the ranks are in other groups than in the checkpoint: all continue from its model and the optimizer of rank 0")
         return False
@@ -345,7 +345,7 @@ class Saver(SaverBase):
         """
         read = None if self._checkpoints.has_name(file) else read
         progress = together(self._comm, lambda: read_progress(self._state.load(file, None, read), file), name="load_model")
-        self.share()
+        self.broadcast()
         if epoch is None:
             return replace(progress, current=None, data={}, keys={}, spent={}, callbacks={})
         history = [record for record in progress.history if record.epoch <= epoch]
@@ -365,13 +365,13 @@ class Saver(SaverBase):
             taken = load_preloads(preloads, self._state.preload)
             if is_whole:
                 require_all(preloads, {*self._state.tensors("parameters"), *self._state.tensors("frozen")}.difference(taken))
-            for one in preloads:
-                if one.filename is not None:
-                    log.info(f"Loaded {one.filename} for preload_from_files.{one.name}.")
+            for preload in preloads:
+                if preload.filename is not None:
+                    log.info(f"Loaded {preload.filename} for preload_from_files.{preload.name}.")
 
         together(self._comm, load_all, name="preload")
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Collective. Broadcast rank 0's model."""
         share_model(self._comm, self._state)
 

@@ -258,7 +258,7 @@ def resume(
     fresh = start.checkpoint is None
     saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
     if fresh:
-        saver.share()
+        saver.broadcast()
     return progress
 
 

@@ -409,7 +409,6 @@ def _name(rank: int) -> str:
 
 
 def _missing(store: Store, size: int) -> str:
-    """The ranks that have not checked in."""
     missing = [str(rank) for rank in range(size) if not store.check([_name(rank)])]
     more = [f"{len(missing) - LISTED} more"] if len(missing) > LISTED else []
     return ", ".join([*missing[:LISTED], *more])

@@ -637,7 +637,6 @@ class ConfigAccess:
 
     @property
     def typed_dict(self) -> Mapping[str, Any]:
-        """All values."""
         return self._values
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -656,17 +655,15 @@ class ConfigAccess:
             return found.lower() in ("true", "yes", "on", "1")
         return found if found is None else builtins.bool(found)
 
-    def is_true(self, name: str, default: builtins.bool = False) -> builtins.bool:
+    def is_true(self, name: str) -> builtins.bool:
         """Like `bool`, but False if the name has no value."""
-        return builtins.bool(self.bool(name, default))
+        return builtins.bool(self.bool(name))
 
     def int(self, name: str, default: Any = None) -> Any:
-        """The value as an int."""
         found = self._values.get(name, default)
         return found if found is None else builtins.int(found)
 
     def float(self, name: str, default: Any = None) -> Any:
-        """The value as a float."""
         found = self._values.get(name, default)
         return found if found is None else builtins.float(found)
 

@@ -223,7 +223,6 @@ class CopyFolder:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Hold the folder's lock."""
         while not try_lock(_require_open(self._lock)):
             time.sleep(PAUSE / 10)
         try:

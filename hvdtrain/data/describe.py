@@ -95,7 +95,6 @@ def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
-    """Describe the cache."""
     if feed.budget is None or feed.budget.size == 0:
         return []
     if not feed.budget.caches:

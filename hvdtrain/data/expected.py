@@ -253,7 +253,6 @@ class BatchCheck:
             raise self._error(batch, indices, row, key, what)
 
     def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
-        """An error with the file, the data key and the sequence."""
         try:
             [tag] = self.dataset.tags([int(indices[row])] if batch.joined is None else [int(indices[row, 0])])
         except Exception:  # the part that is broken may be the one that reads tags

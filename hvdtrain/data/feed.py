@@ -19,7 +19,7 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset
-from hvdtrain.data.plan.epoch import Plan, Share
+from hvdtrain.data.plan.epoch import Plan, RankBatches
 from hvdtrain.data.plan.frames import FrameDataset
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, part_of
 from hvdtrain.data.plan.shared import PlanInputs
@@ -303,17 +303,18 @@ class Feed:
             return indices[:, 0]
         return indices if self.chunks is None else self.chunks.sequences[indices]
 
-    def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
+    def rank_batches(self, plan: Plan, position: int = 0) -> Sequence[Array]:
         """This rank's batches of a plan, as indices of sequences (or of chunks), or as pieces.
 
         Args:
             position: the number of batches to skip at the beginning of the plan: those that all ranks together have done, or this
                 rank alone under 'random_seed_offset'.
         """
-        return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
+        rank, size = (self.rank, self.size) if self.distribution == "shard" else (0, 1)
+        return plan.rank_batches(rank, size, position)
 
-    def read(self, share: Sequence[Array], epoch: int, staging: Staging | None = None) -> ReadAhead[Batch]:
-        """The batches of a share with the arrays of an epoch, read in the background.
+    def read(self, batches: Sequence[Array], epoch: int, staging: Staging | None = None) -> ReadAhead[Batch]:
+        """Batches of a plan with the arrays of an epoch, read in the background.
 
         Args:
             staging: the learner's; None: batches are not copied to a device ahead.
@@ -330,10 +331,10 @@ class Feed:
         mix = self.dataset.mix
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
-        def batches() -> Iterator[Batch]:
-            for number, indices in enumerate(share):
+        def arrays() -> Iterator[Batch]:
+            for number, indices in enumerate(batches):
                 try:
-                    draws = share.draws(number) if isinstance(share, Share) and self.dataset.is_stochastic else None
+                    draws = batches.draws(number) if isinstance(batches, RankBatches) and self.dataset.is_stochastic else None
                     batch = self._read_batch(dataset, check, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
@@ -350,7 +351,7 @@ class Feed:
                     raise
                 yield batch if staging is None else staging.pin(batch)
 
-        return ReadAhead(batches(), depth=ahead_of, begin=None if staging is None else staging.send)
+        return ReadAhead(arrays(), depth=ahead_of, begin=None if staging is None else staging.send)
 
     def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array, draws: Array | None) -> Batch:
         """The batch with these indices, without broken sequences if that is allowed. Raises: DataError.
@@ -394,7 +395,6 @@ FEW_TAGS = 5
 
 
 def _some(indices: Array) -> str:
-    """The first of a batch's indices."""
     few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
     return ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
 

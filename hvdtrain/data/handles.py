@@ -72,7 +72,6 @@ class Handles:
             yield self._open[id(file)]
 
     def close(self, file: File) -> None:
-        """Close a file if it is open here."""
         if self._process == os.getpid():
             with self._lock, suppress(KeyError):
                 self._open.pop(id(file)).close()

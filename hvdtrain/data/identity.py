@@ -367,6 +367,5 @@ def _checksum_of(arrays: Mapping[str, Array], keys: Iterable[str]) -> int:
 
 
 def _ends(values: Array) -> tuple[Array, Array]:
-    """The frames at both ends."""
     rows = max(1, ENDS // max(1, values[:1].nbytes))
     return values[:rows], values[-rows:]

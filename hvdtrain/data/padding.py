@@ -38,7 +38,6 @@ class Memory:
         return list(self._free.values())
 
     def empty(self, shape: tuple[int, ...], dtype: numpy.dtype[Any]) -> Array:
-        """An uninitialized array."""
         size = math.prod(shape) * dtype.itemsize
         if size < REUSED:
             return numpy.empty(shape, dtype)

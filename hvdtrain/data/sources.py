@@ -423,7 +423,6 @@ def _check_kind(
 
 
 def _cache_problems(name: str, size: Any) -> list[Problem]:
-    """Problems with the entry `cache_byte_size`."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
         return problem("wrong-type", f"{name}.cache_byte_size: expected a number of bytes, got {size!r}")
     if size and "." in name:
@@ -533,7 +532,6 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
 
 
 def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Problems with the names of the arguments of a class in `SOURCES`."""
     class_name = kind.rpartition(":")[2]
     parameters = inspect.signature(resolve(kind)).parameters
     problems = []

@@ -93,7 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options."""
     made = command_parser("check", "Report what HDF files contain, whether they are sound, and how fast they read.", EPILOG)
     made.add_argument("files", metavar="FILE", nargs="+", type=Path)
     made.add_argument("--all", action="store_true", help="check the values of all sequences instead of a sample")
@@ -167,7 +166,6 @@ def repack(path: Path, out: Path, compression: str | None = None, overwrite: boo
 
 
 def _text(report: Report) -> str:
-    """A report as text."""
     verdict = "sound" if report.is_sound else "not sound"
     if report.warnings:
         verdict += f", {len(report.warnings)} warning{'s' if len(report.warnings) > 1 else ''}"

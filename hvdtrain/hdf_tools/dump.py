@@ -112,7 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options."""
     made = command_parser("dump", DESCRIPTION, EPILOG)
     add = made.add_argument
     add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your code")

@@ -56,7 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options."""
     result = command_parser("init", DESCRIPTION, EPILOG)
     result.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
     kinds = result.add_mutually_exclusive_group()

@@ -104,12 +104,12 @@ class Learner(ABC):
             self.dataset = before
 
     @abstractmethod
-    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+    def backward(self, batch: Batch | None, completes_update: bool = True) -> None:
         """Run one step: compute a batch's gradients and add them to those of the next update.
 
         Args:
             batch: None if this rank has no batch left; it then adds zeros.
-            is_last_microbatch: whether `update` is called next; gradients can then be sent while backward is still running.
+            completes_update: whether `update` is called next; gradients can then be sent while backward is still running.
         """
 
     def update(self, learning_rate: float) -> None:

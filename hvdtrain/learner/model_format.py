@@ -30,7 +30,6 @@ FORMAT, PROGRESS = "format", "hvdtrain"
 
 
 def is_safetensors(file: str | Path) -> bool:
-    """Whether a file's suffix is that of this format."""
     return Path(file).suffix == f".{SAFETENSORS}"
 
 
@@ -81,7 +80,6 @@ def unreadable(file: Path) -> Iterator[None]:
 
 
 def unreadable_error(file: Path, error: Exception) -> CheckpointError:
-    """The error for a file that cannot be read."""
     text = str(error)
     if "weights_only" in text or "WeightsUnpickler" in text:  # PyTorch advises to load it nevertheless
         found = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)

@@ -51,13 +51,13 @@ class FinishedUpdate(NamedTuple):
         has_batch: by rank, whether it had a batch for it, as planned.
         step: the number of training steps done.
         learning_rate: used by the optimizer.
-        own: whether this rank had a batch with any sequence, where `skip_broken` may empty one; None: `has_batch` is right.
+        had_batch: whether this rank had one with any sequence, where `skip_broken` may empty one; None: `has_batch` is right.
     """
 
     has_batch: Sequence[bool]
     step: int = 0
     learning_rate: float = 0.0
-    own: bool | None = None
+    had_batch: bool | None = None
 
 
 class GradientExchange:
@@ -139,8 +139,8 @@ class GradientExchange:
     def finish(self, handle: Any) -> list[Tensor]:
         """Wait for the gradients that the optimizer applies."""
         if not self.is_sent:
-            own: list[Tensor] = handle
-            return own
+            gradients: list[Tensor] = handle
+            return gradients
         with self._timer.span("communication"):
             return self.compressor.finish(handle)
 
@@ -156,13 +156,13 @@ class GradientExchange:
         values = (
             self._comm.gather(value, name="agree") if self.is_active else [value]
         )  # without an exchange, only a rank with a batch calls this
-        found = next((known for known in (*values, former) if known is not None), None)
-        if found is None:
+        agreed = next((known for known in (*values, former) if known is not None), None)
+        if agreed is None:
             error = BrokenSequence(
                 "train: expected sequences that can be read in the first step, got only broken ones on all ranks"
             )
             raise error.on_all_ranks() if self._group is None else error
-        return found
+        return agreed
 
     def count_graph(self, seconds: float, float32: int, others: int) -> None:
         """Count the waiting seconds and sent bytes that a graph reports, as they cannot be measured from outside."""
@@ -298,8 +298,8 @@ class UpdateCounts:
 
     def add(self, update: FinishedUpdate) -> None:
         self.updates += 1
-        planned = update.own is None
-        self._own += sum(update.has_batch[rank] for rank in self._group.ranks) if planned else int(update.own or False)
+        planned = update.had_batch is None
+        self._own += sum(update.has_batch[rank] for rank in self._group.ranks) if planned else int(update.had_batch or False)
         self._all = self._all + update.has_batch.count(True) if planned and self._all is not None else None
 
     def state(self) -> dict[str, int | None]:
@@ -347,13 +347,13 @@ def temporarily_average(state: ModelState, averages: Mapping[Role, Callable[[], 
     Args:
         averages: by role, returns the averages of some tensors by name; may overwrite the model's.
     """
-    own = {role: changed(state.tensors(role), copy_tensors) for role in averages}
+    former = {role: changed(state.tensors(role), copy_tensors) for role in averages}
     try:
         for role, averaged in averages.items():
             state.set_tensors(role, averaged())
         yield
     finally:
-        for role, tensors in own.items():
+        for role, tensors in former.items():
             state.set_tensors(role, tensors)
 
 

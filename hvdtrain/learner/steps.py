@@ -10,7 +10,7 @@ from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import ConfigError
 
-RoundsPerUpdate = Callable[[int, float, int], int]
+StepsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients
 the next update accumulates."""
 
@@ -28,7 +28,7 @@ class AccumulationKeys(Section):
     )
 
 
-def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
+def steps_per_update(keys: AccumulationKeys) -> StepsPerUpdate:
     """The key as a function. Raises: ConfigError, immediately or when called, if the result is not a positive integer."""
     rule = keys.accum_grad_multiple_step
     if rule is None or isinstance(rule, int):

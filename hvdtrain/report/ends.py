@@ -127,7 +127,6 @@ def _why(error: BaseException) -> str:
 
 
 def _num_starts(folder: Path) -> int:
-    """The number of recorded starts."""
     path = folder / "starts.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

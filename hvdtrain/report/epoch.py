@@ -127,7 +127,6 @@ class EpochReport:
 
     @property
     def line(self) -> str:
-        """The summary line."""
         return (
             f"train epoch {self.epoch}, finished after {self.steps} steps, {clock_text(self.elapsed)} elapsed "
             f"({self.computing:.1%} computing time)"
@@ -240,7 +239,6 @@ def _seconds_text(seconds: Mapping[str, float]) -> str:
 
 
 def _medians(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median seconds of every activity."""
     names = dict.fromkeys(name for rank in seconds for name in rank)
     return {name: median(rank.get(name, 0.0) for rank in seconds) for name in names}
 

@@ -204,7 +204,6 @@ class Goodput:
         self._going_on, self._counted = self._clock(), self._timer.total()
 
     def count_save(self) -> None:
-        """A checkpoint was written."""
         self._saves += 1
 
     def spent(self, is_end: bool = False) -> Spent:

@@ -119,7 +119,6 @@ class Diagnosis:
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Diagnosis:
-        """What `as_json` returned."""
         hanging, silent, gone, ends = found
         return cls(ranks_in(hanging), ranks_in(silent), ranks_in(gone), ends)
 
@@ -347,7 +346,6 @@ class Heartbeats:
             self.datagrams.send(sign(self.contacts[0].token, body), address)
 
     def close(self) -> None:
-        """Close the socket."""
         if self.datagrams is not None:
             self.datagrams.close()
 

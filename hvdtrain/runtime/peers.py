@@ -173,7 +173,6 @@ DIGEST_BYTES = 32
 
 
 def sign(token: str, body: bytes) -> bytes:
-    """A datagram of the job with this token."""
     return hmac.digest(token.encode(), body, DIGEST) + body
 
 
@@ -210,7 +209,6 @@ class Datagrams:
         self._poll.register(udp, select.POLLIN)
 
     def send(self, data: bytes, address: Address) -> None:
-        """Send a datagram, if that is possible."""
         for _ in range(2):  # the error of an earlier datagram is raised by the next call, which then sends nothing
             try:
                 self._udp.sendto(data, address)
@@ -248,7 +246,6 @@ class Datagrams:
                     host.answers, host.asked = True, 0
 
     def close(self) -> None:
-        """Close the socket."""
         self._udp.close()
 
 

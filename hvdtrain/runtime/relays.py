@@ -102,7 +102,6 @@ class GroupReport:
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> GroupReport:
-        """What `as_json` returned."""
         gone, ended, lost, silent, overdue, members = found
         return cls(ranks_in(gone), ranks_in(ended), ranks_in(lost), ranks_in(silent), overdue, members)
 

@@ -114,7 +114,6 @@ class Scores:
 
     @staticmethod
     def from_state(state: Mapping[str, list[list[float]]]) -> Scores:
-        """Restore what `state` returned."""
         result = Scores()
         for name, (totals, counts, *scale) in state.items():  # earlier releases stored no scale
             result._sums[name] = Sum(array("d", totals), array("d", counts), scale[0][0] if scale else 0.0)

@@ -29,7 +29,6 @@ class UsedRates:
     total: float = 0.0
 
     def add(self, rate: float) -> None:
-        """Add the rate of one more update."""
         if not self.updates:
             self.first = self.lowest = self.highest = rate
         self.updates += 1

@@ -58,7 +58,6 @@ class Measure:
         return None if name is None else best_of(history, name, self.higher, min_difference)
 
     def is_higher_better(self, name: str) -> bool:
-        """Whether higher values of a score are better."""
         return is_higher_better(name, self.higher)
 
     def describe(self, history: Sequence[EpochRecord]) -> str:

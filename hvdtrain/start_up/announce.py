@@ -109,7 +109,6 @@ def log_data(settings: Settings, session: Session) -> None:
 
 
 def log_model(settings: Settings, learner: Learner, level: int) -> None:
-    """Log the size of the model, and how it is updated."""
     dtype = settings.precision.precision().dtype
     computes = "" if dtype == "float32" else f", computes in {dtype} where it can"
     log.write(level, f"model: {learner.num_parameters} parameters{computes}")

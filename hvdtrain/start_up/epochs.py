@@ -162,7 +162,6 @@ class ChangingEpochs:
         return together(self._comm, configure, name="feeds_of_epoch")
 
     def close(self) -> None:
-        """Close the datasets that are not the config's."""
         for opened in self._opened.values():
             opened.close()
 

@@ -225,7 +225,7 @@ def _open(
         hooks = settings.start.load_model_post_hooks
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
-            saver.share()
+            saver.broadcast()
     epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current, purpose == "train")
     rule = settings.last_best.rule if purpose == "train" else None
     best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
@@ -390,7 +390,6 @@ def check_models(settings: Settings, comm: Communicator, learner: Learner) -> No
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
-    """The folder of the training's checkpoints."""
     framework = FRAMEWORKS[settings.run.backend]
     return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
 

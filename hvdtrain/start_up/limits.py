@@ -8,7 +8,7 @@ from functools import lru_cache
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
-from hvdtrain.learner.steps import RoundsPerUpdate, rounds_per_update
+from hvdtrain.learner.steps import StepsPerUpdate, steps_per_update
 from hvdtrain.runtime import log
 from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
@@ -24,14 +24,14 @@ ACCUMULATION = "accum_grad_multiple_step"
 def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
     """When to save and when to end."""
     stops_within = settings.evaluation.serves("early_stopping")
-    of_config = rounds_per_update(settings.accumulation)
+    of_config = steps_per_update(settings.accumulation)
 
     @lru_cache(maxsize=1)
-    def rounds_of(epoch: int) -> RoundsPerUpdate:
+    def rounds_of(epoch: int) -> StepsPerUpdate:
         keys = epochs.keys(epoch)
         if ACCUMULATION not in keys:
             return of_config
-        return rounds_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))
+        return steps_per_update(replace(settings.accumulation, **{ACCUMULATION: keys[ACCUMULATION]}))
 
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
@@ -44,7 +44,7 @@ def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
         evaluation_steps=settings.evaluation.eval_interval_steps,
         evaluation_minutes=settings.evaluation.eval_interval_minutes,
         may_end_within=stops_within,
-        rounds_per_update=lambda epoch, epoch_continuous, step: rounds_of(epoch)(epoch, epoch_continuous, step),
+        steps_per_update=lambda epoch, epoch_continuous, step: rounds_of(epoch)(epoch, epoch_continuous, step),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 

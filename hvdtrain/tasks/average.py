@@ -49,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options."""
     result = command_parser("average", DESCRIPTION, "")
     add = result.add_argument
     add("models", metavar="MODEL", nargs="+", type=Path, help="the key `model` of the training, or two or more model files")

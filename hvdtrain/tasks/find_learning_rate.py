@@ -118,11 +118,11 @@ def find_learning_rate(settings: Settings) -> None:
     lowest, highest, updates = settings.schedule.learning_rate_ramp
     with open_session(writing_nothing(settings), "dry_run") as session:
         # Of the config's limits only the size of updates: nothing else ends a ramp.
-        rounds_per_update = open_limits(settings, session.epochs).rounds_per_update
-        limits = TrainingLimits(1_000_000, rounds_per_update=rounds_per_update, finite=False)
+        steps_per_update = open_limits(settings, session.epochs).steps_per_update
+        limits = TrainingLimits(1_000_000, steps_per_update=steps_per_update, finite=False)
         announce(settings, session, limits, gather_hosts(session))
         first, epoch = session.progress.step, session.progress.epoch + 1
-        rounds = limits.rounds_per_update(epoch, float(epoch - 1), first)
+        rounds = limits.steps_per_update(epoch, float(epoch - 1), first)
         ramp = Ramp(lowest, highest, int(updates) * rounds)
         log.info(f"learning rates from {lowest:g} to {highest:g} in {int(updates)} updates; no model is saved")
         own = run_ramp(settings, session, ramp, first, limits)

@@ -89,8 +89,8 @@ def export(settings: Settings, out: Path | None) -> None:
         [feed] = session.feeds
         epoch = session.progress.epoch
         folder = Path(settings.run.model).parent / f"export-{epoch:03d}" if out is None else out
-        share = feed.share(feed.plan(max(1, epoch)))
-        middle = share[len(share) // 2 :]  # of medium length, since dev is sorted
+        rank_batches = feed.rank_batches(feed.plan(max(1, epoch)))
+        middle = rank_batches[len(rank_batches) // 2 :]  # of medium length, since dev is sorted
         # torch.export takes an axis of size 1 for a constant, so the batch has to have several sequences.
         several = next((indices for indices in middle if len(indices) > 1), middle[0])
         try:

@@ -21,7 +21,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.steps import rounds_per_update
+from hvdtrain.learner.steps import steps_per_update
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.training.agreement import plan_together
@@ -115,7 +115,7 @@ def _computing(
         slow_rank=slow_rank,
         reading_per_frame=reading_per_frame,
         parameters=sum(map(FRAMEWORKS[settings.run.backend].tensors.size, parameters_of(learner))),
-        steps_per_update=rounds_per_update(settings.accumulation)(1, 0.0, 0),
+        steps_per_update=steps_per_update(settings.accumulation)(1, 0.0, 0),
         exchange=None,
     )
 
@@ -291,7 +291,6 @@ METHOD_NOTES = (
 
 
 def _notes(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
-    """The assumptions of the predictions."""
     notes = list(METHOD_NOTES) if any(prediction.placement.ranks > 1 for prediction in predictions) else []
     placements = [prediction.placement for prediction in predictions]
     if any(is_extrapolated(measured, placement) for placement in placements):

@@ -310,7 +310,7 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
     session.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
     sample = select(chosen)
-    with sample.read(sample.share(sample.plan(epoch)), epoch, session.learner.staging) as batches:
+    with sample.read(sample.rank_batches(sample.plan(epoch)), epoch, session.learner.staging) as batches:
         count = sum(1 for _ in batches)
     reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
     computing = maximum(run(sample))

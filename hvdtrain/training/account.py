@@ -77,7 +77,6 @@ class Account:
         self._uncounted: list[Array] = []  # batches that are counted together, which takes as long as counting one
 
     def add(self, indices: Array) -> None:
-        """Count a batch."""
         self._uncounted.append(indices)
         if len(self._uncounted) >= TOGETHER:
             self._count()

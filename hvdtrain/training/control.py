@@ -55,7 +55,6 @@ class Interval:
         return self._is_requested or (every is not None and step // every > self._done_step // every)
 
     def is_wanted(self) -> bool:
-        """Whether this rank requests it."""
         if self._minutes is None or not self._has_clock:
             return False
         minutes = self._minutes() if callable(self._minutes) else self._minutes
@@ -72,7 +71,6 @@ class Interval:
         return self._clock() - self._done_at
 
     def done(self, step: int) -> None:
-        """It was done after this step."""
         self._done_at, self._done_step = self._clock(), step
         self._is_requested, self._is_old_request = False, True
 
@@ -145,8 +143,8 @@ class Control:
 
     def poll(self, phase: Phase) -> Decision:
         """Collective. Called after every update and every step of an evaluation."""
-        own = self._checksum if self._keeps_ranks_alike and phase.dataset is None else None
-        exchanged = self._vote.step(self._requests, (phase.dataset, phase.is_trained), own)
+        checksum = self._checksum if self._keeps_ranks_alike and phase.dataset is None else None
+        exchanged = self._vote.step(self._requests, (phase.dataset, phase.is_trained), checksum)
         if exchanged is not None:
             self.save.count(exchanged.save)
             self.evaluation.count(exchanged.evaluate)

@@ -48,7 +48,7 @@ def evaluate(
     buffer = ScoreBuffer(learner.meter)
     account = Account(feed, plan)
     step_log.begin(epoch, feed.name, steps)
-    with learner.evaluating(feed.name), feed.read(feed.share(plan), epoch, learner.staging) as batches:
+    with learner.evaluating(feed.name), feed.read(feed.rank_batches(plan), epoch, learner.staging) as batches:
         for number in range(1, steps + 1):
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)

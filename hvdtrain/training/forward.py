@@ -102,11 +102,12 @@ def forward(
     if callback is not None:
         callback.init(model=learner.model)
     plan = plan_together(comm, feed, epoch)
-    share, account = feed.share(plan), Account(feed, plan)
+    rank_batches = feed.rank_batches(plan)
+    account = Account(feed, plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         stop_vote = Vote(comm, learner.numbers, TASK_INTERVAL)
-        with learner.evaluating(feed.name), feed.read(share, epoch, learner.staging) as batches:
+        with learner.evaluating(feed.name), feed.read(rank_batches, epoch, learner.staging) as batches:
             for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 batch = next(batches, None)
@@ -136,7 +137,7 @@ def forward(
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)
-    return len(share), Scores.merge(scores for *_, scores, _ in gathered).means()
+    return len(rank_batches), Scores.merge(scores for *_, scores, _ in gathered).means()
 
 
 def _check(keys: ForwardKeys, *, is_written: bool) -> None:

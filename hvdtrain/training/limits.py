@@ -8,7 +8,7 @@ from typing import Literal
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.errors import HvdtrainError, TrainingError
-from hvdtrain.learner.steps import RoundsPerUpdate
+from hvdtrain.learner.steps import StepsPerUpdate
 from hvdtrain.schedule.history import EpochRecord
 
 
@@ -40,7 +40,7 @@ class TrainingLimits:
             None: do not.
         evaluation_steps, evaluation_minutes: the same for evaluations within an epoch.
         may_end_within: whether an evaluation within an epoch may end the epoch, and with it the training.
-        rounds_per_update: returns the number of steps whose gradients an update adds up.
+        steps_per_update: returns the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
         mistake: returns the error to end with after the epochs of a history, once the last one is saved and reported.
     """
@@ -53,7 +53,7 @@ class TrainingLimits:
     evaluation_steps: int | None = None
     evaluation_minutes: float | None = None
     may_end_within: bool = False
-    rounds_per_update: RoundsPerUpdate = lambda *_: 1
+    steps_per_update: StepsPerUpdate = lambda *_: 1
     finite: bool = True
     mistake: Callable[[list[EpochRecord]], HvdtrainError | None] = lambda _: None
 

@@ -22,9 +22,9 @@ def recompute_statistics(comm: Communicator, learner: Learner, watchdog: Watchdo
         DataError: the data cannot be read.
     """
     watchdog.beat("planning the batches for statistics", "planning")
-    share = feed.share(plan_together(comm, feed, epoch))
-    rounds = max(comm.gather(len(share), name="statistics.rounds"))
-    with feed.read(share, epoch, learner.staging) as read:
+    rank_batches = feed.rank_batches(plan_together(comm, feed, epoch))
+    rounds = max(comm.gather(len(rank_batches), name="statistics.rounds"))
+    with feed.read(rank_batches, epoch, learner.staging) as read:
 
         def batches() -> Iterator[Batch | None]:
             for number in range(rounds):

@@ -90,7 +90,6 @@ class StepReport(NamedTuple):
 
 
 def batch_size(report: StepReport) -> list[str]:
-    """The size of the batch."""
     if report.batch is None:
         return []
     longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in report.batch.data.items()]
@@ -224,7 +223,6 @@ class StepLog:
         log.row(level, BETWEEN.join([line, *progress_parts(text(progress.scores.means()), speed, memory)]))
 
     def _draw(self, terminal: Terminal | Notebook, report: StepReport, progress: _Progress, now: float) -> None:
-        """Draw the bar."""
         progress.drawn = now
         if self._bar is None:
             before = report.number - progress.done

@@ -81,7 +81,7 @@ def batches_of(dataset: Dataset, limit: int, size: int = 1, rank: int = 0, chunk
     broken = BrokenSequences("train", limit)
     keys = OrderKeys(seq_ordering="default"), BatchKeys(max_seqs=2)
     feed = Feed("train", dataset, *keys, rank, size, chunks=chunks, broken=broken)
-    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+    with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
         return list(batches)
 
 
@@ -138,7 +138,7 @@ def test_batches_without_padding_are_read_without_it_too(keys: dict[str, Any]) -
     feed = replace(feed, broken=BrokenSequences("train", 2))
     plan = feed.plan(1)
     account = Account(feed, plan)
-    with feed.read(feed.share(plan), 1) as batches:
+    with feed.read(feed.rank_batches(plan), 1) as batches:
         found = list(batches)
     for batch in found:
         account.add(batch.planned)
@@ -160,7 +160,7 @@ def test_a_broken_sequence_that_a_mix_draws_several_times_counts_once(keys: dict
     plan = feed.plan(1)
     assert feed.num_sequences(plan) == 4 * 6  # three times all of the second dataset
     account = Account(feed, plan)
-    with feed.read(feed.share(plan), 1) as batches:
+    with feed.read(feed.rank_batches(plan), 1) as batches:
         found = list(batches)
     for batch in found:
         account.add(batch.planned)

@@ -43,7 +43,7 @@ def read(dataset: Dataset, epoch: int, rank: int = 0, size: int = 1) -> dict[int
     """What training on a rank sees in an epoch: by sequence, its frames without padding."""
     feed = Feed("train", dataset, OrderKeys(seq_ordering="random"), BatchKeys(max_seqs=3), rank, size)
     seen = {}
-    with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
+    with feed.read(feed.rank_batches(feed.plan(epoch)), epoch) as batches:
         for batch in batches:
             for index, values, length in zip(batch.indices, batch.data["data"].values, batch.data["data"].seq_lens, strict=True):
                 seen[int(index)] = values[:length].tolist()

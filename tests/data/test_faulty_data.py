@@ -229,7 +229,7 @@ def part(
     except DataError as error:
         return str(error)
     account, indices = Account(feed, plan, position), []
-    for batch in list(feed.share(plan, position))[:steps]:
+    for batch in list(feed.rank_batches(plan, position))[:steps]:
         account.add(batch)
         indices += batch.tolist()
     after = min(plan.num_batches, position + steps * comm.size)

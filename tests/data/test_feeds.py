@@ -37,7 +37,7 @@ def opened(folder: Path, corpus: Path, more: str, **overrides: str) -> list[Feed
 
 
 def read(feed: Feed, epoch: int = 1) -> list[Any]:
-    with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
+    with feed.read(feed.rank_batches(feed.plan(epoch)), epoch) as batches:
         return list(batches)
 
 

@@ -322,7 +322,7 @@ def of_batch(batch: Batch) -> list[Made]:
 
 
 def read(feed: Feed, epoch: int = 1, position: int = 0) -> list[Made]:
-    with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
+    with feed.read(feed.rank_batches(feed.plan(epoch), position), epoch) as batches:
         return [row for batch in batches for row in of_batch(batch)]
 
 
@@ -350,7 +350,7 @@ def of_two_ranks(dataset: Dataset) -> list[Made]:
 
 def resumed(dataset: Dataset) -> list[Made]:
     feed = feed_of(dataset)
-    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+    with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
         first = [row for batch in islice(batches, 2) for row in of_batch(batch)]
     return first + read(feed, position=2)
 

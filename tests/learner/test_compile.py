@@ -152,7 +152,7 @@ def test_several_means_are_not_accumulated_with_it() -> None:
 
     made = learner([], {"backend": "aot_eager"}, two_means)
     with refused("torch_compile: wrong-result"):
-        made.backward(batch(3, 4), is_last_microbatch=False)
+        made.backward(batch(3, 4), completes_update=False)
 
 
 def test_mistakes_are_told_before_training() -> None:

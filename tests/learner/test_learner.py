@@ -53,7 +53,7 @@ def test_an_observer_gets_the_gradients_that_an_update_applies() -> None:
     seen: list[dict[str, Any]] = []
     made = learner(gradient_clip=0.25)
     made.observer = lambda gradients: seen.append({name: values.tolist() for name, values in gradients})
-    made.backward(BATCH, is_last_microbatch=False)
+    made.backward(BATCH, completes_update=False)
     made.backward(BATCH)
     made.update(0.01)
     assert seen == [{"weight": [pytest.approx([2 * 158, 2 * 200])]}], "before they are clipped"

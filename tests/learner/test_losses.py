@@ -59,7 +59,7 @@ def train(
         if update % per_epoch == 0:
             made.begin_epoch(1 + update // per_epoch, update * rounds)
         for step in range(rounds):
-            made.backward(batch(own[step]) if step < len(own) else None, is_last_microbatch=step == rounds - 1)
+            made.backward(batch(own[step]) if step < len(own) else None, completes_update=step == rounds - 1)
         made.update(RATE)
     return {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
 
@@ -194,7 +194,7 @@ def test_a_teacher_is_loaded_frozen_and_not_saved(tmp_path: Path) -> None:
     losses = []
     for _ in range(60):
         for number in range(len(FRAMES)):
-            made.backward(batch(number), is_last_microbatch=number == len(FRAMES) - 1)
+            made.backward(batch(number), completes_update=number == len(FRAMES) - 1)
         made.update(RATE)
         losses.append(made.meter.take_scores().means()["distillation"])
     assert losses[-1] < losses[0] / 20, "the student becomes the teacher"

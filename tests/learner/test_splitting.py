@@ -115,7 +115,7 @@ def test_the_weights_are_those_of_whole_batches(losses: str, accumulated: int) -
     for most, keys in ((1000, {}), (1000, {"split_on_oom": True}), (14, {"split_on_oom": True})):
         made = learner(most, losses, **keys)
         for step in range(4):
-            made.backward(batch_of(pad, step), is_last_microbatch=step % accumulated == accumulated - 1)
+            made.backward(batch_of(pad, step), completes_update=step % accumulated == accumulated - 1)
             if step % accumulated == accumulated - 1:
                 made.update(0.1)
         trained.append((list(made.model.parameters()), made.meter.take_scores().means(), made.meter.take_splits()))

@@ -69,7 +69,7 @@ def test_a_layer_that_reentrant_checkpointing_computes_several_times(train_step:
         for _ in range(3):
             own = numpy.array_split(FRAMES[comm.rank :: comm.size], 2 if accumulate else 1)
             for number, part in enumerate(own):
-                made.backward(batch_of(part), is_last_microbatch=number == len(own) - 1)
+                made.backward(batch_of(part), completes_update=number == len(own) - 1)
             made.update(0.01)
         return weights_of(made.model)
 

@@ -10,7 +10,7 @@ from timeline import rows_of
 from trainings import ResultsOf, Run, assert_alike, assert_same, marked, trains
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.steps import AccumulationKeys, groups, rounds_per_update
+from hvdtrain.learner.steps import AccumulationKeys, groups, steps_per_update
 
 TWO, TENSORFLOW = Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
 CASES = [TWO, *marked([TENSORFLOW], pytest.mark.slow)]
@@ -108,11 +108,11 @@ def test_groups_follow_a_function_and_what_is_left_is_a_group() -> None:
         asked.append(given)
         return 3
 
-    assert rounds_per_update(AccumulationKeys(accum_grad_multiple_step=rule))(2, 1.5, 30) == 3
+    assert steps_per_update(AccumulationKeys(accum_grad_multiple_step=rule))(2, 1.5, 30) == 3
     assert asked == [{"epoch": 2, "epoch_continuous": 1.5, "global_train_step": 30}]
-    assert rounds_per_update(AccumulationKeys(accum_grad_multiple_step=None))(1, 0.0, 0) == 1
+    assert steps_per_update(AccumulationKeys(accum_grad_multiple_step=None))(1, 0.0, 0) == 1
     with pytest.raises(ConfigError, match="expected a function that returns a positive integer, got 0"):
-        rounds_per_update(AccumulationKeys(accum_grad_multiple_step=lambda **_: 0))(1, 0.0, 0)
+        steps_per_update(AccumulationKeys(accum_grad_multiple_step=lambda **_: 0))(1, 0.0, 0)
 
 
 def test_a_wrong_number_is_reported(corpus: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_file_of_no_sequences_beside_others(tmp_path: Path) -> None:
     for kind in ("HDFDataset", "FilesDataset"):
         (feed,) = feeds(tmp_path, f"train = {{'class': '{kind}', 'files': {files + files}}}")
         assert feed.dataset.num_sequences == 4
-        with feed.read(feed.share(feed.plan(1)), 1) as batches:
+        with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
             assert [batch.data["data"].values[0, 0, 0] for batch in batches] == [0, 6, 0, 6]
 
 
@@ -58,7 +58,7 @@ def test_sequences_without_frames_are_reported_and_may_be_dropped(tmp_path: Path
         (2, "train: 1 sequences have no frames in 'data' (the first is 'first'; min_seq_length = 1 drops them)"),
         (2, "train: 1 sequences have no frames in 'classes' (the first is 'second'; min_seq_length = 1 drops them)"),
     ]
-    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+    with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
         shapes = [(batch.data["data"].values.shape, batch.data["classes"].values.shape) for batch in batches]
     assert shapes == [((1, 0, 2), (1, 4)), ((1, 5, 2), (1, 0))]
     (feed,) = feeds(tmp_path, f"train = '{path}'\nmin_seq_length = {{'classes': 1}}")

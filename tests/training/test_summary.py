@@ -94,7 +94,7 @@ def test_every_rank_has_its_own_batches(corpus: Path, tmp_path: Path, number: in
     def shares(comm: Communicator) -> list[list[int]]:
         with open_session(settings, "measure", comm) as session:
             feed = repeat_batches(session, number).feeds[0]
-            return [batch.tolist() for batch in feed.share(feed.plan(7))]
+            return [batch.tolist() for batch in feed.rank_batches(feed.plan(7))]
 
     found = on_ranks(2, shares)
     assert sum(map(len, found)) == 58

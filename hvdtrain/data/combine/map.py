@@ -227,6 +227,5 @@ def _check_lengths(where: str, lengths: Any, num_sequences: int, streams: Mappin
 
 
 def _stream(entry: OutputKeys) -> Stream:
-    """The stream that an entry of `map_outputs` describes."""
     dtype = numpy.dtype(entry.dtype or ("int32" if entry.sparse else "float32"))
     return Stream(dtype, () if entry.sparse else (entry.dim,), entry.dim, entry.sparse)

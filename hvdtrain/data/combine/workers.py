@@ -65,7 +65,6 @@ class Workers(Generic[Question]):
         self._processes: list[ForkProcess] = []
 
     def start(self) -> None:
-        """Start the processes."""
         import multiprocessing  # here, so that `--help` does not import it
 
         context = multiprocessing.get_context("fork")  # they inherit all they need: nothing is pickled
@@ -150,7 +149,6 @@ class Workers(Generic[Question]):
         return made
 
     def close(self) -> None:
-        """End the processes."""
         if self._process != os.getpid():
             return
         atexit.unregister(self.close)

@@ -388,7 +388,6 @@ def count_for_all(
 
 
 def join_counts(parts: Sequence[Counted]) -> Counted:
-    """The counts of consecutive items."""
     lengths = {key: numpy.concatenate([lengths[key] for lengths, _ in parts]) for key in parts[0][0]}
     return lengths, {key: max(largest[key] for _, largest in parts) for key in parts[0][1]}
 

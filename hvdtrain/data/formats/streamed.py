@@ -207,7 +207,6 @@ class Reader:
         return bool(more)
 
     def close(self) -> None:
-        """End the processes."""
         for workers in {self._workers, self._pool}:  # they may be the same
             workers.close()
 

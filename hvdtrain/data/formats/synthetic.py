@@ -82,7 +82,6 @@ class DummyDataset(SyntheticDataset):
 
 
 def open_dummy(where: str, keys: DummyDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open a DummyDataset."""
     frames = keys.seq_len if isinstance(keys.seq_len, dict) else {"data": keys.seq_len, "classes": keys.seq_len}
     return DummyDataset(keys.input_dim, keys.output_dim, keys.num_seqs, frames)
 
@@ -144,5 +143,4 @@ def answers(symbols: str) -> str:
 
 
 def open_task12ax(where: str, keys: Task12AXDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open a Task12AXDataset."""
     return Task12AXDataset(keys.num_seqs, keys.fixed_random_seed)

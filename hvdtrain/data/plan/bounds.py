@@ -59,7 +59,6 @@ def _columns(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list
 
 
 def _by_key(lengths: Mapping[str, Array], limit: Limit) -> dict[str, int]:
-    """The limit of every data key that has one."""
     if limit is None:
         return {}
     by_key = limit if isinstance(limit, Mapping) else dict.fromkeys(lengths, limit)

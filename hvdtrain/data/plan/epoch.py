@@ -48,18 +48,18 @@ class Plan:
         """The indices of one batch's sequences, or its pieces: a new array of int64."""
         return self.order[self.bounds[index] : self.bounds[index + 1]].astype(numpy.int64)
 
-    def share(self, rank: int, size: int, start: int = 0) -> Share:
+    def rank_batches(self, rank: int, size: int, start: int = 0) -> RankBatches:
         """The batches of one rank, without the first `start` ones of the plan, which are done: of the rest, batch i goes to rank
         i % size."""
-        return Share(self, range(start + rank, self.num_batches, size))
+        return RankBatches(self, range(start + rank, self.num_batches, size))
 
     @cached_property
     def fingerprint(self) -> int:
         """A checksum, which is the same on two ranks if they have the same plan."""
-        found = 0
-        for some in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
-            found = crc32(some.astype(numpy.int64, copy=False), found)
-        return crc32(self.bounds, found)
+        checksum = 0
+        for block in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
+            checksum = crc32(block.astype(numpy.int64, copy=False), checksum)
+        return crc32(self.bounds, checksum)
 
     @cached_property
     def draws(self) -> Array | None:
@@ -129,13 +129,13 @@ class Plan:
         Args:
             lengths: number of frames of every sequence, or chunk.
         """
-        found = self.between(start, stop)
-        parts = (found[i : i + BLOCK] for i in range(0, len(found), BLOCK))
+        indices = self.between(start, stop)
+        blocks = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         count = frames_of if self.cuts_frames else lengths.__getitem__
-        return sum(int(count(part).sum(dtype=numpy.int64)) for part in parts)
+        return sum(int(count(block).sum(dtype=numpy.int64)) for block in blocks)
 
 
-class Share(Sequence[Array]):
+class RankBatches(Sequence[Array]):
     """Some batches of a plan, such as those of a rank. Each is made on access: a list would take more memory than the plan."""
 
     def __init__(self, plan: Plan, numbers: range) -> None:
@@ -154,11 +154,11 @@ class Share(Sequence[Array]):
     def __getitem__(self, index: int) -> Array: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Share: ...
+    def __getitem__(self, index: slice) -> RankBatches: ...
 
-    def __getitem__(self, index: int | slice) -> Array | Share:
-        found = self._numbers[index]
-        return Share(self._plan, found) if isinstance(found, range) else self._plan.batch(found)
+    def __getitem__(self, index: int | slice) -> Array | RankBatches:
+        number = self._numbers[index]
+        return RankBatches(self._plan, number) if isinstance(number, range) else self._plan.batch(number)
 
 
 def crc32(values: Array, before: int = 0) -> int:
@@ -213,15 +213,15 @@ def plan(
             "max_seq_length and min_chunk_size allow"
         )
     sizes, limits, times = count_in_cost(batch_keys, lengths, batch_keys.limits(epoch))
-    made = (
+    planned = (
         Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(sizes, indices, limits))
     )
     if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
-        made = _reorder(made, times, order_keys, batch_keys, epoch)
-    return _with_largest_first(made, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else made
+        planned = _reorder(planned, times, order_keys, batch_keys, epoch)
+    return _with_largest_first(planned, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else planned
 
 
-def _reorder(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:
+def _reorder(plan: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:
     """The plan with its batches in random order.
 
     Args:
@@ -229,36 +229,36 @@ def _reorder(made: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batc
     """
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:
-        batches = group_by_cost(_costs(made, sizes), batch_keys.balance_ranks, generator)
+        batches = group_by_cost(_costs(plan, sizes), batch_keys.balance_ranks, generator)
     else:
-        batches = random_order(made.num_batches, generator, batch_keys.shuffle_window)
-    return made.with_batches(batches)
+        batches = random_order(plan.num_batches, generator, batch_keys.shuffle_window)
+    return plan.with_batches(batches)
 
 
 FIRST = 16
 """How many of the largest batches come first, and of those with the longest sequences: one for each of so many ranks."""
 
 
-def _with_largest_first(made: Plan, lengths: Mapping[str, Array], group: int) -> Plan:
+def _with_largest_first(plan: Plan, lengths: Mapping[str, Array], group: int) -> Plan:
     """The plan with its largest batches first, and then those with the longest sequences.
 
     Args:
         group: the number of successive batches that stay together, as they are of similar size.
     """
-    numbers = numpy.arange(made.num_batches)
-    whole = made.num_batches // group  # an incomplete group stays last
+    numbers = numpy.arange(plan.num_batches)
+    whole = plan.num_batches // group  # an incomplete group stays last
     if not whole:
-        return made
-    costs = _costs(made, lengths)[: whole * group].reshape(whole, group, 2).max(axis=1)
+        return plan
+    costs = _costs(plan, lengths)[: whole * group].reshape(whole, group, 2).max(axis=1)
     first: dict[int, None] = {}
     for column in costs.T:
         first |= dict.fromkeys(numpy.argsort(-column, kind="stable")[: -(-FIRST // group)].tolist())
     groups = [*first, *(number for number in range(whole) if number not in first)]
     order = numpy.concatenate([numbers[: whole * group].reshape(whole, group)[groups].reshape(-1), numbers[whole * group :]])
-    return made.with_batches(order)
+    return plan.with_batches(order)
 
 
-def _costs(made: Plan, sizes: Mapping[str, Array]) -> Array:
+def _costs(plan: Plan, sizes: Mapping[str, Array]) -> Array:
     """The cost of batches: padded frames (or `batch_cost`), then the longest sequence, over data keys; shape (batches, 2)."""
-    columns = made.padded(sizes), made.longest(sizes)
+    columns = plan.padded(sizes), plan.longest(sizes)
     return numpy.stack([numpy.sum(list(column.values()), axis=0) for column in columns], axis=1)

@@ -6,6 +6,7 @@ the gradients of several normalized losses separately.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class Gradients:
         """The losses that are normalized may be others from the next step on."""
         self._begins_epoch = self._counts is None
 
-    def add(self, losses: dict[str, Loss] | None, scale: Factor, is_last_microbatch: bool) -> None:
+    def add(self, losses: dict[str, Loss] | None, scale: Factor, completes_update: bool) -> None:
         """Add the gradients of one batch. Collective in the first step of an epoch and in the last of an update.
 
         Args:
@@ -69,23 +70,23 @@ class Gradients:
         Raises:
             ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the epoch's first step.
         """
-        normal = self._agree(losses)
+        normalized = self._agree(losses)
         if losses is not None:
-            self._count(losses, normal)
-        if is_last_microbatch:
-            self._send(losses or {}, normal, scale)
+            self._count(losses, normalized)
+        if completes_update:
+            self._send(losses or {}, normalized, scale)
         elif losses is not None:
-            self._accumulate(losses, normal, scale)
+            self._accumulate(losses, normalized, scale)
 
     def add_piece(self, losses: dict[str, Loss], scale: Factor) -> None:
         """Add the gradients of one batch, or of a piece of it, and send none; changes nothing if memory does not suffice.
 
         Collective in the first step of an epoch. The rest is as in `add`.
         """
-        normal = self._agree(losses)
-        names = () if normal.is_only_loss else normal.names
+        normalized = self._agree(losses)
+        names = () if normalized.is_only_loss else normalized.names
         sums = self._loss_gradients.compute(losses, names, scale)
-        self._count(losses, normal)
+        self._count(losses, normalized)
         if names:
             self._loss_gradients.add(sums)
             return
@@ -99,8 +100,8 @@ class Gradients:
 
     def compute(self, losses: dict[str, Loss], scale: Factor) -> None:
         """Compute the gradients of a batch and drop them: needs the memory of a step."""
-        normal = normalized_losses(losses)
-        self._loss_gradients.compute(losses, () if normal.is_only_loss else normal.names, scale)
+        normalized = normalized_losses(losses)
+        self._loss_gradients.compute(losses, () if normalized.is_only_loss else normalized.names, scale)
 
     def finish(self) -> None:
         """Collective. Wait for the reduction; the gradients are then in the parameters."""
@@ -119,66 +120,66 @@ class Gradients:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
         agreed = self._normalized
         if self._begins_epoch or agreed is None:
-            own = None if losses is None else normalized_losses(losses, agreed.names if agreed is not None else ())
-            found = self._exchange.agree(own, agreed)
-            agreed = agreed if agreed is not None and agreed.names == found.names else found
+            here = None if losses is None else normalized_losses(losses, agreed.names if agreed is not None else ())
+            first = self._exchange.agree(here, agreed)
+            agreed = agreed if agreed is not None and agreed.names == first.names else first
             self._normalized, self._begins_epoch = agreed, False
         if losses is not None:
             check_same_normalized(agreed, normalized_losses(losses), losses)
         return agreed
 
-    def _count(self, losses: dict[str, Loss], normal: NormalizedLosses) -> None:
+    def _count(self, losses: dict[str, Loss], normalized: NormalizedLosses) -> None:
         """Add the numbers of elements of a batch."""
-        if normal.names:
-            counts = counts_of([losses[name] for name in normal.names], self._device)
+        if normalized.names:
+            counts = counts_of([losses[name] for name in normalized.names], self._device)
             self._counts = counts if self._counts is None else _added(self._counts, counts)
 
-    def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
+    def _accumulate(self, losses: dict[str, Loss], normalized: NormalizedLosses, scale: Factor) -> None:
         """Compute the gradients of a batch that is not the update's last."""
-        if normal.names and not normal.is_only_loss:
-            self._loss_gradients.add(self._loss_gradients.compute(losses, normal.names, scale))
+        if normalized.names and not normalized.is_only_loss:
+            self._loss_gradients.add(self._loss_gradients.compute(losses, normalized.names, scale))
         elif (total := total_of(losses, {}, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _send(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
+    def _send(self, losses: dict[str, Loss], normalized: NormalizedLosses, scale: Factor) -> None:
         """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
-        counts = self._take_counts(normal)
-        if self._stream.takes_counts and normal.is_only_loss:
+        counts = self._take_counts(normalized)
+        if self._stream.takes_counts and normalized.is_only_loss:
             divisors = {}
         else:
-            divisors, counts = self._start_counts(normal, counts), None
+            divisors, counts = self._start_counts(normalized, counts), None
         self._loss_gradients.combine(divisors)
         self._stream.begin(counts)
         if (total := total_of(losses, divisors, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _take_counts(self, normal: NormalizedLosses) -> Counts | None:
+    def _take_counts(self, normalized: NormalizedLosses) -> Counts | None:
         """The numbers of elements of this rank's batches since the last update; None: no loss is normalized."""
-        if not normal.names:
+        if not normalized.names:
             return None
         counts, self._counts = self._counts, None
         if counts is None or (self._exchange.is_sent and isinstance(counts, list)):
-            counts = torch.tensor(counts or [0.0] * len(normal.names), dtype=torch.float64, device=self._device)
+            counts = torch.tensor(counts or [0.0] * len(normalized.names), dtype=torch.float64, device=self._device)
         return counts
 
-    def _start_counts(self, normal: NormalizedLosses, counts: Counts | None) -> dict[str, torch.Tensor]:
+    def _start_counts(self, normalized: NormalizedLosses, counts: Counts | None) -> dict[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
         if counts is None:
             return {}
         handle = self._exchange.start([counts], name="loss_counts")
-        if normal.is_only_loss:
+        if normalized.is_only_loss:
             self._count_handle = handle
             return {}
         [totals] = self._exchange.finish(handle)
-        return dict(zip(normal.names, _divisors(totals, torch.float64), strict=True))
+        return dict(zip(normalized.names, _divisors(totals, torch.float64), strict=True))
 
 
 Counts = torch.Tensor | list[float]
 """Numbers of elements: float64 of shape (losses,), or numbers, on a CPU that sends them to no other rank."""
 
 
-def _added(some: Any, more: Any) -> Counts:
-    return [one + other for one, other in zip(some, more, strict=True)] if isinstance(some, list) else some + more
+def _added(counts: Any, more: Any) -> Counts:
+    return list(map(operator.add, counts, more)) if isinstance(counts, list) else counts + more
 
 
 def _divisors(counts: Counts, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -239,7 +240,7 @@ class GradientStream:
         self._counts: torch.Tensor | None = None  # those that the last bucket takes along
         self._is_open = False
         if exchange.is_shared:
-            self._nodes = [{id(one): get_gradient_edge(one).node for one in bucket} for bucket in self._buckets]
+            self._nodes = [{id(parameter): get_gradient_edge(parameter).node for parameter in bucket} for bucket in self._buckets]
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
@@ -335,7 +336,7 @@ class GradientStream:
         missing = self._missing[number]
         if self._has_inner_graphs:
             return not missing
-        return not any(one in self._seen or torch._C._will_engine_execute_node(node) for one, node in missing.items())
+        return not any(number in self._seen or torch._C._will_engine_execute_node(node) for number, node in missing.items())
 
     def _send_next(self) -> None:
         number = self._order[len(self._handles)]
@@ -410,9 +411,9 @@ class LossGradients:
 
     def add(self, sums: Mapping[str | None, list[torch.Tensor | None]]) -> None:
         """Add gradients from `compute`, in place: without memory for the results."""
-        for key, found in sums.items():
-            before = self._sums.setdefault(key, [None] * len(found))
-            for place, gradient in enumerate(found):
+        for key, gradients in sums.items():
+            before = self._sums.setdefault(key, [None] * len(gradients))
+            for place, gradient in enumerate(gradients):
                 so_far = before[place]
                 if so_far is None:
                     before[place] = gradient
@@ -465,6 +466,6 @@ class LossGradients:
         self._sums = {}
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    dense = other.to_dense() if other is not None and other.is_sparse else other
-    return dense if one is None else one if dense is None else one + dense
+def _sum(before: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    dense = more.to_dense() if more is not None and more.is_sparse else more
+    return dense if before is None else before if dense is None else before + dense

@@ -82,7 +82,6 @@ class _Profiler:
 
 
 def profiler(on_gpu: bool) -> Profiler:
-    """PyTorch's profiler."""
     return _Profiler(on_gpu)
 
 

@@ -206,10 +206,10 @@ class TorchLearner(Learner):
         self._gradients.begin_epoch()
         self._freeze()  # reducers ask what is frozen before the first step
 
-    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+    def backward(self, batch: Batch | None, completes_update: bool = True) -> None:
         if self._begins_update:
             self._freeze()
-        self._begins_update = is_last_microbatch
+        self._begins_update = completes_update
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
@@ -222,7 +222,7 @@ class TorchLearner(Learner):
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
-                self._gradients.add(losses, self._updater.loss_factor, is_last_microbatch)
+                self._gradients.add(losses, self._updater.loss_factor, completes_update)
                 self._finish_batch_norms(batch, forward=False)
         self._step += 1
 
@@ -351,7 +351,6 @@ class TorchLearner(Learner):
         return named_trained(self.model).items()
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
-        """Add a batch's losses to the scores."""
         losses = with_parts(losses, batch)
         self.meter.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices, train)
 
@@ -469,7 +468,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
             extra_models=extra_models,
-            metrics=[one for one in epoch_scores.values() if isinstance(one, SummedMetric)],
+            metrics=[metric for metric in epoch_scores.values() if isinstance(metric, SummedMetric)],
         ),
         gradients,
         update,
@@ -507,15 +506,15 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):
         raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
-    lazy = [name for name, one in [*model.named_parameters(), *model.named_buffers()] if torch.nn.parameter.is_lazy(one)]
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         names = ", ".join(lazy)
         raise ConfigError.of(
             "wrong-result",
             f"get_model: expected parameters that have a size, got uninitialized ones: {names} (call lazy modules there once)",
         )
-    odd = [f"{name} ({one.layout})" for name, one in saved_buffers(model) if one.layout != torch.strided]
-    odd += [f"{name} (meta)" for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta]
+    odd = [f"{name} ({tensor.layout})" for name, tensor in saved_buffers(model) if tensor.layout != torch.strided]
+    odd += [f"{name} (meta)" for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if odd:
         raise ConfigError.of(
             "wrong-result",

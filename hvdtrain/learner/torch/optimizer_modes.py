@@ -63,7 +63,6 @@ class OptimizerModes(EvaluationWeights):
         return self._has_started
 
     def start(self, updates: int = 0) -> None:
-        """Begin to train."""
         self._optimizer.train()
         self._has_started = True
 

@@ -220,7 +220,6 @@ def check_plain(optimizer: AnyOptimizer) -> None:
 
 
 def is_of_torch(optimizer: object) -> bool:
-    """Whether an optimizer is one of PyTorch's own."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 

@@ -262,7 +262,6 @@ class PackedData:
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """The order that undoes another one."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

@@ -250,7 +250,6 @@ class Update:
         return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
 
     def _with_gradient(self) -> list[str]:
-        """The names of the parameters that have a gradient."""
         return [name for name, parameter in self._trained.items() if parameter.grad is not None]
 
     def _invalid_names(self) -> list[str]:

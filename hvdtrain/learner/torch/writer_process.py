@@ -100,7 +100,6 @@ class BackgroundWriter:
         return replace(contents, model=model, optimizer=optimizer, format=remote)
 
     def close(self) -> None:
-        """End the process."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

@@ -247,7 +247,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
     with open_session(settings, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
         train = session.feeds[0]
         plan = train.plan(1)
-        share = (train.share(plan) or plan.share(0, 1))[:BATCHES]
+        share = (train.rank_batches(plan) or plan.rank_batches(0, 1))[:BATCHES]
         with train.read(share, epoch=1) as batches:
             read = [batch for batch in batches if batch.if_any]
         seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read, length)

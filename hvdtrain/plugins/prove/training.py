@@ -261,8 +261,8 @@ def _global_batches(session: Session, task: Task) -> GlobalBatches:
 
 def _accumulate_ranks(limits: TrainingLimits, size: int) -> TrainingLimits:
     """The limits for one rank that takes N ranks' batches one after another for each of their steps."""
-    rounds = limits.rounds_per_update
-    return replace(limits, rounds_per_update=lambda epoch, complete, step: size * rounds(epoch, complete, step // size))
+    rounds = limits.steps_per_update
+    return replace(limits, steps_per_update=lambda epoch, complete, step: size * rounds(epoch, complete, step // size))
 
 
 def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:

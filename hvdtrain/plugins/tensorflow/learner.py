@@ -152,11 +152,11 @@ class TensorFlowLearner(Learner):
         self._reduced: Any = None  # the gradients of the next update
         self._accumulated: Accumulated | None = None  # of the batches since the last update, if more will follow
 
-    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+    def backward(self, batch: Batch | None, completes_update: bool = True) -> None:
         if batch is not None or self._accumulated is not None or self.graphs.are_exchanged:
             with self.meter.clock.span():
-                self._add_batch(batch, is_last_microbatch)
-                if is_last_microbatch and self._reduced is None:
+                self._add_batch(batch, completes_update)
+                if completes_update and self._reduced is None:
                     self._reduced, self._accumulated = self.graphs.send(self._accumulated), None
         self._step += 1
 
@@ -248,13 +248,13 @@ class TensorFlowLearner(Learner):
         for (name, variable), gradient in zip(self.variables.named_of_kind("parameters"), gradients, strict=True):
             yield name, as_array(gradient, variable.shape) / scale
 
-    def _add_batch(self, batch: Batch | None, is_last_microbatch: bool) -> None:
+    def _add_batch(self, batch: Batch | None, completes_update: bool) -> None:
         """Collective, if an update follows and this batch is its only one."""
         if batch is None:
             self.graphs.agree()
             return
         place = self._epoch, self._step, self._seeds[self._step]
-        if is_last_microbatch and self._accumulated is None:
+        if completes_update and self._accumulated is None:
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:
             names, numbers, self._accumulated = self.graphs.collect(batch, *place, self._accumulated)

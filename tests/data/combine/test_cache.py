@@ -148,7 +148,7 @@ class Reads:
 
 def numbers(feed: Feed, epoch: int) -> list[float]:
     """What the first feature of each sequence is, in the order of an epoch: the sequence's number."""
-    with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
+    with feed.read(feed.rank_batches(feed.plan(epoch)), epoch) as batches:
         return [number for batch in batches for number in batch.data["data"].values[:, 0, 0].tolist()]
 
 

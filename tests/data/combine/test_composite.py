@@ -108,7 +108,7 @@ def test_every_class_keeps_the_contract_and_every_sequence_is_used_once_over_thr
         used = Counter[int]()
         for part in (made, rest):
             for rank in range(3):
-                for batch in map(dataset.batch, part.share(rank, 3)):
+                for batch in map(dataset.batch, part.rank_batches(rank, 3)):
                     used.update(batch.indices.tolist())
         assert used == Counter(range(dataset.num_sequences))
     dataset.close()

@@ -198,7 +198,7 @@ def test_sequences_that_are_not_finite_are_left_out(kind: str, tmp_path: Path) -
         value = tar(tmp_path / "one.tar", [npy(NOT_FINITE.get(number, number)) for number in range(7)])
     for packed in (False, True):
         feed = feed_of(opened(value), 2, packed=packed)
-        with feed.read(feed.share(feed.plan(1)), 1) as batches:
+        with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
             found = list(batches)
         assert sorted(index for batch in found for index in batch.indices.tolist()) == [0, 1, 3, 4, 6]
         [(_, message), _] = [broken for batch in found for broken in batch.broken]
@@ -216,10 +216,10 @@ def test_a_damaged_part_of_a_file_is_a_broken_sequence(tmp_path: Path) -> None:
         file.seek(place)
         file.write(b"\0" * 8)
     feed = feed_of(opened(path), 2)
-    with feed.read(feed.share(feed.plan(1)), 1) as batches:
+    with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
         assert [index for batch in batches for index in batch.indices.tolist()] == [0, 1, 4, 5]
     feed = feed_of(opened(path))
-    with pytest.raises(BrokenSequence, match="skip_broken"), feed.read(feed.share(feed.plan(1)), 1) as batches:
+    with pytest.raises(BrokenSequence, match="skip_broken"), feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
         list(batches)
 
 
@@ -259,7 +259,7 @@ def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(wo
 
     def values(position: int = 0, **keys: Any) -> list[float]:
         feed = feed_of(dataset, order={"seq_ordering": "default", "repeat_epoch": 3}, **keys)
-        with feed.read(feed.share(feed.plan(1), position), 1) as batches:
+        with feed.read(feed.rank_batches(feed.plan(1), position), 1) as batches:
             return [float(sequence[0, 0]) for batch in batches for sequence in batch.data["data"].sequences()]
 
     found = values()
@@ -270,7 +270,7 @@ def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(wo
     order = {"seq_ordering": "default", "repeat_epoch": 3}
     in_chunks = replace(feed_of(dataset, order=order, max_seqs=3), chunks=cut(dataset.lengths, ChunkKeys(chunking=1)))
     for feed in (in_chunks, feed_of(dataset, order=order, batch_size=5, frame_batches=True)):  # sequences of two frames
-        with feed.read(feed.share(feed.plan(1)), 1) as batches:
+        with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
             frames = numpy.concatenate([batch.data["data"].values.reshape(-1) for batch in batches])
         assert frames.tolist() == numpy.repeat(found, 2).tolist()
     dataset.close()

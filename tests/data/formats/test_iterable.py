@@ -89,7 +89,7 @@ class Read:
     def batches(self, epoch: int, rank: int = 0, size: int = 1, position: int = 0, max_seqs: int = 3) -> list[list[Item]]:
         feed = self.feed(rank, size, max_seqs)
         found = []
-        with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
+        with feed.read(feed.rank_batches(feed.plan(epoch), position), epoch) as batches:
             for batch in batches:
                 assert batch.seq_tags is not None
                 data = batch.data["data"]

@@ -33,7 +33,7 @@ def test_plans_do_not_depend_on_the_size_of_blocks(
 
     made, expected = found()
     for name, column in made.longest(LENGTHS).items():
-        assert column.tolist() == [int(LENGTHS[name][batch].max()) for batch in made.share(0, 1)]
+        assert column.tolist() == [int(LENGTHS[name][batch].max()) for batch in made.rank_batches(0, 1)]
     for module in (bounds, epoch):
         monkeypatch.setattr(module, "BLOCK", block)
     assert found()[1] == expected
@@ -52,11 +52,11 @@ def test_sorting_does_not_depend_on_the_type_of_lengths(method: str) -> None:
 
 
 def test_a_share_is_a_sequence() -> None:
-    share = plan(LENGTHS, OrderKeys(), BatchKeys(max_seqs=100), 1).share(1, 2)
+    share = plan(LENGTHS, OrderKeys(), BatchKeys(max_seqs=100), 1).rank_batches(1, 2)
     assert len(share) == 2
     assert [batch[0] for batch in share] == [100, 300]
     assert share[-1].tolist() == list(range(300, 400))
     assert [batch[0] for batch in share[1:]] == [300]
-    assert not plan(LENGTHS, OrderKeys(), BatchKeys(max_seqs=500), 1).share(1, 2)
+    assert not plan(LENGTHS, OrderKeys(), BatchKeys(max_seqs=500), 1).rank_batches(1, 2)
     with pytest.raises(IndexError):
         share[2]

@@ -127,7 +127,7 @@ def test_batches_hold_the_frames_of_the_chunks(size: int) -> None:
         one = feed(dataset, OrderKeys(seq_ordering="random"), BatchKeys(max_seqs=3), ChunkKeys(chunking="4:3"), rank, size)
         made = one.plan(2)
         assert one.num_sequences(made) == 12
-        with one.read(one.share(made), 2) as batches:
+        with one.read(one.rank_batches(made), 2) as batches:
             for batch in batches:
                 for row, owner in enumerate(batch.indices.tolist()):
                     length = int(batch.data["data"].seq_lens[row])
@@ -145,7 +145,7 @@ def test_batches_hold_the_frames_of_the_chunks(size: int) -> None:
 def test_chunks_in_a_row_read_their_sequence_once() -> None:
     dataset = Numbers({"data": LENGTHS})
     one = feed(dataset, OrderKeys(), BatchKeys(max_seqs=4), ChunkKeys(chunking=2))
-    with one.read(one.share(one.plan(1)), 1) as batches:
+    with one.read(one.rank_batches(one.plan(1)), 1) as batches:
         list(batches)
     assert dataset.reads == list(range(12))
 
@@ -156,7 +156,7 @@ def test_context_is_of_the_sequence_with_zeros_beyond_its_ends(chunking: str | N
     dataset = Numbers({"data": LENGTHS, "classes": LENGTHS})
     one = feed(dataset, OrderKeys(), BatchKeys(max_seqs=3), ChunkKeys(chunking=chunking, context_window=4))
     seen = []
-    with one.read(one.share(one.plan(1)), 1) as batches:
+    with one.read(one.rank_batches(one.plan(1)), 1) as batches:
         for batch in batches:
             sizes = {name: column.seq_lens.tolist() for name, column in batch.data.items()}
             assert sizes["data"] == [size + 3 for size in sizes["classes"]]

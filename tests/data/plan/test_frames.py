@@ -129,7 +129,7 @@ def feed(rank: int = 0, size: int = 1, dataset: Dataset | None = None, order: Or
 
 
 def read(one: Feed, made: Plan, position: int = 0) -> list[Batch]:
-    with one.read(one.share(made, position), 1) as batches:
+    with one.read(one.rank_batches(made, position), 1) as batches:
         return list(batches)
 
 

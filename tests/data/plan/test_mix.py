@@ -169,7 +169,7 @@ def test_a_mix_is_opened_described_and_read(tmp_path: Path) -> None:
         line = "train: sequences in a full epoch: 40: 20 of a (50.0%, 1 times all), 20 of b (50.0%, 4 times all)"
         assert (4, line) in feed_lines(feed)
         made = feed.plan(1)
-        with feed.read(feed.share(made), 1) as batches:
+        with feed.read(feed.rank_batches(made), 1) as batches:
             for batch in batches:
                 assert batch.parts is not None
                 assert batch.seq_tags is not None

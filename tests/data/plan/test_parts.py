@@ -62,7 +62,7 @@ def test_an_epoch_opens_its_own_files_only_and_a_full_one_goes_through_all(paths
             assert sorted(indices) == sorted(index for file in used for index in range(*dataset.file_bounds()[file : file + 2]))
             dataset.close()
             feed = Feed("train", dataset, keys, BatchKeys(max_seqs=2), 0, 1)
-            with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
+            with feed.read(feed.rank_batches(feed.plan(epoch)), epoch) as batches:
                 read = [index for batch in batches for index in batch.indices.tolist()]
             assert read == indices
             assert pool.num_open == len(used)

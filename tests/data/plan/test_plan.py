@@ -51,7 +51,7 @@ def test_sorting_goes_by_data_and_without_it_by_the_first_key() -> None:
 def test_ranks_share_every_batch_exactly_once_from_any_start(size: int, num_batches: int) -> None:
     made = Plan(numpy.arange(2 * num_batches), numpy.arange(0, 2 * num_batches + 1, 2))
     for start in range(num_batches + 1):
-        shares = [[batch.tolist() for batch in made.share(rank, size, start)] for rank in range(size)]
+        shares = [[batch.tolist() for batch in made.rank_batches(rank, size, start)] for rank in range(size)]
         assert sorted(sum(shares, [])) == batches_of(made)[start:]
         counts = [len(share) for share in shares]
         assert max(counts) == -(-(num_batches - start) // size)  # as many steps as it takes, and no more
@@ -60,8 +60,8 @@ def test_ranks_share_every_batch_exactly_once_from_any_start(size: int, num_batc
 
 def test_batch_i_goes_to_rank_i_modulo_size() -> None:
     made = Plan(numpy.arange(7), numpy.arange(8))
-    assert [[int(batch[0]) for batch in made.share(rank, 3)] for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert [[int(batch[0]) for batch in made.share(rank, 2, start=3)] for rank in range(2)] == [[3, 5], [4, 6]]
+    assert [[int(batch[0]) for batch in made.rank_batches(rank, 3)] for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [[int(batch[0]) for batch in made.rank_batches(rank, 2, start=3)] for rank in range(2)] == [[3, 5], [4, 6]]
 
 
 def test_fingerprints_tell_plans_apart() -> None:
@@ -133,8 +133,8 @@ def test_padding_is_what_counting_frames_gives(seed: int) -> None:
     lengths = {key: generator.integers(0, 30, 90).astype(numpy.int32) for key in ("data", "classes")}
     made = plan(lengths, OrderKeys(seq_ordering="random"), BatchKeys(batch_size=100, max_seqs=7, max_seq_length=25), 1)
     for key, column in lengths.items():
-        padded = sum(column[batch].max() * len(batch) for batch in made.share(0, 1))
-        real = sum(column[batch].sum() for batch in made.share(0, 1))
+        padded = sum(column[batch].max() * len(batch) for batch in made.rank_batches(0, 1))
+        real = sum(column[batch].sum() for batch in made.rank_batches(0, 1))
         assert made.padding(lengths)[key] == pytest.approx((padded - real) / padded)
     assert plan({"data": LENGTHS}, IN_ORDER, BatchKeys(max_seqs=1), 1).padding({"data": LENGTHS}) == {"data": 0.0}
     assert Plan(LENGTHS[:0], numpy.zeros(1, int)).padding({"data": LENGTHS}) == {"data": 0.0}

@@ -238,7 +238,7 @@ def test_indices_that_need_64_bits_keep_them() -> None:
         assert offer is not None
         made = map_plan(offer)
     assert made is not None
-    assert [batch.tolist() for batch in made.share(0, 1)] == [[3, 2**31], [5]]
+    assert [batch.tolist() for batch in made.rank_batches(0, 1)] == [[3, 2**31], [5]]
     assert made.fingerprint == many.fingerprint
 
 

@@ -35,7 +35,8 @@ def test_a_step_takes_the_same_sequences_on_any_number_of_ranks(ranks: int) -> N
 
     def steps(size: int) -> list[list[int]]:
         shares = [
-            plan(lengths, order, BatchKeys(max_seqs_total=24).of_each_of(size), 1).share(rank, size) for rank in range(size)
+            plan(lengths, order, BatchKeys(max_seqs_total=24).of_each_of(size), 1).rank_batches(rank, size)
+            for rank in range(size)
         ]
         rounds = max(len(share) for share in shares)
         return [sorted(numpy.concatenate([share[i] for share in shares if i < len(share)]).tolist()) for i in range(rounds)]

@@ -22,7 +22,8 @@ def test_each_step_has_the_same_sequences_on_any_number_of_ranks_and_is_at_the_s
         assert plan.num_batches == {1: 3, 2: 6, 3: 9, 4: 9, 9: 24}[size], "a batch has a sequence"
         assert plan.bounds[: 3 * size : size].tolist() == [0, 12, 34]
         steps = [
-            [index for batch in list(plan.share(0, 1))[step * size : (step + 1) * size] for index in batch] for step in range(3)
+            [index for batch in list(plan.rank_batches(0, 1))[step * size : (step + 1) * size] for index in batch]
+            for step in range(3)
         ]
         assert [set(step) for step in steps] == expected
         assert list(map(len, steps)) == [12, 22, 6]

@@ -105,11 +105,11 @@ class NetworkLearner(Learner):
         self._first_step = step
         self._graph.set_step(step)
 
-    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+    def backward(self, batch: Batch | None, completes_update: bool = True) -> None:
         with self.meter.clock.span():
             if batch is not None and self._exchange.size > 1:
                 self._graph.random.begin_at(self._graph.session, position_of((*self._seed, self._step)))
-            if is_last_microbatch and self._sum is None:
+            if completes_update and self._sum is None:
                 self._batch = batch  # the update computes forward and backward, too: together this is faster
             elif batch is not None:
                 self._accumulate(batch)

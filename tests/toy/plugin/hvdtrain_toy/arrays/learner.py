@@ -120,7 +120,7 @@ class ArrayLearner(Learner):
     def _zeros(self) -> list[Array]:
         return [numpy.zeros_like(array) for array in self.model.parameters.values()]
 
-    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+    def backward(self, batch: Batch | None, completes_update: bool = True) -> None:
         if batch is not None:
             self._run(batch, train=True)
             gradients = [self.model.gradients[name] for name in self.model.parameters]

@@ -21,15 +21,14 @@ class SummedMetric:
     """
 
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
-        others = [state for state, reduce in metric._reductions.items() if getattr(reduce, "__name__", "") != "dim_zero_sum"]
-        within = [type(part).__name__ for part in metric.modules() if part is not metric and is_metric(part)]
-        if others or within:  # a metric within a wrapper has sums of its own
+        if (problem := _problem(metric)) is not None:
             raise ConfigError.of(
                 "wrong-result",
                 f"epoch_scores.{name}: expected a metric whose states are sums over batches, got {type(metric).__name__} with "
-                f"{f'the state {others[0]!r}' if others else f'{within[0]} within'} (mark statistics and give a function, or "
-                "collect outputs with forward_callback)",
+                f"{problem} (mark statistics and give a function, or collect outputs with forward_callback)",
             )
+        for sync in ("sync_on_compute", "dist_sync_on_step", "_to_sync"):
+            setattr(metric, sync, False)  # over torch.distributed; what is computed is of this rank, or the sums are of all
         self._metric = metric.to(device)
         self._states = {f"{name}.{state}": state for state in metric._defaults}
         self.statistics = list(self._states)
@@ -53,7 +52,7 @@ class SummedMetric:
 
     def __call__(self, **sums: Any) -> Any:
         metric = deepcopy(self._metric).cpu()
-        metric.sync_on_compute = metric._to_sync = False  # the sums are those of all ranks, and only rank 0 computes
+        metric.reset()  # else `compute` returns what it did for the last batch, if train_step called it
         metric._update_count = 1  # else `compute` warns
         for name, state in self._states.items():
             first = metric._defaults[state].cpu()
@@ -67,10 +66,26 @@ def is_metric(value: Any) -> bool:
     return isinstance(value, torch.nn.Module) and hasattr(value, "update") and hasattr(value, "compute")
 
 
+def _problem(metric: Any) -> str | None:
+    """What of a metric is no sum over batches, in words; None: nothing."""
+    within = [type(part).__name__ for part in metric.modules() if part is not metric and is_metric(part)]
+    if within:  # a metric within a wrapper has sums of its own
+        return f"{within[0]} within"
+    if not hasattr(metric, "_reductions"):
+        return "no states (add_state)"
+    for state, reduce in metric._reductions.items():
+        if getattr(reduce, "__name__", "") != "dim_zero_sum" or not isinstance(metric._defaults[state], torch.Tensor):
+            return f"the state {state!r}"
+    return None
+
+
 def open_scores(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The values of the key, with metrics as functions; those of a MetricCollection one by one. Raises: ConfigError."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         is_collection = is_metric(value) and isinstance(value, torch.nn.ModuleDict)
-        found |= {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
+        made = {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
+        if both := sorted(found.keys() & made.keys()):
+            raise ConfigError.of("duplicate", f"epoch_scores: expected different names, got {', '.join(both)} twice")
+        found |= made
     return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in found.items()}

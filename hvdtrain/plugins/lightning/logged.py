@@ -33,7 +33,7 @@ class Logged:
         self._values = values
         self.metrics = {name: one for name, one in module.named_modules() if hasattr(one, "_reductions")}
         for metric in self.metrics.values():
-            metric.sync_on_compute = False  # the states are put together here
+            metric.sync_on_compute = metric._to_sync = False  # the states are put together here; `compute` reads the latter
         self._paths = {id(one): name for name, one in self.metrics.items()}
         self._batch_size: int | None = None  # of the step under way; None: there is none
         self._suffix = ""  # of the names of this loader, one of several

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.lightning.logged import Logged
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks  # noqa: E402
@@ -134,6 +135,14 @@ def test_a_ckpt_of_lightnings_is_continued_with_its_optimizer(tmp_path: Path) ->
     (tmp_path / "bad.ckpt").write_bytes(b"no file")
     with pytest.raises(hvdtrain.HvdtrainError, match=r"bad.ckpt: expected a .ckpt of Lightning's .*, got UnpicklingError"):
         train({"lightning_module": boring(), "load": str(tmp_path / "bad.ckpt")}, tmp_path / "third")
+
+
+def test_metrics_with_the_states_of_all_ranks_do_not_gather_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net()
+    Logged(module, lambda *_: (True, True), {})
+    module.mse.update(torch.zeros(2), torch.ones(2))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    assert module.mse.compute() == 1.0
 
 
 def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:

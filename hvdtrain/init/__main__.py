@@ -44,7 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
         files = options.files or [name for name in USUAL if template == "hdf" and Path(name).exists()]
         if options.files and template != "hdf":
             raise DataError(f"--files: expected --hdf, got a config for {template}, which makes up its data")
-        write(options.config, template, files)
+        try:
+            write(options.config, template, files)
+        except DataError as error:
+            if options.files or not files:
+                raise
+            print(f"{error}: the config has other sizes", file=sys.stderr)
+            write(options.config, template)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,16 +107,24 @@ def _with_sizes(text: str, train: str, dev: str | None = None, *_: str) -> str:
     from hvdtrain.data.hdf.dataset import open_hdf  # here, as it imports h5py
 
     dataset = open_hdf([train])
-    streams = dataset.streams
+    streams, lengths, first = dataset.streams, dataset.lengths, dataset.sequence(0)
     dataset.close()
-    found = {name: f"{'classes' if stream.sparse else 'vectors'} of {stream.dim}" for name, stream in streams.items()}
-    vectors, classes = streams.get("data"), streams.get("classes")
-    if vectors is None or classes is None or vectors.sparse or not classes.sparse:
-        has = ", ".join(f"{name} ({what})" for name, what in found.items())
+    if (
+        not streams.keys() >= {"data", "classes"}
+        or first["data"].ndim != 2
+        or first["data"].dtype.kind != "f"
+        or not streams["classes"].sparse
+        or max(first["classes"], default=0) >= streams["classes"].dim
+        or (lengths["data"] != lengths["classes"]).any()
+    ):
+        kinds = {name: f"{first[name].dtype} of shape {first[name].shape}" for name in streams}
+        kinds |= {name: f"{kinds[name]} and dim {stream.dim}" for name, stream in streams.items() if stream.sparse}
+        has = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise DataError(
-            f"{train}: expected vectors in 'data' and classes in 'classes', got {has} (without --files, adapt the config)"
+            f"{train}: expected vectors of floats in 'data' and one class each, below its dim, in 'classes', got in the first "
+            f"sequence {has}"
         )
-    text = text.replace("FEATURES, CLASSES = 40, 100", f"FEATURES, CLASSES = {vectors.dim}, {classes.dim}")
+    text = text.replace("FEATURES, CLASSES = 40, 100", f"FEATURES, CLASSES = {streams['data'].dim}, {streams['classes'].dim}")
     line = next(line for line in text.splitlines() if line.startswith("dev = "))
     text = text.replace(
         line, line.replace('["dev.hdf"]', repr([dev]).replace("'", '"')) if dev else "dev = None  # evaluated after every epoch"

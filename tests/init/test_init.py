@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import h5py
 import numpy
 import pytest
 from launching import hvdtrain
@@ -60,6 +61,26 @@ def test_the_keys_in_comments_are_keys(template: str, tmp_path: Path, monkeypatc
     settings = read_settings([config], {})
     assert settings.ending.early_stopping_patience == 5
     assert settings.callbacks.callbacks == "my_callbacks:MyCallbacks"
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "dim"),
+    [((10, 7), 4, 5), ((10, 4, 3), 10, 5), ((10,), 10, 5), ((10, 7), 10, 1), ((10, 7), 0, 5)],
+    ids=["other lengths", "pictures", "samples", "no dim", "no classes"],
+)
+def test_files_of_other_kinds(
+    shape: tuple[int, ...], labels: int, dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with HDFWriter(Path("train.hdf"), dims={"classes": 5} if labels else {}) as writer:
+        classes = {"classes": numpy.full(labels, 4, numpy.int32)} if labels else {}
+        writer.add("seq", {"data": numpy.zeros(shape, numpy.float32), **classes})
+    if dim == 1:
+        with h5py.File("train.hdf", "r+") as file:
+            file["targets/size"].attrs["classes"] = [1, 1]  # as of RETURNN's SimpleHDFWriter without a dim
+    assert main(["mine.py", "--hdf", "--files", "train.hdf"]) == 2
+    assert main(["mine.py", "--hdf"]) == 0
+    assert "FEATURES, CLASSES = 40, 100\n" in Path("mine.py").read_text()
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

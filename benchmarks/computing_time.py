@@ -20,7 +20,8 @@ from measuring import ROOT, machine
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import parse
-from hvdtrain.hdf_tools.dump import Selection, dump
+from hvdtrain.hdf_tools.dump import dump
+from hvdtrain.hdf_tools.sources import Selection
 
 BENCHMARKS = ROOT / "benchmarks"
 

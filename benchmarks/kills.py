@@ -34,8 +34,10 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder  # noqa: E402  # found through the line above
+from hvdtrain.checkpoint.files import Checkpoint  # noqa: E402
+from hvdtrain.checkpoint.folder import CheckpointFolder  # noqa: E402
 from hvdtrain.comm.fork_server import NAME as FORK_SERVER  # noqa: E402
+from hvdtrain.disk.atomic import UNFINISHED  # noqa: E402
 from hvdtrain.errors import TO_BE_CONTINUED  # noqa: E402
 from hvdtrain.runtime.goodput import Spent  # noqa: E402
 from hvdtrain.training.trace import has_begun, num_runs, trained_on  # noqa: E402

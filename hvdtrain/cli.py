@@ -318,7 +318,7 @@ def restarts(settings: Settings) -> Restarts:
     """The rule by which the processes that hvdtrain starts are restarted."""
     from hvdtrain.report.ends import LAUNCHER, append_end
     from hvdtrain.runtime.records import records_of
-    from hvdtrain.start_up.job import checkpoint_folder
+    from hvdtrain.start_up.checkpoints import checkpoint_folder
 
     prefix = Path(settings.run.model).absolute()
     checkpoints = checkpoint_folder(replace(settings, run=replace(settings.run, model=str(prefix))))

@@ -17,10 +17,11 @@ from hvdtrain.runtime.goodput import steady_time
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, check_space, gather_hosts, log_end, record_start
+from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.start_up.data import note_changed_files
 from hvdtrain.start_up.flops import measure_flops
 from hvdtrain.start_up.goodput import count_steps, open_goodput
-from hvdtrain.start_up.job import checkpoint_folder, open_session
+from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches

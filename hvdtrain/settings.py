@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
+from hvdtrain.config.convert import signature_error
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
     REQUIRED,
@@ -29,7 +30,6 @@ from hvdtrain.config.keys import (
     one_of,
     parsed_by,
     positive,
-    signature_error,
     spellings,
 )
 from hvdtrain.config.plugins import Registry, with_implied_keys
@@ -43,11 +43,11 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_format import SAFETENSORS
-from hvdtrain.learner.param_sync import OuterKeys
+from hvdtrain.learner.outer import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys

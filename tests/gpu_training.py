@@ -12,8 +12,8 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.padding import pad
 from hvdtrain.data.types import Batch
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.run import train

@@ -10,8 +10,8 @@ from launching import faults
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings

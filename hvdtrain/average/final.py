@@ -15,7 +15,8 @@ from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
 from hvdtrain.checkpoint.averages import make_average, source_names, with_statistics, write_model_file
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.saver import share_model
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.data.feed import Feed

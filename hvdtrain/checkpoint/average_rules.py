@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from math import inf, isnan, nan
 from typing import Any
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, errors_of, wanted_of

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.disk.atomic import atomically
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.averaging import mean_of_files, with_parameters

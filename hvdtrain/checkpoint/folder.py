@@ -5,85 +5,22 @@ A checkpoint exists once its model file does: that file is renamed into place la
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import isnan
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from hvdtrain.config.check import build, unknown_options
-from hvdtrain.config.keys import key, not_negative, positive
-from hvdtrain.data.files import size_text
+from hvdtrain.checkpoint.files import Checkpoint, checkpoint_error, unfinished_path
 from hvdtrain.disk.atomic import UNFINISHED, flush_to_disk, remove_path
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.model_format import SAFETENSORS
-from hvdtrain.schedule.measure import errors_of
 
 KEEP_OPTIMIZERS = 2
 """The number of finished epochs whose optimizer file is kept."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The files of one checkpoint.
-
-    Attributes:
-        epoch: the finished epoch, or the one under way.
-        start: the folder and the common prefix of the files' names.
-        suffix: the framework's file suffix.
-        step: the number of training steps done, if the epoch is under way.
-        model_suffix: the suffix of the model's file, if it differs.
-    """
-
-    epoch: int
-    start: Path
-    suffix: str
-    step: int | None = None
-    model_suffix: str | None = None
-
-    @property
-    def model_file(self) -> Path:
-        return self.model_file_as(self.model_suffix or self.suffix)
-
-    def model_file_as(self, suffix: str) -> Path:
-        return self.start.with_name(f"{self.start.name}.{suffix}")
-
-    @property
-    def optimizer_file(self) -> Path:
-        return self._file(".opt")
-
-    @property
-    def running_file(self) -> Path:
-        """The file with the sums of a running average."""
-        return self.start.with_name(f"{self.start.name}.running.npz")
-
-    def describe(self) -> str:
-        """Where training stands, in words."""
-        return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
-
-    def rank_file(self, rank: int, size: int) -> Path:
-        return self._file(f".rank-{rank}-of-{size}")
-
-    def is_part(self, name: str) -> bool:
-        """Whether this is the name of the optimizer file or of a rank's file of this checkpoint."""
-        pattern = rf"{re.escape(self.start.name)}\.(opt|rank-\d+-of-\d+)\.{re.escape(self.suffix)}"
-        return re.fullmatch(pattern, name) is not None
-
-    def _file(self, part: str) -> Path:
-        return self.start.with_name(f"{self.start.name}{part}.{self.suffix}")
-
-    @property
-    def age(self) -> tuple[int, float]:
-        """A sort key: later checkpoints compare larger."""
-        return self.epoch, float("inf") if self.step is None else self.step
 
 
 class MirrorProtocol(Protocol):
@@ -218,7 +155,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder cannot be written to.
         """
-        with _checkpoint_error(target.model_file):
+        with checkpoint_error(target.model_file):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             for suffix in self.model_suffixes:
@@ -226,8 +163,8 @@ class CheckpointFolder:
 
     def write_rank(self, file: Path, write: Callable[[Path], None]) -> None:
         """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
-        unfinished = _unfinished_path(file)
-        with _checkpoint_error(file, [unfinished]):
+        unfinished = unfinished_path(file)
+        with checkpoint_error(file, [unfinished]):
             write(unfinished)
             flush_to_disk(unfinished)
             os.replace(unfinished, file)
@@ -235,10 +172,10 @@ class CheckpointFolder:
 
     def write_model(self, target: Checkpoint, contents: CheckpointContents) -> None:
         """Write only the model of a checkpoint, from which no training continues. Raises: CheckpointError."""
-        model = _unfinished_path(target.model_file)
+        model = unfinished_path(target.model_file)
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file, [model]):
+            with checkpoint_error(target.model_file, [model]):
                 self._remove_all_but_model(target, self._names())  # of an abandoned training
                 self._remove(target.running_file)
                 contents.write_model(model)
@@ -266,16 +203,16 @@ class CheckpointFolder:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
         self.put(target, contents)
-        with _checkpoint_error(target.model_file):
+        with checkpoint_error(target.model_file):
             self.tidy(target, keep_models=keep_models)
 
     def put(self, target: Checkpoint, contents: ContentsProtocol) -> None:
         """The same without removing anything. Raises: CheckpointError."""
-        model, optimizer = _unfinished_path(target.model_file), _unfinished_path(target.optimizer_file)
-        running = _unfinished_path(target.running_file)
+        model, optimizer = unfinished_path(target.model_file), unfinished_path(target.optimizer_file)
+        running = unfinished_path(target.running_file)
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file, [model, optimizer, running]):
+            with checkpoint_error(target.model_file, [model, optimizer, running]):
                 contents.write(model, optimizer)
                 flush_to_disk(model)
                 flush_to_disk(optimizer)
@@ -421,10 +358,6 @@ def folder_of(
     return CheckpointFolder(prefix, framework.suffix, suffix, framework.model_parts, framework.model_marker, mirror)
 
 
-def _unfinished_path(file: Path) -> Path:
-    return file.with_name(file.name + UNFINISHED)
-
-
 def _is_from_returnn(optimizer_file: Path) -> bool:
     """Whether RETURNN wrote a PyTorch file: its version is in the archive's pickle."""
     try:
@@ -433,139 +366,3 @@ def _is_from_returnn(optimizer_file: Path) -> bool:
             return any(b"returnn_version" in archive.read(name) for name in names)
     except (OSError, zipfile.BadZipFile):
         return False
-
-
-@contextmanager
-def _checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[None]:
-    """Translate errors while writing a checkpoint into CheckpointError, with the file and the cause.
-
-    Args:
-        unfinished: the files written under temporary names.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}{_free_text(file, error.errno)}") from error
-    except RuntimeError as error:
-        why = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
-        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
-
-
-def _free_text(file: Path, number: int | None) -> str:
-    """For an error that says that the disk is full, how much is free on it."""
-    with suppress(OSError):
-        return f" ({size_text(shutil.disk_usage(file.parent).free)} free there)" if number == errno.ENOSPC else ""
-    return ""
-
-
-PROBE = 4 << 20
-"""The number of bytes to write to find out why writing failed: more than is free on a full disk."""
-
-
-def _write_error(files: Sequence[Path]) -> str | None:
-    """Why files cannot be written; None: they can. On a full disk, torch's writer only reports an unexpected position, so this
-    appends to the existing files, and writes a new one.
-    """
-    for path in files:
-        is_new = not path.exists()
-        try:
-            with path.open("ab") as probe:
-                probe.write(bytes(PROBE))
-                probe.flush()
-                os.fsync(probe.fileno())
-        except OSError as error:
-            return str(error)
-        finally:
-            with suppress(OSError):
-                if is_new:
-                    path.unlink(missing_ok=True)
-    return None
-
-
-@dataclass(frozen=True)
-class CleanupKeys:
-    """Which models to keep: the last, the best by each score, and those of certain epochs."""
-
-    keep_last_n: int = key(2, "the number of last epochs to keep", positive)
-    keep_best_n: int = key(4, "for each score, the number of best epochs to keep", not_negative)
-    keep: list[int] | None = key(
-        None, "further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer"
-    )
-    ignore_score_keys: list[str] = key([], "scores whose best epochs are not kept")
-
-
-@dataclass(frozen=True)
-class CleanupRule(CleanupKeys):
-    """The same, knowing for which scores higher is better."""
-
-    higher_is_better: Collection[str] = ()
-
-    def epochs_to_keep(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
-        """The epochs to keep, in ascending order, with the reasons.
-
-        Args:
-            epochs: the epochs that have a model.
-            scores: the scores of each epoch by name.
-        """
-        existing = sorted(epochs)
-        if max(self.keep_last_n, self.keep_best_n) >= len(existing):
-            return {epoch: ["of so few, all"] for epoch in existing}
-        reasons: dict[int, list[str]] = {epoch: [] for epoch in existing}
-        for epoch in existing[-self.keep_last_n :]:
-            reasons[epoch].append("last")
-        errors = {epoch: errors_of(scores.get(epoch, {}), self.higher_is_better) for epoch in existing}
-        for name in sorted({name for of_epoch in errors.values() for name in of_epoch}.difference(self.ignore_score_keys)):
-            for epoch in self._best(existing, {epoch: errors[epoch].get(name) for epoch in existing}):
-                reasons[epoch].append(f"best {name}")
-        for epoch in self.keep if self.keep is not None else _default_pattern(existing[-1]):
-            if epoch in reasons:
-                reasons[epoch].append("keep" if self.keep is not None else PATTERN)
-        return {epoch: why for epoch, why in reasons.items() if why}
-
-    def _best(self, epochs: list[int], scores: Mapping[int, float | None]) -> list[int]:
-        """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst, one whose
-        score is NaN is none of the best."""
-        comparable = [epoch for epoch in epochs if (score := scores[epoch]) is None or not isnan(score)]
-        known = [score for epoch in comparable if (score := scores[epoch]) is not None]
-        if not known or (min(known) == max(known) and len(comparable) == len(epochs)):
-            return []
-
-        def rank(epoch: int) -> tuple[float, int]:
-            score = scores[epoch]
-            return (max(known) if score is None else score), epoch
-
-        return sorted(comparable, key=rank)[: self.keep_best_n]
-
-
-PATTERN = "pattern"
-"""The reason to keep an epoch in the default of `keep`."""
-
-
-def _default_pattern(last: int) -> set[int]:
-    """The epochs up to `last` to keep by default: multiples of one number, and another number times powers of 2."""
-    if last <= 10:
-        every, doubled = 4, 5
-    elif last <= 50:
-        every, doubled = 20, 5
-    elif last <= 100:
-        every, doubled = 40, 10
-    else:
-        every, doubled = 80 * (1 << (last // 240).bit_length()), 20
-    doublings = {doubled << power for power in range(last.bit_length())}
-    return set(range(every, last + 1, every)) | {epoch for epoch in doublings if epoch <= last}
-
-
-def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] = ()) -> CleanupRule | None:
-    """Parse the key `cleanup_old_models`: a bool, or a dict of the rule's entries. None, for False: keep all.
-
-    Raises:
-        ConfigError: there are unknown entries, or entries of the wrong type.
-    """
-    if isinstance(value, bool):
-        return CleanupRule(higher_is_better=higher_is_better) if value else None
-    options = {name: sorted(option) if isinstance(option, set) else option for name, option in value.items()}
-    made, problems = build(CleanupKeys, options, "cleanup_old_models.", {})
-    problems += unknown_options("cleanup_old_models.", options, CleanupKeys, "cleanup_old_models")
-    if made is None or problems:
-        raise ConfigError(problems)
-    return CleanupRule(**vars(made), higher_is_better=higher_is_better)

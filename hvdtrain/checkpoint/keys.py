@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.average_rules import parse_averages
-from hvdtrain.checkpoint.folder import parse_rule
+from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive, signature_error
+from hvdtrain.config.convert import signature_error
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.config.source import is_reference
 from hvdtrain.data.remote import can_be_mirror, is_remote, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem

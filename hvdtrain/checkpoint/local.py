@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, ContentsProtocol
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.data.files import LocalFile
 from hvdtrain.disk.atomic import atomically, write_atomically

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.remote import RemoteFile, list_names, remove, upload
 from hvdtrain.disk.atomic import atomically

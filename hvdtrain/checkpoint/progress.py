@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.disk.atomic import write_atomically
@@ -18,8 +19,9 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import Scores
+from hvdtrain.schedule.directions import base_of, implies_higher_is_better
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, UsedRates, in_order
-from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, implies_higher_is_better
+from hvdtrain.schedule.measure import Measure, best_of, complete_history
 
 
 @dataclass

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.average_rules import Averages
-from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.cleanup import PATTERN, CleanupRule
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads, require_all
 from hvdtrain.checkpoint.progress import BestModel, Progress

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, folder_of
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, TIMES, has_ended, report_cause, run_checks
 from hvdtrain.comm.fork_server import ForkedProcess, ForkServer
 from hvdtrain.comm.launchers import Launch, variables
-from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
+from hvdtrain.comm.torch_place import HVDTRAIN_PLACE
 from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED, LaunchError
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.torch_pickled import gather_pickled
-from hvdtrain.comm.torch_rendezvous import meet, place
+from hvdtrain.comm.torch_place import place
+from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure, TrainingError
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.config.absent import absent
-from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared_keys, spellings, words_of
+from hvdtrain.config.convert import Mismatch, convert, words_of
+from hvdtrain.config.keys import REQUIRED, Key, declared_keys, spellings
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
 from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from hvdtrain.config.keys import Key, fits
+from hvdtrain.config.convert import fits
+from hvdtrain.config.keys import Key
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 

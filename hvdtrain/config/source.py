@@ -30,7 +30,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.config.absent import absent
-from hvdtrain.config.keys import text_value
+from hvdtrain.config.convert import text_value
 from hvdtrain.config.missing import import_failure
 from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem

@@ -20,7 +20,8 @@ from hvdtrain.config.source import as_function, is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.user_code import with_own_numbers
-from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset, describe, is_map_style
+from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource
+from hvdtrain.data.foreign import as_dataset, describe, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
 from hvdtrain.data.formats.objects import Objects, ObjectsDataset, is_loader, read_loader

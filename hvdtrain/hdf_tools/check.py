@@ -27,7 +27,8 @@ from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.hdf_tools.content import check_values, slow_parts, spread, storage
-from hvdtrain.hdf_tools.dump import Selection, dump
+from hvdtrain.hdf_tools.dump import dump
+from hvdtrain.hdf_tools.sources import Selection
 
 EPILOG = """\
 exit status

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
-from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.foreign import Watches
-from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
-from hvdtrain.data.combine.user_code import with_own_numbers
+from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.copies import CopyFolder, copy_files
-from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.formats.items import ItemForm, ItemsDataset
-from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
-from hvdtrain.data.formats.objects import Objects
+from hvdtrain.data.dataset import Item
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
+from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunks import find_listed
-from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.data.remote import is_remote
-from hvdtrain.data.sources import OpeningContext, numbers_of_opening, parse
-from hvdtrain.data.types import Array
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
+from hvdtrain.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
 from hvdtrain.runtime.log import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
-NO_COPIES: Mapping[str, str] = {}
 
 EPILOG = """\
 SOURCE is one of
@@ -139,50 +123,6 @@ def sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
-    """The dataset that the command line names: in a config, or as a dict, files, or a user's code. Raises: ConfigError."""
-    value: Any = source
-    defaults: dict[str, Any] = {}
-    is_config = source.endswith((".py", ".json", ".config")) and not is_reference(source)
-    if source.lstrip().startswith("{"):
-        try:
-            value = ast.literal_eval(source)
-        except (ValueError, SyntaxError) as error:
-            raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({error})") from None
-    elif is_config:
-        loaded = load([Path(source)], overrides, {}, Watches().builtins)
-        values = loaded.values
-        from hvdtrain.settings import all_keys  # here, so that --help does not import it
-
-        keys = [key.name for key in all_keys()]
-        misspelt = [
-            Problem.of(
-                "unknown-key", f"{name}: unknown key in {COMMAND_LINE}{did_you_mean(name, [*values.keys() - {name}, *keys])}"
-            )
-            for name in loaded.unused
-            if name not in keys
-        ]
-        if problems := [*loaded.problems, *misspelt]:
-            raise ConfigError(problems)
-        named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
-        named |= values.get("eval_datasets") or {}
-        if name not in named and name not in values:
-            hint = f"no datasets (a class or function in it: {source}:NAME)"
-            present = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else hint
-            raise ConfigError.of("unknown-value", f"--dataset: expected a dataset of {source}, got {name!r}; it has {present}")
-        value = named.get(name, values.get(name))
-        if name == "train" and values.get("batching"):
-            defaults["seq_ordering"] = values["batching"]
-    if overrides and not is_config:
-        raise ConfigError.of(
-            "unknown-value", f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"
-        )
-    spec, problems = parse(name, value, defaults)
-    if spec is None:
-        raise ConfigError(problems)
-    return spec
-
-
 def copy_remote(spec: DatasetSpec, folder: Path | None, peers: Peers, at_the_end: ExitStack) -> Mapping[str, str]:
     """Collective. By URL of a dataset's remote files, their copies. Raises: DataError."""
     urls = [path for part in spec.all() for path in part.copied if is_remote(path)]
@@ -193,94 +133,6 @@ def copy_remote(spec: DatasetSpec, folder: Path | None, peers: Peers, at_the_end
     copies = CopyFolder(folder, None)
     at_the_end.callback(copies.close)
     return run_on_all(peers, lambda: copy_files(copies, urls, lambda number: None).places)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Sequences of an epoch in its order, from `start` to `end`, both inclusive; None: to the last one."""
-
-    epoch: int = 1
-    start: int = 0
-    end: int | None = None
-
-    def check(self) -> None:
-        """Raises: DataError."""
-        last = self.start if self.end is None else self.end
-        for name, number, least in (("epoch", self.epoch, 1), ("start_seq", self.start, 0), ("end_seq", last, self.start)):
-            if number < least:
-                raise DataError(f"--{name}: expected {least} or more, got {number}")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Sequences in an epoch's order.
-
-    Attributes:
-        total: the number of sequences, if it is known.
-        read: returns the sequences from a first number up to a second one (exclusive; None: to the last).
-        labels: the names of the classes, by key.
-        dims: the number of classes, by key.
-        remark: a message for the user.
-        close: closes files and ends processes.
-    """
-
-    total: int | None
-    read: Callable[[int, int | None], Iterator[Item]]
-    labels: Mapping[str, Sequence[str]]
-    dims: Mapping[str, int]
-    remark: str = ""
-    close: Callable[[], None] = lambda: None
-
-
-def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_COPIES) -> Source:
-    """Open a dataset in the order of its keys, or a source in its own: anything that can be trained on, and texts.
-
-    Raises:
-        DataError: it cannot be read, or its keys would be ignored.
-    """
-    context = OpeningContext(copies=copies)
-    with numbers_of_opening(spec.name, context.scanning):
-        opened = spec.open(context)
-    dataset = as_dataset(opened)
-    if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
-        of_files = isinstance(opened, SequenceSource)
-        dataset = opened.to_train_on(spec.name, context.scanning) if of_files else ItemsDataset(spec.name, opened)
-    if dataset is not None:
-        dataset = with_own_numbers(spec.name, dataset, context.scanning)
-        labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
-        # Unchanged, even if RETURNN's SimpleHDFWriter did not know it: parts of a corpus must not get different ones.
-        dims = {name: max(UNKNOWN_DIM, stream.dim) for name, stream in dataset.streams.items() if stream.sparse}
-        subset = find_listed(dataset, spec.order.seq_list_filter_file)
-        indices = Feed(spec.name, dataset, spec.order, BatchKeys(max_seqs=1), 0, 1, subset=subset).plan(epoch).order
-        now = dataset.at_epoch(epoch)
-        return Source(len(indices), partial(_read_by_index, now, indices), labels, dims, close=dataset.close)
-    if isinstance(opened, Objects):
-        raise DataError(
-            f"{spec.name}: expected arrays to write, got items for a collate function (without it, items are arrays by data key)"
-        )
-    if not isinstance(opened, SequenceSource) and is_iterable(opened):
-        refuse_batches(spec.name, opened)
-        again = spec.repeatable(opened)
-        opened = IterableDataset(again) if takes_epoch(again) else opened
-    source = as_source(spec.name, opened, ItemForm(lambda number: f"{spec.name}, item {number}").sequence)
-    given = non_default(spec.order)
-    if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:
-        raise DataError(
-            f"{spec.name}: expected no {' and no '.join(refused)} for {source.name}, which is read from beginning to end, got it "
-            "(convert it as it comes, then set the key for the HDF file)"
-        )
-    remark = f"{spec.name}: written in the order in which {source.name} yields it, without {', '.join(given)}" if given else ""
-    total = source.begin_epoch(epoch)
-    return Source(total, source.read, source.labels, source.dims, remark)
-
-
-def _read_by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
-    """Sequences of a dataset that can be indexed; tags are read in blocks."""
-    wanted = indices[start:stop]
-    for first in range(0, len(wanted), block):
-        some = wanted[first : first + block].tolist()
-        for tag, index in zip(opened.tags(some), some, strict=True):
-            yield tag, opened.sequence(index)
 
 
 def dump(
@@ -390,7 +242,7 @@ def _append(writer: HDFWriter, path: Path) -> None:
     """Add another rank's part, if it wrote one."""
     if path.exists():
         part = open_hdf([path])
-        for tag, arrays in _read_by_index(part, numpy.arange(part.num_sequences), 0, None):
+        for tag, arrays in read_by_index(part, numpy.arange(part.num_sequences), 0, None):
             writer.add(tag, arrays)
         part.close()
 

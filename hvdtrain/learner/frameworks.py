@@ -26,7 +26,8 @@ from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Learner, LearnerKeys, Profiler
+    from hvdtrain.learner.base import Learner, Profiler
+    from hvdtrain.learner.keys import LearnerKeys
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 

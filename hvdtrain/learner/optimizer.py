@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import LearnerKeys
+    from hvdtrain.learner.keys import LearnerKeys
 
 
 def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:

@@ -16,11 +16,12 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.groups import RankGroup, make_groups, single_rank
 from hvdtrain.config.keys import ALONE, Rule, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_state import ModelState, StatePart
-from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
+from hvdtrain.learner.outer import OuterOptimizer, make_outer
+from hvdtrain.learner.param_sync import ANCHOR, ParamSync, SyncBucket
 from hvdtrain.learner.reducer import (
     EpochStart,
     FinishedUpdate,

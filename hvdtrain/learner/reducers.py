@@ -19,9 +19,9 @@ from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
 from hvdtrain.learner.precision import PrecisionKeys

@@ -5,7 +5,6 @@ Unless a key names a score, it is the minimized loss: the only one, or the sum o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan, nan
@@ -13,6 +12,7 @@ from math import inf, isnan, nan
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import Section, key
 from hvdtrain.errors import Problem
+from hvdtrain.schedule.directions import base_of, implies_higher_is_better
 from hvdtrain.schedule.history import META, EpochRecord
 
 TOTALS = ("total", "total_minimized")
@@ -237,33 +237,6 @@ def missing_scores(
     ]
 
 
-RISING = frozenset(
-    "acc accuracy accuracies auc auroc auprc bleu sacrebleu chrf cider coverage dice f1 fmeasure fscore hits iou kappa map mcc "
-    "meteor miou mos mrr ndcg pearson pesq precision psnr r2 recall reward rouge sdr sisdr sisnr snr spearman ssim stoi".split()
-)
-"""Words in a score's name that imply that higher is better. Trailing digits are ignored: bleu4, top5_acc."""
-
-FALLING = frozenset("ce cer cost distance err error errors inverse loss neg negative nll per ter wer xent".split())
-"""Words in a name that imply the opposite and take precedence: bleu_loss, accuracy_error."""
-
-
-def base_of(score: str) -> str:
-    """A score's name in train_step: `bleu` for `dev_loss_bleu`."""
-    return score.partition("_loss_")[2] or score
-
-
-def implies_higher_is_better(name: str) -> bool:
-    """Whether a score's name implies that higher is better.
-
-    >>> names = ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc")
-    >>> [name for name in names if implies_higher_is_better(name)]
-    ['acc', 'frameAccuracy', 'BLEU4', 'top5-acc']
-    """
-    words = re.findall(r"[a-z0-9]+", f"{name} {re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', name)}".lower())
-    words += [word.rstrip("0123456789") for word in words]
-    return bool(RISING.intersection(words)) and not FALLING.intersection(words)
-
-
 def unclear_scores(history: Sequence[EpochRecord], higher: Collection[str]) -> list[str]:
     """The scores of the last epoch whose names imply that higher is better, but which are not in `higher_is_better`.
 
@@ -328,64 +301,6 @@ def changed_scales_line(history: Sequence[EpochRecord], measure: Measure) -> str
         f"{name}: the weights of {', '.join(changed)} differ between epochs {history[-2].epoch} and {history[-1].epoch}, so "
         "their sums cannot be compared: name the score that chooses the best epoch (early_stopping_measure)"
     )
-
-
-DIVERGENCE_FACTOR = 1000.0
-"""A loss above this multiple of the initial loss has diverged."""
-
-
-def has_diverged(
-    history: Sequence[EpochRecord], scores: Mapping[str, float], losses: Mapping[str, float], initial: Mapping[str, float]
-) -> bool:
-    """Whether the loss that is minimized, or the sum of several, is far above that of the first epoch, in absolute terms, too: a
-    loss that was almost zero may grow by any factor. In the first epoch, above that of its first batch.
-
-    Args:
-        history: the epochs before.
-        scores, losses: those of the epoch, or of an evaluation within it.
-        initial: as of `divergence_lines`.
-
-    >>> has_diverged([], {"train_loss_ce": 4.8e31}, {"ce": 1.0}, {"train_loss_ce": 2.3})
-    True
-    >>> first = EpochRecord(1, 0.1, {"dev_loss_ce": 3e31}, is_diverged=True)
-    >>> [has_diverged([first], {"dev_loss_ce": loss}, {"ce": 1.0}, {}) for loss in (2e31, 2.0)]
-    [True, False]
-    >>> has_diverged([EpochRecord(1, 0.1, {"dev_loss_ce": 1e-9})], {"dev_loss_ce": 0.5}, {"ce": 1.0}, {})
-    False
-    """
-    compared = [name for name in scores if base_of(name) in (losses if len(losses) == 1 else TOTALS)]
-    if not history:
-        totals = {base_of(name): score for name, score in with_totals(initial, losses).items()}
-        return any(_is_far_above(scores[name], totals.get(base_of(name))) for name in compared)
-    first = history[0]
-    scale = 1 / DIVERGENCE_FACTOR**2 if first.is_diverged else 1.0  # it still does, unless it comes down again
-    return any(_is_far_above(scores[name], first.scores[name] * scale) for name in compared if name in first.scores)
-
-
-def _is_far_above(loss: float, first: float | None) -> bool:
-    return first is not None and abs(loss) > DIVERGENCE_FACTOR * max(abs(first), 1.0)
-
-
-def divergence_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
-    """Warnings about losses of the last epoch that are finite, but far above the initial ones.
-
-    Args:
-        initial: the scores of the epoch's first batch by name, such as 'train_loss_ce', to compare the first epoch with.
-        learning_rate: of the epoch's last update.
-
-    >>> divergence_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
-    'train_loss_ce of epoch 1 is 4.8e+31, more than 1000 times that of its first batch'
-    """
-    last = history[-1]
-    before, when = (initial, "its first batch") if len(history) == 1 else (history[0].scores, f"epoch {history[0].epoch}")
-    names = [name for name in last.scores if base_of(name) in (*last.losses, *TOTALS) and not name.startswith(META)]
-    return [
-        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {DIVERGENCE_FACTOR:g} times that of {when}, "
-        f"{before[name]:.4g}: training diverges (learning rate {learning_rate:.4g}; a lower one, a warm-up in "
-        "learning_rate_schedule, or gradient_clip_global_norm may help)"
-        for name in names
-        if abs(last.scores[name]) > DIVERGENCE_FACTOR * abs(before.get(name, 0.0)) > 0
-    ]
 
 
 def _remedy(*scores: str) -> str:

@@ -28,7 +28,7 @@ from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.settings import Settings, effective_keys
-from hvdtrain.start_up.job import checkpoint_folder
+from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.version import __version__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,10 +13,11 @@ from typing import Literal
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
-from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of, parse_rule
-from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
+from hvdtrain.checkpoint.cleanup import parse_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.local import LocalDisk, copy_newest
 from hvdtrain.checkpoint.lock import lock_model, other_locks
-from hvdtrain.checkpoint.mirror import Mirror, fetch_models, fetch_newest
+from hvdtrain.checkpoint.mirror import fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
@@ -51,13 +52,14 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.goodput import Goodput, steady_time
 from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
-from hvdtrain.runtime.log import SCREEN, open_log
+from hvdtrain.runtime.log import open_log
 from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.records import claim_records
 from hvdtrain.runtime.relays import Layout
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.checkpoints import checkpoint_folder, fetch_needed_models, local_disk, mirror_of
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.goodput import job_began
@@ -215,7 +217,7 @@ def _open(
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = _resume(settings, comm, saver, checkpoints, start, learner)
-        _fetch_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
+        fetch_needed_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -389,21 +391,6 @@ def check_models(settings: Settings, comm: Communicator, learner: Learner) -> No
         check_alike(comm, "extra_models", learner.state.other_checksums())
 
 
-def checkpoint_folder(settings: Settings) -> CheckpointFolder:
-    framework = FRAMEWORKS[settings.run.backend]
-    return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
-
-
-def local_disk(settings: Settings, checkpoints: CheckpointFolder) -> LocalDisk | None:
-    """Where checkpoints are written first, if not to the model's folder."""
-    saving = settings.saving
-    if saving.checkpoint_local is None:
-        return None
-    prefix = local_prefix(saving.checkpoint_local, Path(settings.run.model))
-    disk = folder_of(FRAMEWORKS[settings.run.backend], prefix, saving.checkpoint_format)
-    return LocalDisk(disk, checkpoints, is_awaited=not saving.save_in_background)
-
-
 def _fetch_checkpoint(
     settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder, local: LocalDisk | None
 ) -> None:
@@ -417,32 +404,3 @@ def _fetch_checkpoint(
     mirror = mirror_of(settings)
     if mirror is not None:
         fetch_newest(comm, checkpoints, mirror)
-
-
-def _fetch_models(
-    settings: Settings,
-    comm: Communicator,
-    checkpoints: CheckpointFolder,
-    needed: Callable[[Collection[tuple[int, float]]], Collection[tuple[int, float]]],
-) -> None:
-    """Collective. Fetch from `checkpoint_mirror` what averages may need, and the best model within an epoch."""
-    mirror = mirror_of(settings)
-    if mirror is not None and (settings.saving.average_checkpoints or settings.evaluation.serves("best_model")):
-        fetch_models(comm, checkpoints, mirror, needed)
-
-
-def mirror_of(settings: Settings) -> Mirror | None:
-    """Where the training's checkpoints are copied to."""
-    return None if settings.saving.checkpoint_mirror is None else Mirror(settings.saving.checkpoint_mirror)
-
-
-def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys by which a training writes files before or within an epoch."""
-    return replace(
-        settings,
-        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        reduce=replace(settings.reduce, horovod_timeline=None),
-        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None, checkpoint_mirror=None),
-        evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
-        trace=replace(settings.trace, profile_steps=None),
-    )

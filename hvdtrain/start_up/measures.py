@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.checkpoint.average_rules import average_measures
-from hvdtrain.checkpoint.folder import parse_rule
+from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import missing_scores, wrong_directions

@@ -26,8 +26,9 @@ from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
+from hvdtrain.schedule.directions import base_of, implies_higher_is_better
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import Measure, base_of, implies_higher_is_better
+from hvdtrain.schedule.measure import Measure
 from hvdtrain.settings import read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator

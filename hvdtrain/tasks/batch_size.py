@@ -20,9 +20,10 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits
 from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.tasks.tasks import Rounds, trainer
 from hvdtrain.training.session import Session
 

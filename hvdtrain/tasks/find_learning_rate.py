@@ -23,8 +23,9 @@ from hvdtrain.runtime.log import silence
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
-from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits
+from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.session import Session

@@ -16,7 +16,8 @@ from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.flops import first_batch
-from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.job import open_session
+from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
 

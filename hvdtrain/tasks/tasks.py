@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
-from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
+from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import SaverBase, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -39,10 +39,12 @@ from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, gather_hosts
-from hvdtrain.start_up.job import checkpoint_folder, open_session, writing_nothing
+from hvdtrain.start_up.checkpoints import checkpoint_folder
+from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.tasks.scaling import predict_speed, spread
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate

@@ -16,8 +16,8 @@ from hvdtrain.report.steps import StepNumbers, StepRecord, peak_memory, work_cou
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
+from hvdtrain.schedule.divergence import divergence_lines, has_diverged
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
-from hvdtrain.schedule.measure import divergence_lines, has_diverged
 from hvdtrain.training.agreement import completed_share, plan_together
 from hvdtrain.training.flops import FlopRate
 from hvdtrain.training.limits import Rates

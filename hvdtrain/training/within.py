@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hvdtrain.checkpoint.folder import Checkpoint
+from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.report.epoch import EvaluationReceiver
 from hvdtrain.report.steps import StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
+from hvdtrain.schedule.divergence import has_diverged
 from hvdtrain.schedule.history import EvaluationRecord
-from hvdtrain.schedule.measure import has_diverged
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.epoch import EpochClock, TrainingEpoch, evaluation_report
 from hvdtrain.training.limits import Rates, TrainingLimits

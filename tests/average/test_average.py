@@ -11,7 +11,8 @@ from launching import TOY, Finished, faults, hvdtrain
 from safetensors.numpy import load_file
 
 from hvdtrain.checkpoint.average_rules import AverageRule, Averages, make_rule, parse_averages
-from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.cleanup import CleanupRule
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.averaging import mean_of_files

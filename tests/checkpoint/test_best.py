@@ -10,7 +10,8 @@ import torch
 from documented import first_example
 from launching import TOY, faults, hvdtrain, refused
 
-from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.cleanup import CleanupRule
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BestModel, best_position
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.files import Checkpoint
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.disk.atomic import UNFINISHED
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import CheckpointContents

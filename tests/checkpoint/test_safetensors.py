@@ -16,8 +16,8 @@ from safetensors.torch import load_file, load_model, save_file
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.model_file import read_file, write_model

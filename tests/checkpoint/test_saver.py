@@ -14,8 +14,8 @@ from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer

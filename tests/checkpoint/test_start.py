@@ -12,7 +12,8 @@ import torch
 from launching import TOY
 
 import hvdtrain
-from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.start import Start, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError

@@ -9,7 +9,7 @@ import pytest
 from launching import clean_environment
 
 from hvdtrain.comm.launchers import Launch, variables
-from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
+from hvdtrain.comm.torch_place import HVDTRAIN_PLACE
 
 RANK = """
 import sys

@@ -16,7 +16,8 @@ from hvdtrain.comm.launchers import Launch, detect, variables
 from hvdtrain.comm.local import processes
 from hvdtrain.comm.slurm import host_names
 from hvdtrain.comm.torch_dist import leaving
-from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, _check_in, meet, parse, place
+from hvdtrain.comm.torch_place import Address, Agent, SharedFile, parse, place
+from hvdtrain.comm.torch_rendezvous import _check_in, meet
 from hvdtrain.errors import DataError, LaunchError
 
 ALONE = Launch(None)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy
 import pytest
 
-from hvdtrain.data.feed import ReadAhead
 from hvdtrain.data.padding import pad
+from hvdtrain.data.read_ahead import ReadAhead
 
 
 def test_padding_puts_zeros_behind() -> None:

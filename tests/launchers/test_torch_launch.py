@@ -21,7 +21,8 @@ from fuzzing import SEED
 from launching import FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
 from strangers import strangers
 
-from hvdtrain.comm.torch_rendezvous import Address, SharedFile, meet
+from hvdtrain.comm.torch_place import Address, SharedFile
+from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import LaunchError
 from hvdtrain.report.ends import read_state
 from hvdtrain.settings import read_settings

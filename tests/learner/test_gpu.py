@@ -21,8 +21,8 @@ from trainings import assert_alike, saved_model
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.context import RunContext
-from hvdtrain.data.feed import ReadAhead
 from hvdtrain.data.padding import pad
+from hvdtrain.data.read_ahead import ReadAhead
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
 from hvdtrain.training.trace import trained_on

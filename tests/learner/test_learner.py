@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.learner import check_import_order
+from hvdtrain.learner.torch.model import check_import_order
 from hvdtrain.learner.torch.optimizer import make_optimizer
 
 

@@ -16,8 +16,8 @@ from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import NEW
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.torch.model_file import write_model
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, changed_scales_line

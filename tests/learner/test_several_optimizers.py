@@ -11,7 +11,7 @@ from torch import nn
 import hvdtrain
 from hvdtrain.config.keys import ALONE
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.several_optimizers import SeveralOptimizers
 

@@ -11,8 +11,8 @@ from trainings import Run, Trained, assert_same, trains
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer

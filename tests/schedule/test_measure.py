@@ -1,11 +1,11 @@
 """Which score compares epochs, and in which direction."""
 
+from hvdtrain.schedule.directions import implies_higher_is_better
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import (
     Measure,
     complete_history,
     error_key,
-    implies_higher_is_better,
     unclear_line,
     unclear_scores,
     with_totals,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Self, TypeVar
@@ -13,8 +12,7 @@ import numpy
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, refuse_selection, split
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.handles import Handles, Opened
-from hvdtrain.data.padding import are_short, gather_parts, merge_batches
+from hvdtrain.data.padding import are_short, merge_batches
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.data.views import OF_ANY, ChangedSequences
@@ -249,167 +247,3 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
 
 def _words(stream: Stream) -> str:
     return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"
-
-
-class MappedFile(Dataset):
-    """A file, of which parts may be memory-mapped.
-
-    Attributes:
-        frames: all frames of the data keys that are.
-        starts: by data key, the first frame of every sequence.
-    """
-
-    frames: dict[str, Array]
-    starts: dict[str, Array]
-
-
-class ReopenedFile(Dataset):
-    """A file that is open only while something of it is read: there are more files than may be open.
-
-    Args:
-        open_file: opens it. Raises: DataError.
-        pool: of open files.
-    """
-
-    def __init__(self, path: str, open_file: Callable[[str], Dataset], pool: Handles) -> None:
-        self._path = path
-        self._open_file = open_file
-        self._pool = pool
-        file = open_file(path)
-        self.streams, self.lengths, self._size = file.streams, file.lengths, file.num_sequences
-        file.close()
-
-    def open(self) -> Opened:
-        """The file, opened again. Raises: DataError, if it is another one by now."""
-        with Opened() as stack:
-            file = stack.handle = self._open_file(self._path)
-            stack.callback(file.close)
-            for name, column in self.lengths.items():
-                if name not in file.streams or not numpy.array_equal(file.lengths[name], column):
-                    raise DataError(f"{self._path}: expected the same lengths as at the start, got different ones in {name!r}")
-            opened = stack.pop_all()
-            opened.handle = file
-            return opened
-
-    @property
-    def num_sequences(self) -> int:
-        return self._size
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        with self._pool.use(self) as opened:
-            return opened.handle.sequence(index)  # type: ignore[no-any-return]  # here and below: a dataset's
-
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        with self._pool.use(self) as opened:
-            return opened.handle.padded(indices)  # type: ignore[no-any-return]
-
-    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        with self._pool.use(self) as opened:
-            return opened.handle.packed(indices, keys)  # type: ignore[no-any-return]
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        with self._pool.use(self) as opened:
-            return opened.handle.tags(indices)  # type: ignore[no-any-return]
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        with self._pool.use(self) as opened:
-            return opened.handle.tag_bytes(start, stop)  # type: ignore[no-any-return]
-
-    def how_read(self) -> str:
-        return f"up to {self._pool.most} files open at a time"
-
-    def close(self) -> None:
-        self._pool.close(self)
-
-    def release(self) -> None:
-        self.close()
-
-
-class FilesDataset(UnionDataset):
-    """The sequences of files, one file after the other, with the data keys of the first one: the same in every epoch."""
-
-    is_stochastic = False
-    reads_for_tags = False
-    reads_batches = False
-    _mapped: Sequence[MappedFile] = ()
-    """All files, if all of their data is memory-mapped."""
-
-    _starts_there: Mapping[str, Array] = {}
-
-    def keep_once(self) -> None:
-        """Have in memory once what both the files and the whole need."""
-        mapped = [file for file in self._inside if isinstance(file, MappedFile)]
-        if self.memory_mapped == self.streams.keys() and len(mapped) == len(self._inside):
-            self._mapped = mapped
-            self._starts_there = {name: numpy.concatenate([file.starts[name] for file in mapped]) for name in self.streams}
-        for file, (start, stop) in zip(self._inside, pairwise(self._starts), strict=True):
-            file.streams = {name: file.streams[name] for name in self.streams}  # further keys are not read
-            file.lengths = {name: column[start:stop] for name, column in self.lengths.items()}
-            if self._mapped and isinstance(file, MappedFile):
-                file.starts = {name: column[start:stop] for name, column in self._starts_there.items()}
-
-    def at_epoch(self, epoch: int) -> Self:
-        return self
-
-    def redrawn(self, draw: int) -> Self:
-        return self
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        number = bisect_right(self._starts, index) - 1
-        arrays = self._inside[number].sequence(index - self._starts[number])
-        return {
-            name: values if (values := arrays[name]).dtype is stream.dtype else values.astype(stream.dtype, copy=False)
-            for name, stream in self.streams.items()
-        }
-
-    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        made = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
-        return [made[index] for index in indices]
-
-    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        """Short sequences that are memory-mapped are gathered at once."""
-        if not self._mapped:
-            return super().packed(indices, keys)
-        order = numpy.argsort(indices)
-        wanted = indices[order]
-        lengths = {name: column[wanted] for name, column in self.lengths.items()}
-        if not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
-            return super().packed(indices, keys)
-        ends = numpy.searchsorted(wanted, self._first).tolist()
-        parts = [
-            (file, *ends[number : number + 2]) for number, file in enumerate(self._mapped) if ends[number] < ends[number + 1]
-        ]
-        rows = numpy.empty_like(order)
-        rows[order] = numpy.arange(len(order))
-        batch = {}
-        for name, stream in self.streams.items():
-            arrays = [(file.frames[name], begin, end) for file, begin, end in parts]
-            starts = self._starts_there[name][wanted]
-            batch[name] = gather_parts(stream, arrays, starts, lengths[name], rows, name in keys)
-        return batch
-
-    def how_read(self) -> str:
-        return "; ".join(sorted({file.how_read() for file in self._inside}))
-
-
-def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], pool: Handles | None = None) -> Dataset:
-    """Files as one dataset. Raises: DataError, if one is bad or does not match the first one.
-
-    Args:
-        where: the config key, for messages.
-        pool: the files that are open; None: all of them.
-    """
-    if not paths:
-        raise DataError(f"{where}: expected at least one file, got none")
-    known: dict[Stream, Stream] = {}  # the names of many classes are in memory once
-    files = []
-    for path in paths:
-        file = open_file(path) if pool is None else ReopenedFile(path, open_file, pool)
-        file.streams = {name: known.setdefault(stream, stream) for name, stream in file.streams.items()}
-        files.append(file)
-    if len(files) == 1:
-        return files[0]
-    names = [f"{path} (file {number})" for number, path in enumerate(paths)]
-    joined = concatenate(where, dict(zip(names, files, strict=True)), FilesDataset)
-    joined.keep_once()
-    return joined

@@ -13,7 +13,8 @@ from types import FunctionType
 from typing import Any, Self, TypeVar
 
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, ForeignDataset, Scanning
+from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.foreign import ForeignDataset
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.objects import ObjectsDataset, collate_items
 from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators

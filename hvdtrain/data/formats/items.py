@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,15 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset, Item, Scanning, as_lengths, read_item
+from hvdtrain.data.dataset import Dataset, Scanning, as_lengths, read_item
 from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.formats.item_form import ARE_BATCHES, ItemForm
 from hvdtrain.data.index import IndexFile
 from hvdtrain.data.indexed import UNREADABLE, rows_to_use
-from hvdtrain.data.padding import holds, same_values
+from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
-
-TAG = "seq_tag"
-"""The entry of an item that holds its name, not data."""
-
-POSITIONS = ("data", "classes")
-"""The data keys of an item that is a tuple."""
 
 FIRST = 8
 """How many items are read first, to estimate how long reading takes."""
@@ -51,95 +45,10 @@ OTHER_NUMBERS = (
 
 ALONE = Scanning()
 
-ARE_BATCHES = (
-    "if an item is a batch, as a DataLoader makes them: hvdtrain makes the batches, give it the DataLoader's dataset, whose "
-    "items are single sequences"
-)
-"""Advice if items do not look like sequences."""
 
 SECONDS_ALONE = 2.0
 """How long counting may take on every rank. If it would take longer, one rank counts for all in several processes, and saves the
 lengths in a file."""
-
-
-class ItemForm:
-    """The form of all items of a source: that of the first one.
-
-    Args:
-        place: describes an item by its number, for messages.
-
-    Attributes:
-        streams: by data key, what an item's array holds. Empty before the first item.
-    """
-
-    def __init__(self, place: Callable[[int], str]) -> None:
-        self._place = place
-        self.streams: dict[str, Stream] = {}
-
-    def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
-        """The tag, if any, and the arrays of an item. Raises: DataError."""
-        tag, values = tag_and_values(self._place(index), item)
-        if self.streams and values.keys() != self.streams.keys():
-            raise DataError(f"{self._place(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
-        arrays = {key: self._array(index, key, value) for key, value in values.items()}
-        self.streams = self.streams or {key: stream_of(found) for key, found in arrays.items()}
-        return tag, arrays
-
-    def sequence(self, index: int, item: Any) -> Item:
-        """An item as a sequence; an item without a name is named after its number. Raises: DataError."""
-        tag, arrays = self.arrays(index, item)
-        return f"seq-{index}" if tag is None else tag, arrays
-
-    def with_classes(self, dims: Mapping[str, int], labels: Mapping[str, Sequence[str]]) -> dict[str, Stream]:
-        """The streams, with the numbers of classes and their names if known."""
-        streams = dict(self.streams)
-        for key, stream in self.streams.items():
-            if stream.sparse:
-                names = tuple(labels.get(key, ()))
-                streams[key] = Stream(stream.dtype, (), max(dims.get(key, 1), len(names), 1), sparse=True, labels=names)
-        return streams
-
-    def _array(self, index: int, key: str, value: Any) -> Array:
-        where = f"{self._place(index)}, {key!r}"
-        try:
-            array = numpy.asarray(value)
-        except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU or with a gradient, rows of different lengths
-            batches = f" ({ARE_BATCHES})" if isinstance(value, (list, tuple)) else ""
-            raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}{batches}") from None
-        if array.dtype.kind not in "biuf":
-            raise DataError(
-                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (for text, give class indices, or "
-                f"leave it out; the name of a sequence belongs in the entry {TAG!r}"
-                f"{f'; {ARE_BATCHES}' if isinstance(value, (list, tuple)) else ''})"
-            )
-        if key not in self.streams and isinstance(value, (list, tuple)) and not array.size:
-            raise DataError(
-                f"{where}: expected a value that has a type, as the first item determines that of all, got the empty {value!r} "
-                "(numpy.zeros(0, 'int32') has one)"
-            )
-        if numpy.ma.is_masked(value):
-            raise DataError(f"{where}: expected a value for every number, got an array with masked ones")
-        if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
-            if numpy.abs(array).max(initial=0) >= 2**63 and all(isinstance(one, int) for one in numpy.array(value, object).flat):
-                raise DataError(f"{where}: expected integers that a type of numpy holds, got up to {numpy.max(value)}")
-            array = array.astype(numpy.float32)
-        array = array.reshape(1) if array.ndim == 0 else array
-        stream = self.streams.get(key)
-        if stream is None or (array.dtype == stream.dtype and array.shape[1:] == stream.shape):
-            return array
-        if len(array) == 0:
-            return numpy.zeros((0, *stream.shape), stream.dtype)
-        if array.shape[1:] != stream.shape or not numpy.can_cast(array.dtype, stream.dtype, "same_kind"):
-            raise DataError(
-                f"{where}: expected {stream.dtype} frames of shape {stream.shape} as in item 0, got {array.dtype} of shape "
-                f"{array.shape[1:]}{f' ({ARE_BATCHES})' if stream.shape and array.ndim > 1 else ''}"
-            )
-        if not holds(stream.dtype, array):
-            raise DataError(
-                f"{where}: expected numbers that {stream.dtype} holds, as in item 0, got {array.dtype} from {array.min()} "
-                f"to {array.max()}"
-            )
-        return array.astype(stream.dtype)
 
 
 class ItemsDataset(Dataset):
@@ -405,38 +314,3 @@ def in_processes(
             counted += workers.results(some)
             advance(sum(map(len, some)))
     return counted
-
-
-def tag_and_values(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
-    """The tag of an item, if it has one, and its values by data key. Raises: DataError."""
-    tag = None
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Mapping):
-        tag, item = item
-    if is_dataclass(item):
-        item = {field.name: getattr(item, field.name) for field in fields(item)}
-    elif isinstance(item, tuple) and (names := getattr(item, "_fields", None)):
-        item = dict(zip(names, item, strict=True))
-    elif isinstance(item, tuple):
-        if len(item) > len(POSITIONS):
-            raise DataError(
-                f"{where}: expected a dict, a NamedTuple, a dataclass or a tuple (data, classes), got a tuple of {len(item)}"
-            )
-        item = dict(zip(POSITIONS, item, strict=False))
-    elif not isinstance(item, Mapping):
-        item = {"data": item}
-    values = {str(key): value for key, value in item.items()}
-    found = values.pop(TAG, tag)
-    if not values:
-        raise DataError(f"{where}: expected arrays by data key, got none")
-    return None if found is None else str(found), values
-
-
-def stream_of(values: Array) -> Stream:
-    """The stream of a data key, inferred from one of its arrays."""
-    sparse = values.ndim == 1 and values.dtype.kind in "iu"
-    return Stream(values.dtype, values.shape[1:], 1 if values.ndim == 1 else values.shape[-1], sparse)
-
-
-def keys_text(keys: Iterable[str]) -> str:
-    """The data keys, for messages."""
-    return f"the data keys {', '.join(keys)}"

@@ -16,8 +16,8 @@ from pathlib import Path
 import h5py
 import numpy
 
+from hvdtrain.data.combine.files import MappedFile, open_files
 from hvdtrain.data.combine.keys import FilesDatasetKeys
-from hvdtrain.data.combine.union import MappedFile, open_files
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.handles import Handles, Opened

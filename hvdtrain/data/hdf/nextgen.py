@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data.combine.union import open_files
+from hvdtrain.data.combine.files import open_files
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.hdf.layouts import (

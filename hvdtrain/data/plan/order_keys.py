@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hvdtrain.config.keys import Rule, key, not_negative, parsed_by, positive, signature_error
+from hvdtrain.config.convert import signature_error
+from hvdtrain.config.keys import Rule, key, not_negative, parsed_by, positive
 from hvdtrain.errors import DataError
 
 METHODS = (

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.config.source import as_function
-from hvdtrain.context import Loss, RunContext, Running
-from hvdtrain.data.feed import Staging
+from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
-from hvdtrain.errors import ConfigError
 from hvdtrain.learner.attributes import kinds_of
-from hvdtrain.learner.base import TRAIN, Exported, Layer, Learner, LearnerKeys, StepCost, Total
-from hvdtrain.learner.epoch_scores import EpochScores, with_statistics
+from hvdtrain.learner.base import Exported, Layer, Learner, StepCost, Total
+from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.meter import (
-    MAX_PENDING,
     Meter,
     Outputs,
-    Transfer,
-    check_marked_losses,
-    check_marked_outputs,
     minimized_losses,
     scales_of,
-    split_by_sequence,
 )
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import BatchSplitter
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
+from hvdtrain.learner.torch.config_functions import ConfigFunctions
 from hvdtrain.learner.torch.cost import compute_dtype, step_cost
 from hvdtrain.learner.torch.device import (
-    AsyncCopy,
-    Autocast,
-    CudaClock,
-    Watch,
     autocast_of,
     checkpoint_activations,
     compile_model,
@@ -54,7 +42,6 @@ from hvdtrain.learner.torch.device import (
     enable_determinism,
     free_memory,
     is_out_of_memory,
-    peak_memory,
     seed_all,
 )
 from hvdtrain.learner.torch.extra_models import make_extra_models
@@ -62,7 +49,9 @@ from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
+from hvdtrain.learner.torch.meter import open_meter
 from hvdtrain.learner.torch.metrics import SummedMetric, open_scores
+from hvdtrain.learner.torch.model import build_model, check_import_order
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
@@ -70,14 +59,11 @@ from hvdtrain.learner.torch.optimizer_state import is_of_torch
 from hvdtrain.learner.torch.several_optimizers import has_modes, members_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.shares import check_shares
-from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage, preload, saved_buffers
+from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import (
     CudaStaging,
-    array_of,
     await_copy,
-    extern_data_of,
-    means_of_items,
     named_trained,
     numbers_of,
     with_parts,
@@ -85,69 +71,6 @@ from hvdtrain.learner.torch.tensors import (
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Skips, Update
 from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.runtime import log
-from hvdtrain.runtime.timer import CpuClock
-
-AS_FLOAT64 = partial(torch.as_tensor, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class ConfigFunctions:
-    """The config's model and the functions that use it, on one device.
-
-    Attributes:
-        forward_step: None if the config has none.
-        autocast: creates the context in which the functions compute in half precision.
-        watch: creates the context around calls that may compile the model.
-        staging: copies batches to the device ahead of time; None: the device is the CPU.
-        extra_models: by name, models that are neither trained nor saved.
-    """
-
-    model: torch.nn.Module
-    train_step: Callable[..., None]
-    forward_step: Callable[..., None] | None
-    device: torch.device
-    autocast: Autocast
-    watch: Watch
-    staging: Staging | None = None
-    extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
-    metrics: Sequence[SummedMetric] = ()
-
-    def losses(self, batch: Batch, epoch: int, step: int, train: bool, dataset: str = TRAIN) -> dict[str, Loss]:
-        """Run train_step; return the marked losses by name. Raises: ConfigError."""
-        if self.model.training != train:
-            self.model.train(train)
-        for metric in self.metrics:
-            metric.reset()
-        run_context = Running(
-            RunContext(epoch, step, train, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
-        )
-        with self.autocast(), run_context as context:
-            self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
-        if batch.collate is not None:
-            context.losses.update(means_of_items(context.losses, len(batch.indices)))
-        for metric in self.metrics:
-            context.statistics.update(metric.states())
-        return with_statistics(context, AS_FLOAT64)
-
-    def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:
-        """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""
-        if self.forward_step is None:
-            raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
-        self.model.eval()
-        run_context = Running(
-            RunContext(epoch, step, False, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
-        )
-        with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
-            self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked_outputs(context.outputs)
-        outputs, vectors = {}, []
-        for name, output in context.outputs.items():
-            value = output.value
-            if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
-                vectors.append(name)
-            outputs[name] = value, None if output.seq_lens is None else [int(length) for length in output.seq_lens]
-        return split_by_sequence(outputs, batch, vectors, array_of)
 
 
 @dataclass(frozen=True)
@@ -362,39 +285,6 @@ class TorchLearner(Learner):
             self._batch_norm.join_without_batch(self._device, forward)
 
 
-WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-WRAPPED = (
-    "get_model: expected the model itself, got it inside a {name}: hvdtrain reduces gradients itself. DataParallel "
-    "copies the model to every GPU in every step, and its threads wait for Python's lock; PyTorch advises against it (a process "
-    "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
-)
-
-SHARDED = ("FSDPModule", "FullyShardedDataParallel")
-"""The names of the module classes of PyTorch's fully_shard and its predecessor. Checked by name, to avoid importing them."""
-OF_SHARDS = (
-    "get_model: expected a model that is not sharded, got one in which {name} is a module of PyTorch's {kind}: hvdtrain reduces "
-    "gradients itself, and in the last steps of an epoch some ranks have no batch (torch_distributed = {{'sharded': True}} "
-    "distributes the optimizer's state; docs/parallel.md says what fully_shard would need)"
-)
-
-
-def check_import_order() -> None:
-    """Refuse an import order that crashes when the first optimizer is made.
-
-    PyTorch's optimizers import triton if it is installed, as with the CUDA build. triton and TensorFlow both include LLVM, and
-    triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
-
-    Raises:
-        ConfigError: TensorFlow is loaded and triton is not yet.
-    """
-    if "tensorflow" in sys.modules and "triton" not in sys.modules and find_spec("triton"):
-        raise ConfigError.of(
-            "conflict",
-            "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
-            "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)",
-        )
-
-
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner, with the same seed on all ranks. The caller broadcasts rank 0's weights.
 
@@ -407,7 +297,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         enable_determinism()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, mix_seed(options.seed, 0, 0))
-    model, constants = _model(keys, options, device)
+    model, constants = build_model(keys, options, device)
     check_storable(model, options.model_format)
     scale = options.precision.loss_scale(options.precision.dtype)
 
@@ -473,7 +363,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         gradients,
         update,
         state,
-        _meter(state, device, check, update, splitter),
+        open_meter(state, device, check, update, splitter),
         (options.seed, options.rank),
         StepOptions(exchange, splitter),
     )
@@ -496,61 +386,3 @@ def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -
             f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
         )
     return BatchSplitter(is_out_of_memory, partial(free_memory, device))
-
-
-def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
-    """The config's model on the device, and the names of its constant parameters. Raises: ConfigError, CheckpointError."""
-    epoch, step = options.position
-    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, WRAPPERS):
-        raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if torch.nn.parameter.is_lazy(tensor)]
-    if lazy:
-        names = ", ".join(lazy)
-        raise ConfigError.of(
-            "wrong-result",
-            f"get_model: expected parameters that have a size, got uninitialized ones: {names} (call lazy modules there once)",
-        )
-    odd = [f"{name} ({tensor.layout})" for name, tensor in saved_buffers(model) if tensor.layout != torch.strided]
-    odd += [f"{name} (meta)" for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if odd:
-        raise ConfigError.of(
-            "wrong-result",
-            f"get_model: expected dense tensors with values, got others: {', '.join(odd)} (make a sparse buffer with "
-            "persistent=False; to_empty gives memory to what is on meta)",
-        )
-    for name, module in model.named_modules():
-        kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
-        if kinds:
-            raise ConfigError.of("wrong-result", OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop()))
-    model.to(device)
-    model.train()  # from the first step on, not only after the first evaluation: from_pretrained leaves parts in evaluation mode
-    load = partial(preload, model.state_dict(), device)
-    constants = frozenset(options.constants(load) if options.constants is not None else [])
-    for name, parameter in model.named_parameters():
-        if name in constants:
-            parameter.requires_grad_(False)
-    return model, constants
-
-
-def _meter(
-    state: TorchState, device: torch.device, check: GradientCheck, update: Update, splitter: BatchSplitter | None
-) -> Meter:
-    on_cpu = device.type == "cpu"
-
-    def read(copies: list[AsyncCopy]) -> list[float]:
-        return torch.cat([copy.values() for copy in copies]).tolist()
-
-    from_gpu = Transfer(read, AsyncCopy, AsyncCopy.has_arrived, MAX_PENDING)
-    transfer = Transfer(lambda lists: list(chain.from_iterable(lists))) if on_cpu else from_gpu
-    return Meter(
-        transfer,
-        state.named_parameters,
-        CpuClock() if on_cpu else CudaClock(),
-        check,
-        peak_memory=lambda: peak_memory(device),
-        gradient_norm=update.gradient_norm,
-        take_splits=(lambda: 0) if splitter is None else splitter.take,
-    )

@@ -288,7 +288,7 @@ def _fields(batch: Batch) -> dict[str, Any]:
 
 
 class CudaStaging:
-    """`Staging` of data/feed.py for a GPU."""
+    """`Staging` of data/read_ahead.py for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -29,9 +29,10 @@ from hvdtrain.plugins.prove.compare import Losses, Record, checksum, sketch, sum
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime.log import silence
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport

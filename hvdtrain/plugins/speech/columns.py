@@ -11,7 +11,7 @@ import numpy
 
 from hvdtrain.data.broken import finite_problem
 from hvdtrain.data.formats.found import count_lengths
-from hvdtrain.data.formats.items import stream_of
+from hvdtrain.data.formats.item_form import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.types import Array, Stream

@@ -17,9 +17,10 @@ from hvdtrain.data.randomness import StepSeeds, mix_seed, noise_seeds
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.attributes import kinds_of
-from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
+from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions, gpu_of
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.meter import MAX_PENDING, Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision

@@ -17,8 +17,9 @@ from documented import blocks_of
 from launching import ROOT
 from opened_data import opened, problems_of
 
+from hvdtrain.data.combine.files import FilesDataset
 from hvdtrain.data.combine.meta import tag_blocks
-from hvdtrain.data.combine.union import FilesDataset, UnionDataset, concatenate
+from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.combine.workers import ThreadErrors, Workers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers

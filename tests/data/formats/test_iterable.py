@@ -16,8 +16,9 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.source import load, resolve
-from hvdtrain.data.dataset import Dataset, Scanning, is_map_style
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.foreign import is_map_style
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys

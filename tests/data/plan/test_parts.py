@@ -8,7 +8,7 @@ import pytest
 from launching import faults
 from returnn.datasets.meta import CombinedDataset
 
-from hvdtrain.data.combine.union import FilesDataset
+from hvdtrain.data.combine.files import FilesDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf

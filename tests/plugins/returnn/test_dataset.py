@@ -14,7 +14,8 @@ from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import parse
-from hvdtrain.hdf_tools.dump import Selection, dump, main
+from hvdtrain.hdf_tools.dump import dump, main
+from hvdtrain.hdf_tools.sources import Selection
 
 
 def texts(values: Any) -> list[Any]:

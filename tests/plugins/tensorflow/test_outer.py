@@ -11,7 +11,7 @@ import pytest
 import torch
 from launching import faults
 
-from hvdtrain.learner.param_sync import OuterOptimizer, make_outer
+from hvdtrain.learner.outer import OuterOptimizer, make_outer
 from hvdtrain.learner.sync_interval import NEVER, Quadratic, make_interval
 
 MAKE: dict[str, Any] = {

@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
+from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.meter import TINY, Meter, Outputs, Transfer, split_by_sequence
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange

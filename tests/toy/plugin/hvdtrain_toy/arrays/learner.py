@@ -15,9 +15,10 @@ from hvdtrain.config.source import as_function
 from hvdtrain.context import RunContext, Running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, Learner, LearnerKeys, Total
+from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.meter import Meter, Outputs, Transfer, scales_of
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients

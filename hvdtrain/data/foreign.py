@@ -1,0 +1,167 @@
+"""Datasets and sources of users' classes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.data.types import Array, Padded
+from hvdtrain.errors import DataError
+
+if TYPE_CHECKING:
+    pass
+from hvdtrain.data.dataset import Dataset, Item, SequenceSource, T
+
+
+def as_dataset(opened: Any) -> Dataset | None:
+    """What a config's class or function returned, as a dataset; None if it does not provide the lengths of its sequences."""
+    if isinstance(opened, Dataset):
+        return opened
+    required = ("streams", "lengths", "num_sequences", "sequence", "tags")
+    return ForeignDataset(opened) if all(hasattr(opened, name) for name in required) else None
+
+
+def is_map_style(value: Any) -> bool:
+    """Whether a value is a map-style dataset: it has a length and returns item i. Dicts and strings are not."""
+    streaming = sys.modules.get("torch.utils.data")
+    if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
+        return False
+    return not _missing_methods(value)
+
+
+def describe(value: Any) -> str:
+    """A value that is not a dataset, for messages.
+
+    >>> describe(5), describe({1, 2})
+    ('int', 'set without __getitem__')
+    """
+    missing = _missing_methods(value)
+    return f"{type(value).__name__} without {missing[0]}" if len(missing) == 1 else type(value).__name__
+
+
+def _missing_methods(value: Any) -> list[str]:
+    """The methods of a map-style dataset that a value does not have."""
+    return [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
+
+
+def as_source(where: str, opened: Any, convert: Callable[[int, Any], Item]) -> SequenceSource:
+    """What a config's class or function returned, as a source to convert. Raises: DataError, if it cannot be iterated over.
+
+    Args:
+        where: the config key, for messages.
+        convert: makes a sequence of an item that is not (tag, {data key: array}), given its number. Raises: DataError.
+    """
+    if isinstance(opened, SequenceSource):
+        return opened
+    if not hasattr(opened, "__iter__"):
+        raise DataError(f"{where}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
+    return ForeignSource(opened, convert)
+
+
+class ForeignDataset(Dataset):
+    """An object with the members of a `Dataset` whose class does not derive from it.
+
+    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. All other members are optional, methods or attributes.
+    They may have their names of earlier releases: those of `EARLIER_NAMES`, `all_tags(start, stop)` for `tag_bytes`, and
+    `group_bounds` for `file_bounds`.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.streams = inner.streams
+        self.lengths = inner.lengths
+        self.memory_mapped = frozenset(self._member("memory_mapped", "mapped") or ())
+        self.is_stochastic = any(hasattr(inner, name) for name in ("at_epoch", "selected", "drawn"))
+        self.is_stochastic |= bool(self._member("is_stochastic", "varies"))
+        self.has_fixed_order = bool(self._member("has_fixed_order", "own_order"))
+        self.reads_for_tags = bool(self._member("reads_for_tags"))
+        self.window = self._member("window")
+        self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded", "packed"))
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._inner.num_sequences)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self._inner.sequence(index)  # type: ignore[no-any-return]  # here and below: as the contract says
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._inner.tags(indices)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._call(super().close, "close")
+
+    def release(self) -> None:
+        self._call(super().release, "release")
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return self._call(super().sequences, "sequences", arguments=(indices,))
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self._call(super().padded, "padded", arguments=(indices,))
+
+    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
+        return self._call(super().packed, "packed", arguments=(indices, keys))
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._call(super().tag_bytes, "tag_bytes", "all_tags", arguments=(start, stop))
+
+    def file_bounds(self) -> Array:
+        return self._call(super().file_bounds, "file_bounds", "group_bounds")
+
+    def at_epoch(self, epoch: int) -> Dataset:
+        changed: Any = self._call(super().at_epoch, "at_epoch", arguments=(epoch,))
+        return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
+
+    def selected(self, full_epoch: int) -> Array | None:
+        return self._call(super().selected, "selected", "drawn", arguments=(full_epoch,))
+
+    def how_read(self) -> str:
+        return str(self._call(super().how_read, "how_read"))
+
+    def warnings(self) -> list[str]:
+        return self._call(super().warnings, "warnings")
+
+    def _member(self, *names: str) -> Any:
+        """What the object has under the first of these names that it has; None: it has none of them."""
+        return next((getattr(self._inner, name) for name in names if hasattr(self._inner, name)), None)
+
+    def _call(self, default: Callable[..., T], *names: str, arguments: tuple[Any, ...] = ()) -> T:
+        """The result of the object's method or attribute; of the default if it has neither."""
+        found = self._member(*names)
+        found = default if found is None else found
+        return found(*arguments) if callable(found) else found
+
+
+class ForeignSource(SequenceSource):
+    """Any iterable of (tag, {data key: array}), where arrays may be text, or of other items that can be converted; it may have
+    `labels`, `dims` and `__len__`.
+    """
+
+    def __init__(self, inner: Iterable[Any], convert: Callable[[int, Any], Item]) -> None:
+        self._inner = inner
+        self._convert = convert
+        self.labels = {name: list(labels) for name, labels in dict(getattr(inner, "labels", {})).items()}
+        self.dims = dict(getattr(inner, "dims", {}))
+
+    @property
+    def name(self) -> str:
+        return type(self._inner).__name__
+
+    def begin_epoch(self, epoch: int) -> int | None:
+        if epoch != 1:
+            raise DataError(f"--epoch: expected 1 for {self.name}, which has no epochs, got {epoch}")
+        return len(self._inner) if isinstance(self._inner, Sized) else None
+
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        inner = self._inner
+        if isinstance(inner, Sequence):  # looked up by number
+            numbers = range(start, len(inner) if stop is None else min(stop, len(inner)))
+            items: Iterator[Any] = (inner[number] for number in numbers)
+        else:
+            items = islice(inner, start, stop)
+        for number, item in enumerate(items, start=start):
+            is_sequence = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)
+            yield item if is_sequence else self._convert(number, item)

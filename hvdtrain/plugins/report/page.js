@@ -565,8 +565,8 @@
   const onPaper = (isPrinted) => {
     document.body.classList.toggle("paper", isPrinted); // as wide as a page; figures out of view were not drawn yet
     if (isPrinted) data.figures.forEach((figure) => visible.add(figure.name));
+    for (const element of document.querySelectorAll(".js-plotly-plot")) Plotly.purge(element); // drawn anew: plotly's resize comes too late
     data.figures.forEach(draw);
-    data.figures.map(place).forEach((element) => { if (element?.classList.contains("js-plotly-plot")) Plotly.Plots.resize(element); });
   };
   addEventListener("beforeprint", () => onPaper(true));
   addEventListener("afterprint", () => onPaper(false));

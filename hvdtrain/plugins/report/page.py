@@ -221,7 +221,8 @@ def figure_id(figure: Figure) -> str:
 def _header(runs: list[Run], title: str) -> str:
     is_single = len(runs) == 1
     start = runs[0].starts[-1] if is_single and runs[0].starts else {}
-    facts = [f"started {start['time']}"] if start.get("time") else []
+    times = [start["time"] for start in runs[0].starts if start.get("time")] if is_single else []
+    facts = [f"started {times[0]}"] + [f"last {time}" for time in times[1:][-1:]] if times else []
     hosts = _hosts(start)
     facts += [hosts] if hosts else []
     state = f" {overview.badge(runs[0])}" if is_single else ""

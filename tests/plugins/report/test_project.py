@@ -184,10 +184,12 @@ def test_the_page_of_a_training_in_a_browser(tmp_path: Path) -> None:
     write_lines(folder / "steps.jsonl", steps)
     assert main([str(folder), "--out", str(page)]) == 0
     click = "const note = document.querySelector('.beyond'); document.body.dataset.before = note.textContent; note.click();"
-    click += "dispatchEvent(new Event('beforeprint'));"
+    click += "dispatchEvent(new Event('beforeprint')); document.body.dataset.widths = "
+    click += "[...document.querySelectorAll('.main-svg')].map(one => Math.floor(one.getAttribute('width')));"
     drawn = in_browser(page, tmp_path, click)
     assert drawn.count('class="main-svg"') >= len(shown(page)) > 3
-    assert set(re.findall(r'class="main-svg"[^>]* width="(\d+)', drawn)) == {"675"}, "as wide as paper"
+    widths = set(re.findall(r'data-widths="([^"]*)"', drawn)[0].split(","))
+    assert widths == {"675"}, "as wide as paper at once: what is drawn later is not printed"
     labels = re.findall(r'<g class="ytick"><text[^>]*>([^<]+)<', drawn[drawn.index('data-figure="padding"') :])
     assert len(labels) == len(set(labels)) > 2
     assert 'data-before="▲ 2 points beyond the range, up to 40: show all"' in drawn

@@ -191,6 +191,11 @@ class RemoteFile:
             for (start, end), got in zip(missing, _blocks(filesystem, path, missing), strict=True):
                 if isinstance(got, Exception):
                     failures.append(got)
+                elif len(got) > end - start:
+                    raise DataError(
+                        f"{self}: expected a server that sends parts of a file (Range), got {len(got)} bytes for {end - start} "
+                        "(download the file yourself)"
+                    )
                 elif len(got) != end - start:
                     failures.append(OSError(f"{len(got)} bytes of the {end - start} from byte {start}"))
                 else:
@@ -231,7 +236,7 @@ def open_filesystem(url: str, name: str) -> tuple[Any, str]:
 
     try:
         filesystem, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:  # the last of a URL in another one
         raise DataError(f"{name}: expected a URL that fsspec can read, got: {error}") from None
     return filesystem, str(path)
 

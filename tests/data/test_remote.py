@@ -107,6 +107,9 @@ def test_a_file_of_a_server_without_etags_is_copied_anew_when_it_changed(tmp_pat
             original.write_bytes(content)
             os.utime(original, (changed, changed))
             assert Path(copy_files(CopyFolder(tmp_path / "near", None), [url], nothing).places[url]).read_bytes() == content
+        original.write_bytes(CONTENT)
+        with pytest.raises(DataError, match=r"expected a server that sends parts of a file \(Range\), got 327697 bytes for"):
+            copy_files(CopyFolder(tmp_path / "near", None), [url], nothing)
         server.shutdown()
         thread.join()
 

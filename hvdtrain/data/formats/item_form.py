@@ -38,15 +38,21 @@ class ItemForm:
 
     def __init__(self, place: Callable[[int], str]) -> None:
         self._place = place
+        self._has_tags = False
         self.streams: dict[str, Stream] = {}
 
     def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
         tag, values = tag_and_values(self._place(index), item)
+        if self.streams and (tag is None) == self._has_tags:
+            other = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"
+            raise DataError(f"{self._place(index)}: expected {'a' if tag is None else 'no'} name in {TAG!r}, {other}")
         if self.streams and values.keys() != self.streams.keys():
             raise DataError(f"{self._place(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
-        self.streams = self.streams or {key: stream_of(found) for key, found in arrays.items()}
+        if not self.streams:
+            self._has_tags = tag is not None
+            self.streams = {key: stream_of(found) for key, found in arrays.items()}
         return tag, arrays
 
     def sequence(self, index: int, item: Any) -> Item:
@@ -127,7 +133,17 @@ def tag_and_values(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
     found = values.pop(TAG, tag)
     if not values:
         raise DataError(f"{where}: expected arrays by data key, got none")
-    return None if found is None else str(found), values
+    return _tag_text(where, found), values
+
+
+def _tag_text(where: str, tag: Any) -> str | None:
+    """The name of an item as text, if it has one. Raises: DataError, if it is none, such as a missing value of pandas."""
+    tag = tag.item() if hasattr(tag, "item") and getattr(tag, "ndim", 0) == 0 else tag
+    if isinstance(tag, bytes):
+        tag = tag.decode("utf-8", "surrogateescape")
+    if tag is not None and (not isinstance(tag, (str, int, float)) or tag != tag):
+        raise DataError(f"{where}: expected the name of the item in {TAG!r}, got {type(tag).__name__} {str(tag)[:40]!r}")
+    return None if tag is None else str(tag)
 
 
 def stream_of(values: Array) -> Stream:

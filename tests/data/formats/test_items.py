@@ -263,6 +263,9 @@ class Changing:
         ),
         ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),
+        ([("a", {"data": 1}), {"data": 1}], "train, item 1: expected a name in 'seq_tag', as item 0 has one, got none"),
+        ([{"data": 1}, ("a", {"data": 1})], "train, item 1: expected no name in 'seq_tag', as item 0 has none, got 'a'"),
+        ([{"data": 1, "seq_tag": float("nan")}], "train, item 0: expected the name of the item in 'seq_tag', got float 'nan'"),
         (
             [{"data": FRAMES, "classes": []}, {"data": FRAMES, "classes": [1]}],
             "train, item 0, 'classes': expected a value that has a type, as the first item determines that of all",

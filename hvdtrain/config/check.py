@@ -107,9 +107,13 @@ def unknown_keys(
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
             hint = f"did you mean {SYNONYMS[name]}?" if name in SYNONYMS else hint
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
+        elif source.is_read(name):
+            continue
         elif name in SYNONYMS and not source.is_foreign and not callable(value) and source.is_only_set(name):
             hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
+        elif origin in OVERRIDING and source.texts:
+            warnings.append(f"{name} in {origin}: no file of the config reads it, though one has the word")
     return problems, tuple(warnings)
 
 

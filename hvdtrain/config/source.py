@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -205,6 +205,8 @@ class Source:
     origins: dict[str, str]
     unused: tuple[str, ...]
     """Overrides whose name does not occur in the text of the config."""
+    imported: frozenset[str] = frozenset()
+    """Overrides of constants that the config imports."""
     problems: tuple[Problem, ...] = ()
     """Problems with overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -224,9 +226,16 @@ class Source:
         return len(found) == 1 or not self.texts
 
     def is_read(self, name: str) -> bool:
-        """Whether the code of a config file reads this global name, or `config.value(NAME, ...)`."""
+        """Whether the code of a config file reads this global name, or `config.value(NAME, ...)`, or it is an override of a
+        constant that it imports."""
+        if name in self.imported:
+            return True
+        return self.asks_for(name) or any(_reads(text, name) for text in self.texts.values())
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the code of a config file has `config.value(NAME, ...)`."""
         asked = rf"\bconfig\.\w+\(\s*[\"']{re.escape(name)}[\"']"
-        return any(re.search(asked, text) or _reads(text, name) for text in self.texts.values())
+        return any(re.search(asked, text) for text in self.texts.values())
 
 
 def _reads(text: str, name: str) -> bool:
@@ -292,6 +301,8 @@ def load(
     texts: dict[str, str] = {}
     modules: list[dict[str, Any]] = []
     constants: list[set[str]] = []  # of each of them
+    trees: dict[str, ast.Module] = {}
+    imported: set[str] = set()
     for path in configs:
         if not isinstance(path, Path):
             values = {**_without_spellings(values, _given(path, spellings)), **path}
@@ -303,7 +314,8 @@ def load(
         else:
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
-            _override(names, tree, top, known, types)
+            imported |= _override(names, tree, top, known, types)
+            trees[path.name] = tree
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier, of_earlier in zip(modules, constants, strict=True):
@@ -330,7 +342,9 @@ def load(
             if names.get(name) is before[name]:  # not that of another file
                 names[name] = values[name]
     unused = tuple(name for name in top if name not in types and name not in mentioned)
-    return Source(values, origins, unused, tuple(problems), texts)
+    source = Source(values, origins, unused, frozenset(imported), tuple(problems), texts)
+    computed = [_computed_before(source, trees, name) for name in top if name not in types]
+    return replace(source, warnings=tuple(filter(None, computed)))
 
 
 def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> list[set[str]]:
@@ -518,8 +532,9 @@ def _run_python(
 
 def _override(
     names: dict[str, Any], tree: ast.Module, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
-) -> None:
-    """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports.
+) -> set[str]:
+    """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports,
+    which are returned.
 
     Args:
         names: those of the module.
@@ -529,7 +544,7 @@ def _override(
     Raises:
         ConfigError: an override that only such functions can read does not reach them.
     """
-    constants = _constants(tree)
+    constants, reached = _constants(tree), set[str]()
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)] if overrides else []
     for name, value in overrides.items():
         if name in constants:
@@ -545,12 +560,68 @@ def _override(
                 _override(inner, inside, {name: value}, known, keys)
             if inner[name] is value or found == value:
                 names[name] = value
+                reached.add(name)
             elif name not in keys:
                 raise ConfigError.of(
                     "wrong-type",
                     f"++{name}: expected a constant of the config, or of a module that it imports, got one that {module} "
                     f"computes, or that other code uses (config.value({name!r}, default) in the config reads the override)",
                 )
+    return reached
+
+
+def _computed_before(source: Source, trees: Mapping[str, ast.Module], name: str) -> str | None:
+    """The warning that a file had computed with its own constant before an override took its place, if it did.
+
+    Args:
+        trees: the files' parsed texts, by their names.
+
+    Raises:
+        ConfigError: nothing else reads the name, so the override would have no effect.
+    """
+    is_read = False
+    before: list[str] = []
+    for file, tree in trees.items():
+        at_once, later = _lines_that_read(tree, name)
+        is_read = is_read or later
+        if at_once and any(
+            isinstance(node, ast.Assign | ast.AnnAssign) and name in _constants(_module(node)) for node in tree.body
+        ):
+            before.append(f"{file}, line {', '.join(map(str, at_once))}")
+        else:
+            is_read = is_read or bool(at_once)
+    if not before:
+        return None
+    where, hint = " and ".join(before), f"config.value({name!r}, default) reads the override"
+    if is_read or source.asks_for(name) or name in source.imported:
+        return f"++{name}: {where}: computed before, with the constant of the file ({hint})"
+    raise ConfigError.of(
+        "wrong-type",
+        f"++{name}: expected a constant that functions of the config read, got one that the file itself computes with: {where} "
+        f"({name} = {hint})",
+    )
+
+
+def _module(statement: ast.stmt) -> ast.Module:
+    return ast.Module([statement], [])
+
+
+def _lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
+    """The lines of code that runs while the file is read and that reads a name, and whether functions read it, which run later.
+
+    >>> _lines_that_read(ast.parse("b = 2 * a\ndef f(c=a): return d"), "a"), _lines_that_read(ast.parse("f = lambda: a"), "a")
+    (([1, 2], False), ([], True))
+    """
+    lines, is_read_later = set[int](), False
+    left: list[tuple[ast.AST, bool]] = [(tree, False)]
+    for node, is_later in left:
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            is_read_later = is_read_later or is_later
+            lines |= set() if is_later else {node.lineno}
+        bodies = getattr(node, "body", []) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else []
+        later = bodies if isinstance(bodies, list) else [bodies]
+        left += [(part, is_later or part in later) for part in ast.iter_child_nodes(node)]
+    return sorted(lines), is_read_later
 
 
 def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | None) -> Iterator[str]:

@@ -310,7 +310,13 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
     assert "train.seq_ordering?" in misplaced[0].hint
     assert "torch_distributed.init_method?" in misplaced[1].hint
     assert settings(tmp_path, "layers = config.int('hidden_size', 3)\n", hidden_size="128").run.model == "exp/model"
-    assert settings(tmp_path, "hidden_size = 64\n", hidden_size="128").run.model == "exp/model"
+    lstm = settings(tmp_path, "def cell(): return LSTM(hidden_size=64)\n", hidden_size="128")
+    assert lstm.warnings == ("hidden_size in the command line: no file of the config reads it, though one has the word",)
+    assert settings(tmp_path, "num_epochs = config.int('epochs', 2)\n", epochs="3").run.num_epochs == 3
+    computed = "rate = 0.5\nlearning_rate = rate\n"
+    assert problems(tmp_path, computed, rate="0.25") == ["++rate: wrong-type"], "the rate would be 0.5"
+    [warning] = settings(tmp_path, computed + "def now(): return rate\n", rate="0.25").warnings
+    assert ": computed before, with the constant of the file (config.value(" in warning
 
 
 def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
@@ -1126,6 +1132,10 @@ def test_overrides_and_later_files_reach_the_functions_of_other_modules(tmp_path
     with separate_imports(configs):
         values = load(configs, {"depth": "3"}, {}).values
         assert (values["get_model"](), values["step"]()) == ((64, 32), (64, 3))
+    (tmp_path / "rates.py").write_text("weight_decay = 0.1\ndef decay(): return weight_decay\n")
+    (tmp_path / "three.py").write_text(CONFIG + "from rates import *\n")
+    with separate_imports(configs):
+        assert read_settings([tmp_path / "three.py"], {"weight_decay": "9"}).source.values["decay"]() == 9
     with separate_imports(configs), pytest.raises(ConfigError, match=r"\+\+wide: .* got one that sizes_of_all"):
         load(configs, {"wide": "3"}, {})
 

@@ -110,8 +110,11 @@ def unknown_keys(
         elif source.is_read(name):
             continue
         elif name in SYNONYMS and not source.is_foreign and not callable(value) and source.is_only_set(name):
-            hint = f"here, it is {SYNONYMS[name]}; another name for something of your own, which nothing here reads"
-            problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
+            problems += problem(
+                "unknown-key",
+                f"{name}: unknown key in {origin} (here, it is {SYNONYMS[name]}; another name for something of your own, which "
+                "nothing here reads)",
+            )
         elif origin in OVERRIDING and source.texts:
             warnings.append(f"{name} in {origin}: no file of the config reads it, though one has the word")
     return problems, tuple(warnings)

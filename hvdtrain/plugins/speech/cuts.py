@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy
 
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats.wav import damage, damage_of_file
 from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, own_numbers
@@ -54,6 +56,8 @@ class Reading:
 
     def arrays(self, cut: Any, where: str) -> dict[str, Array]:
         """The arrays of a cut. Raises: BrokenSequence."""
+        if self._features != "feats" and (problem := _damage(cut)):
+            raise BrokenSequence(f"{where}: expected a whole sound file, got {problem}")
         try:
             values = self._values(cut)
         except Exception as error:  # of Lhotse's readers, which are many
@@ -136,6 +140,21 @@ class LhotseDataset(IndexedDataset):
     def warnings(self) -> list[str]:
         what = "differs when it is read again: runs and numbers of ranks will, too, as it draws from a generator without a seed"
         return [f"{self.where(int(self._used[0]))} {what}"] if self.is_stochastic else []
+
+
+def _damage(cut: Any) -> str:
+    """What is wrong with the files of a cut's recordings, of which Lhotse fills in up to half a second; '': nothing."""
+    parts = [track.cut for track in getattr(cut, "tracks", ())] or [cut]
+    recordings = [recording for part in parts if (recording := getattr(part, "recording", None)) is not None]
+    for source in [source for recording in recordings for source in recording.sources]:
+        with suppress(OSError):  # reading it says why
+            if source.type == "memory":
+                problem = damage(io.BytesIO(source.source), len(source.source))
+            else:
+                problem = damage_of_file(source.source) if source.type == "file" else ""
+            if problem:
+                return problem if source.type == "memory" else f"{source.source}: {problem}"
+    return ""
 
 
 def text_of(cut: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import wave
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,11 @@ class FolderDataset(Shards):
         if path.suffix.lower() == ".npy":
             return _read_array(path)
         rate, values = _read_sound(path)
-        if self._rate is None:  # that of the first file, so that the result does not depend on which one is read first
-            first = next((file for file in map(self._files.__getitem__, self._names) if file.suffix.lower() == ".wav"), path)
-            self._rate = rate if first == path else _read_sound(first)[0]
+        if self._rate is None:  # that of the first file that can be read, so that it does not matter which one is read first
+            for first in [self._files[tag] for tag in self._names if self._files[tag].suffix.lower() == ".wav"]:
+                with suppress(DataError):
+                    self._rate = rate if first == path else _read_sound(first)[0]
+                    break
         if rate != self._rate:
             raise DataError(f"{path}: expected {self._rate} samples per second as in the first file, got {rate}")
         return values

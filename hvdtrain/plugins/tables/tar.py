@@ -225,11 +225,12 @@ def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:
             for row, (tag, of_sample) in enumerate(zip(tags, places, strict=True)):
                 for column, ((suffix, kind), place) in enumerate(zip(entries, of_sample, strict=True)):
                     where = f"{path}, {tag.decode()}.{suffix}"
-                    if kind == "npy":
-                        frames[row, column] = _npy_frames(path, file, *place, where)
-                    else:
-                        frames[row, column] = 1
-                        largest[column] = max(largest[column], _number(_read(path, file, *place), where)[0])
+                    with suppress(DataError):  # reading all lengths names it, or leaves it out
+                        if kind == "npy":
+                            frames[row, column] = _npy_frames(path, file, *place, where)
+                        else:
+                            largest[column] = max(largest[column], _number(_read(path, file, *place), where)[0])
+                            frames[row, column] = 1
     return TarIndex(numpy.array(tags, dtype=bytes), both[:, :, 0].copy(), both[:, :, 1].copy(), frames, largest)
 
 
@@ -365,12 +366,18 @@ def _npy(content: bytes, where: str) -> Array:
             shape, in_fortran_order, dtype = _npy_header(content[:start])
             if not in_fortran_order and not dtype.hasobject and len(content) == start + math.prod(shape) * dtype.itemsize:
                 return numpy.frombuffer(content, dtype, offset=start).reshape(shape)
+    if not content.startswith((b"\x93NUMPY", b"PK")):  # which numpy takes for a pickle
+        raise DataError(f"{where}: expected a .npy file of numbers, got one that begins with {content[:8]!r}")
+    stream = io.BytesIO(content)
     try:
-        values: Any = numpy.load(io.BytesIO(content), allow_pickle=False)
+        values: Any = numpy.load(stream, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{where}: expected a .npy file of numbers, got: {error}") from None
     if not isinstance(values, numpy.ndarray):
         raise DataError(f"{where}: expected a .npy file of numbers, got an archive of several arrays")
+    size = stream.tell()
+    if size != len(content):
+        raise DataError(f"{where}: expected a .npy file of {size} bytes, as its header says, got {len(content)}")
     return values
 
 

@@ -15,7 +15,7 @@ from speech_files import RATE, write_folder, write_table
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.tables.conversions import sound
 
 CASES = cases(60)
@@ -116,6 +116,19 @@ def test_sound_that_was_cut_off_is_refused_whatever_its_format(tmp_path: Path, k
         opened(value).sequence(1)
     with pytest.raises(DataError, match="^there: expected"):
         sound(None)(paths[1].read_bytes(), "there")
+
+
+def test_lhotse_fills_in_nothing_of_a_file_that_was_cut_off(tmp_path: Path) -> None:
+    lhotse = pytest.importorskip("lhotse")
+    write_folder(tmp_path, 2)
+    path = tmp_path / "audio" / "utt01.wav"
+    recordings = lhotse.RecordingSet.from_recordings(map(lhotse.Recording.from_file, (path.with_name("utt00.wav"), path)))
+    path.write_bytes(path.read_bytes()[:-20])
+    cuts = lhotse.CutSet.from_manifests(recordings)
+    for some in (cuts, cuts.to_eager().pad(duration=2.0)):
+        dataset = opened({"class": "LhotseDataset", "cuts": some, "units": None})
+        with pytest.raises(BrokenSequence, match=r"cut .*: expected a whole sound file, got .*utt01.wav: sound of .* bytes"):
+            dataset.sequence(1)
 
 
 @pytest.mark.fuzz

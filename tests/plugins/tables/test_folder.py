@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy
 import pytest
+from opened_data import opened
 
+from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.hdf_tools.dump import main
@@ -153,3 +156,11 @@ def test_files_that_are_not_what_they_are_called(arrays: Path) -> None:
     (folder / "zz.wav").unlink()
     numpy.save(folder / "zz.npy", numpy.array([{}]))
     assert "zz.npy: expected a .npy file of numbers, got: " in refused(folder=str(folder))
+
+
+def test_the_rate_is_that_of_the_first_file_that_can_be_read(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_wav(tmp_path / f"{name}.wav", [1, 2, 3])
+    (tmp_path / "a.wav").write_bytes((tmp_path / "b.wav").read_bytes()[:46])
+    dataset = opened({"class": "FolderDataset", "folder": str(tmp_path)}, scanning=Scanning(broken=BrokenSequences("train", 1)))
+    assert dataset.tags(range(dataset.num_sequences)) == ["b", "c"]

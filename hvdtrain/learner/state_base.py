@@ -238,7 +238,10 @@ class StateBase(ABC):
         try:
             self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})
         except UNSUITABLE as error:
-            raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
+            raise CheckpointError(
+                f"{model_file}: expected the parameters of this config's model, got others (for another model, name another folder in "
+                f"`model`, or remove the files of this one; preload_from_files takes what fits): {error}"
+            ) from None
         if optimizer_file is not None:
             entries = self._format.read(optimizer_file)
             check_same_save(model_file, stored, optimizer_file, entries)

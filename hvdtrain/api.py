@@ -135,6 +135,7 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
 
     Raises:
         HvdtrainError: a mistake in the config (`ConfigError`, with all problems), the data or a checkpoint.
+        optuna.TrialPruned: a callback or track_epoch has raised it; after the epoch, its checkpoint and its reports.
         Exception: raised by a function of the config. If that ran in a separate process, the cause is the traceback there.
     """
     job = _Job(config, keys | {"task": "train"}, ranks, handle_signals)
@@ -272,6 +273,8 @@ def _run_in_process(settings: Settings) -> Any:
 
 
 def _training_result(settings: Settings, trained: Trained) -> dict[str, Any]:
+    if trained.pruned is not None:
+        raise trained.pruned
     if (
         settings.learner.ema_decay is not None and trained.checkpoint.exists()
     ):  # it holds the average over time, which was evaluated

@@ -42,6 +42,7 @@ class Trained:
         checkpoint: the file with the last epoch's model.
         num_epochs: the number of epochs that this start finished.
         averages: those of `average_checkpoints`, with their scores.
+        pruned: what a callback or track_epoch of this rank has raised to end an Optuna trial after its last epoch; None: nothing.
     """
 
     learner: Learner
@@ -50,6 +51,7 @@ class Trained:
     checkpoint: Path
     num_epochs: int
     averages: Sequence[AverageScores]
+    pruned: Exception | None
 
 
 def train(settings: Settings, comm: Communicator | None = None) -> Trained:
@@ -60,7 +62,6 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
 
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
-        optuna.TrialPruned: a callback or track_epoch has raised it; after the epoch, its checkpoint and its reports.
     """
     began = steady_time()
     pruned: Exception | None = None
@@ -102,7 +103,4 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         log_end(settings, session, progress.epoch - before)
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
-        trained = Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages)
-    if pruned is not None:
-        raise pruned
-    return trained
+        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages, pruned)

@@ -9,6 +9,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.model_format import SAFETENSORS
+
+ABANDONED = ".abandoned"
 
 KEEP_OPTIMIZERS = 2
 """The number of finished epochs whose optimizer file is kept."""
@@ -237,10 +240,17 @@ class CheckpointFolder:
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
 
         Epochs after it are of a training that went back, or began anew: the next start would continue from them, and what keeps
-        the last models would remove the new ones.
+        the last models would remove the new ones. Their models get another name: it may have been a mistake.
         """
-        self.remove(found for found in self.models(self._names()) if found.step is None and found.age > newest.age)
         names = self._names()
+        if later := [found for found in self.models(names) if found.step is None and found.age > newest.age]:
+            for found in later:
+                files = [found.model_file_as(suffix) for suffix in self.model_suffixes]
+                for file in (*files, *(self.folder / name for name in self._model_parts_of(found, names))):
+                    with suppress(FileNotFoundError):
+                        os.replace(file, f"{file}{ABANDONED}")
+            self.remove(later)
+            names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
         kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.files import Checkpoint
-from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of
+from hvdtrain.checkpoint.folder import ABANDONED, CheckpointFolder, folder_of
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position
@@ -249,8 +249,8 @@ def resume(
         progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
     if comm.rank == 0 and (later := [epoch for epoch in checkpoints.finished_epochs() if epoch > progress.epoch]):
         log.warning(
-            f"model: training begins with epoch {progress.epoch + 1}: its next checkpoint replaces or removes the models of this "
-            f"and later epochs, up to {checkpoints.at(later[-1]).model_file}"
+            f"model: training begins with epoch {progress.epoch + 1}: its first checkpoint replaces its model, and renames "
+            f"those of later epochs, up to {checkpoints.at(later[-1]).model_file}, to *{ABANDONED}"
         )
     if progress.epoch and not progress.history and learning_rate_file is not None:
         path = Path(learning_rate_file)

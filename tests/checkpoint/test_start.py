@@ -135,10 +135,11 @@ def test_start_epoch(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest
     run(corpus, tmp_path, num_epochs=2, start_epoch=2, load=trained / "model.003.pt")
     assert "start epoch 2 global train step 6" in capsys.readouterr().out
     run(corpus, tmp_path, num_epochs=1, start_epoch=1)
-    assert "training begins with epoch 1: its next checkpoint replaces or removes the models" in capsys.readouterr().out
+    assert "training begins with epoch 1: its first checkpoint replaces its model" in capsys.readouterr().out
     assert same(stored(tmp_path, "001"), stored(trained, "001"))
     assert [json.loads(line)["epoch"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()] == [1]
     run(corpus, tmp_path, num_epochs=2)
+    assert sorted(path.name for path in tmp_path.glob("*.abandoned")) == ["model.002.pt.abandoned", "model.003.pt.abandoned"]
     assert same(stored(tmp_path, "002"), stored(trained, "002")), "not from the newest model of before"
 
 

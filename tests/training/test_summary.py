@@ -83,7 +83,7 @@ def test_overfitting_learns_the_same_batches_by_heart(corpus: Path, tmp_path: Pa
     left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("trace") and path.name != "overfit")
     assert left == before, "the training itself is as it was"
     again = hvdtrain(TOY, given, options=["--overfit-batches=2"])
-    assert "training begins with epoch 1: its next checkpoint replaces" in again.out, "it starts anew"
+    assert "training begins with epoch 1: its first checkpoint replaces" in again.out, "it starts anew"
 
 
 @pytest.mark.parametrize("number", [1, 3])

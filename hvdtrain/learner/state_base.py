@@ -239,8 +239,8 @@ class StateBase(ABC):
             self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})
         except UNSUITABLE as error:
             raise CheckpointError(
-                f"{model_file}: expected the parameters of this config's model, got others (for another model, name another folder in "
-                f"`model`, or remove the files of this one; preload_from_files takes what fits): {error}"
+                f"{model_file}: expected the parameters of this config's model, got others (for another model, name another "
+                f"folder in `model`, or remove the files of this one; preload_from_files takes what fits): {error}"
             ) from None
         if optimizer_file is not None:
             entries = self._format.read(optimizer_file)

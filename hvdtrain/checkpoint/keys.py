@@ -39,7 +39,9 @@ class StartKeys(Section):
     checkpoint_reader: Any = key(
         None,
         "a function of the path in `load` or `import_model_train_epoch1`, which may be a folder, for checkpoints of other "
-        "programs; it returns a dict of 'model', the tensors by name, and, if known, 'epoch' and 'step', or None for hvdtrain's",
+        "programs; it returns a dict of 'model', the tensors by name, and, if known, 'epoch', 'step', 'batches' (how many of "
+        "the next epoch are done, on all ranks together) and 'optimizer' (a function that returns a dict with its state as "
+        "'optimizer'); or None for hvdtrain's",
     )
     import_model_train_epoch1: str | None = key(
         None,

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads, require_all
-from hvdtrain.checkpoint.progress import BestModel, Progress
+from hvdtrain.checkpoint.progress import BestModel, EpochProgress, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
@@ -335,21 +335,31 @@ class Saver(SaverBase):
         files = [checkpoint.rank_file(rank, state["size"]) for rank in ranks]
         return all(file.exists() and damage(file) is None for file in files)
 
-    def load_model(self, file: Path, epoch: int | None, read: Reader | None = None) -> Progress:
-        """Collective. Load a model without its optimizer.
+    def load_model(self, file: Path, epoch: int | None, read: Reader | None = None, with_optimizer: bool = False) -> Progress:
+        """Collective. Load a model without its optimizer, unless `read` returns that.
 
         Args:
             epoch: the last epoch that counts as done; None: the epoch in the file, with its steps and scores.
             read: the key checkpoint_reader, which is not asked about files of this training.
+            with_optimizer: load the optimizer, too, and go on within the epoch that `read` says has begun.
 
         Raises:
             CheckpointError: a rank cannot read it.
         """
         read = None if self._checkpoints.has_name(file) else read
-        progress = together(self._comm, lambda: read_progress(self._state.load(file, None, read), file), name="load_model")
+
+        def load() -> tuple[Progress, int]:
+            stored = self._state.load(file, None, read, with_optimizer)
+            return read_progress(stored, file), stored.get("batches") or 0
+
+        progress, batches = together(self._comm, load, name="load_model")
         self.broadcast()
         if epoch is None:
-            return replace(progress, current=None, data={}, keys={}, spent={}, callbacks={})
+            current = None
+            if batches and with_optimizer:
+                done = min(progress.step, -(-batches // self._comm.size))
+                current = EpochProgress(progress.epoch + 1, progress.step - done, position=batches)
+            return replace(progress, current=current, data={}, keys={}, spent={}, callbacks={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 

@@ -245,7 +245,8 @@ def resume(
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
         progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{what}."
     elif start.model_file is not None:
-        progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
+        reader = as_function(keys.checkpoint_reader, "checkpoint_reader")
+        progress = saver.load_model(start.model_file, start.epoch, reader, with_optimizer=not keys.fresh_optimizer)
         progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
     if comm.rank == 0 and (later := [epoch for epoch in checkpoints.finished_epochs() if epoch > progress.epoch]):
         log.warning(

@@ -218,13 +218,16 @@ class StateBase(ABC):
     def close(self) -> None:  # noqa: B027  # most have started nothing
         """End what `copied` has started."""
 
-    def load(self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None) -> dict[str, Any]:
+    def load(
+        self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None, with_optimizer: bool = False
+    ) -> dict[str, Any]:
         """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.
 
         Without an optimizer's file, only the model is read.
 
         Args:
             read: the key checkpoint_reader.
+            with_optimizer: load the optimizer's state that it returns.
 
         Raises:
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
@@ -235,6 +238,7 @@ class StateBase(ABC):
             raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {got}")
         stored = self._format.read_model(model_file) if foreign is None else dict(foreign)
         tensors = stored.pop("model")
+        of_optimizer = stored.pop("optimizer", None) if foreign is not None else None
         try:
             self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})
         except UNSUITABLE as error:
@@ -242,6 +246,9 @@ class StateBase(ABC):
                 f"{model_file}: expected the parameters of this config's model, got others (for another model, name another "
                 f"folder in `model`, or remove the files of this one; preload_from_files takes what fits): {error}"
             ) from None
+        if of_optimizer is not None and with_optimizer:
+            for line in self._load_optimizer(of_optimizer(), model_file):
+                log.info(line)
         if optimizer_file is not None:
             entries = self._format.read(optimizer_file)
             check_same_save(model_file, stored, optimizer_file, entries)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy
 
 from hvdtrain.data.plan.mix import Mix, mix_epoch, mixed_parts
-from hvdtrain.data.plan.order_keys import Method, OrderKeys, full_epoch, method_of, part_of, seed_of
+from hvdtrain.data.plan.order_keys import GivenOrder, Method, OrderKeys, full_epoch, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -140,6 +140,13 @@ def order_in_windows(lengths: Array, keys: OrderKeys, epoch: int, window: int) -
 
 def _order_all(lengths: Array, method: Method, seed: int) -> Array:
     size = len(lengths)
+    if isinstance(method, GivenOrder):
+        if not numpy.array_equal(numpy.sort(method.indices), numpy.arange(size)):
+            raise DataError(
+                f"seq_ordering: expected the function to return each index from 0 to {size - 1} once, or a method, got "
+                f"{len(method.indices)} indices that are not these"
+            )
+        return numpy.asarray(method.indices, dtype=numpy.int64)
     if size == 0:
         return numpy.zeros(0, dtype=numpy.int64)
     if method.name == "default_every_n" and (method.bins or 1) > size:

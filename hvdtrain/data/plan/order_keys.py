@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+from zlib import crc32
 
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import Rule, key, not_negative, parsed_by, positive
@@ -57,7 +58,7 @@ class OrderKeys:
         "default",
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
         "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
-        "random_blocks:SEQUENCES_PER_BLOCK; or a function {signature} that returns one of these",
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function {signature} that returns one of these, or all indices in order",
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
         signature="*, epoch, **_",
     )
@@ -89,6 +90,14 @@ class Method:
     def is_random(self) -> bool:
         """Whether the order depends on the seed."""
         return "random" in self.name or self.name in WITH_BINS
+
+
+@dataclass(frozen=True)
+class GivenOrder(Method):
+    """The indices of all sequences, each once, that a function of the config has returned."""
+
+    indices: Any = field(default=None, compare=False, repr=False)
+    checksum: int = 0
 
 
 def parse(text: str) -> Method:
@@ -137,14 +146,29 @@ def is_random(keys: OrderKeys) -> bool:
 def method_of(keys: OrderKeys, epoch: int) -> Method:
     """The method that orders the sequences of an epoch. Raises: DataError, if a function of the config returns an unknown one."""
     text = keys.seq_ordering
-    if callable(text):
-        text = call_for_epoch("seq_ordering", text, epoch)
-        if not isinstance(text, str) or not is_order(text):
-            raise DataError(
-                f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
-                f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"
-            )
-    return parse(text)
+    if not callable(text):
+        return parse(text)
+    found = call_for_epoch("seq_ordering", text, epoch)
+    if hasattr(found, "dtype"):
+        if keys.partition_epoch > 1:  # all parts are cut from the same order
+            found = call_for_epoch("seq_ordering", text, full_epoch(keys, epoch))
+        return GivenOrder("indices", indices=found, checksum=crc32(found.tobytes()))
+    if not isinstance(found, str) or not is_order(found):
+        raise DataError(
+            f"seq_ordering: expected the function to return one of {', '.join(METHODS)} (with :NUMBER or :.NUMBER where it takes "
+            f"one), or an array of indices, got {found!r} for epoch {epoch}"
+        )
+    return parse(found)
+
+
+def order_text(keys: OrderKeys, epoch: int) -> str:
+    """The value of seq_ordering in an epoch, as text. Raises: DataError."""
+    if not callable(keys.seq_ordering):
+        return keys.seq_ordering
+    method = method_of(keys, epoch)
+    if isinstance(method, GivenOrder):
+        return f"indices with the checksum {method.checksum}"
+    return str(call_for_epoch("seq_ordering", keys.seq_ordering, epoch))
 
 
 def call_for_epoch(name: str, function: Callable[..., Any], epoch: int) -> Any:

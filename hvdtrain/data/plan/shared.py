@@ -28,7 +28,7 @@ from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.data.plan.epoch import Plan, crc32, plan
 from hvdtrain.data.plan.mix import Mix
-from hvdtrain.data.plan.order_keys import OrderKeys, call_for_epoch, method_of, part_of, seed_of
+from hvdtrain.data.plan.order_keys import OrderKeys, method_of, order_text, part_of, seed_of
 from hvdtrain.data.types import Array
 
 WORTHWHILE = 1_000_000
@@ -77,9 +77,7 @@ class PlanInputs:
         """By name, as text, the keys and other inputs that determine the plan. Raises: DataError."""
         order, batches, limits = self.order_keys, self.batch_keys, self.batch_keys.limits(self.epoch)
         inputs = {
-            "seq_ordering": call_for_epoch("seq_ordering", order.seq_ordering, self.epoch)
-            if callable(order.seq_ordering)
-            else order.seq_ordering,
+            "seq_ordering": order_text(order, self.epoch),
             **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
             "the seed of the order": seed_of(order, self.epoch),
             "batch_size per rank": limits.batch_size,

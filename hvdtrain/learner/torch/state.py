@@ -151,9 +151,11 @@ class TorchState(StateBase):
         stored_names = [name for name in names if name not in self._unsaved]
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
 
-    def load(self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None) -> dict[str, Any]:
+    def load(
+        self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None, with_optimizer: bool = False
+    ) -> dict[str, Any]:
         self._stored_names = None
-        stored = super().load(model_file, optimizer_file, read)
+        stored = super().load(model_file, optimizer_file, read, with_optimizer)
         self.check_base()
         return stored
 

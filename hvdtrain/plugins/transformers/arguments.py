@@ -13,7 +13,7 @@ from hvdtrain.errors import ConfigError
 
 WITHOUT_EFFECT = frozenset(
     {
-        "average_tokens_across_devices", "bf16_full_eval", "data_seed", "dataloader_in_order",
+        "average_tokens_across_devices", "bf16_full_eval", "dataloader_in_order",
         "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
         "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
         "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout", "disable_tqdm", "do_eval", "do_predict", "do_train",
@@ -75,18 +75,6 @@ class Arguments:
 
     def __getattr__(self, name: str) -> Any:
         return plain(self._values.get(name))
-
-    @property
-    def order(self) -> str:
-        """The key seq_ordering."""
-        orders = {
-            "random": "random",
-            "sequential": "default",
-            "group_by_length": f"laplace:.{50 * self.per_device_train_batch_size}",
-        }
-        if self.train_sampling_strategy not in orders:
-            raise refuse("train_sampling_strategy", f"one of {', '.join(orders)}", self.train_sampling_strategy)
-        return orders[self.train_sampling_strategy]
 
     @cached_property
     def keys(self) -> dict[str, Any]:
@@ -210,34 +198,38 @@ CONVERSIONS: tuple[Callable[[Arguments], dict[str, Any]], ...] = (_lengths, _opt
 
 SERVED = frozenset(
     {
-        "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "dataloader_drop_last", "eval_steps", "eval_strategy", "fp16",
-        "full_determinism", "generation_config", "generation_max_length", "generation_num_beams",
+        "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "eval_steps", "eval_strategy",
+        "fp16", "full_determinism", "generation_config", "generation_max_length", "generation_num_beams",
         "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "greater_is_better",
-        "label_names", "label_smoothing_factor", "learning_rate", "load_best_model_at_end", "lr_scheduler_kwargs",
-        "lr_scheduler_type", "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs", "optim", "optim_args",
-        "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "predict_with_generate",
-        "remove_unused_columns", "report_to", "save_steps", "save_strategy", "save_total_limit", "seed", "torch_compile",
-        "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "warmup_ratio", "warmup_steps",
-        "weight_decay",
+        "label_names", "label_smoothing_factor", "learning_rate", "length_column_name", "load_best_model_at_end",
+        "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs",
+        "optim", "optim_args", "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size",
+        "predict_with_generate", "remove_unused_columns", "report_to", "save_steps", "save_strategy", "save_total_limit",
+        "seed", "torch_compile", "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "warmup_ratio",
+        "warmup_steps", "weight_decay",
     }
 )  # fmt: skip
 """Arguments that have an effect here. All others have to have their default."""
 
 
-def rates(args: Arguments, values: Mapping[str, Any], num_items: int, size: int) -> Callable[..., float]:
+def items_in_update(keys: Mapping[str, Any], size: int) -> int:
+    """The number of items in an update of `size` ranks together, with these keys."""
+    in_batch = int(keys["max_seqs_total"]) if "max_seqs_total" in keys else int(keys["max_seqs"]) * size
+    return in_batch * int(keys["accum_grad_multiple_step"])
+
+
+def rates(args: Arguments, keys: Mapping[str, Any], num_items: int, size: int) -> Callable[..., float]:
     """The function `dynamic_learning_rate`, with the Trainer's rate of each update.
 
     It follows the share of the epoch's items, so it is the same on any number of ranks if the items of an update are.
 
     Args:
-        values: those of the config, which come before the arguments.
+        keys: those of the config, and those that follow from the arguments.
         num_items: of the training data.
         size: the number of ranks.
     """
     factor: list[Callable[[int], float]] = []
-    keys = {**args.keys, **{name: value for name, value in values.items() if value is not None}}
-    in_batch = int(keys["max_seqs_total"]) if "max_seqs_total" in keys else int(keys["max_seqs"]) * size
-    in_update = in_batch * int(keys["accum_grad_multiple_step"])
+    in_update = items_in_update(keys, size)
     of_epoch = math.ceil(num_items / in_update)
     total = of_epoch * int(keys["num_epochs"])
 

@@ -17,7 +17,8 @@ from transformers.utils.generic import find_labels
 import hvdtrain
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, rates
+from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, items_in_update, rates, refuse
+from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
 from hvdtrain.training.callbacks import Training
 from hvdtrain.training.pretrained import SavePretrained
@@ -60,13 +61,16 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "forward_step": partial(forward_step, args=args),
     }
     found |= {} if metrics is None else {"epoch_scores": {"compute_metrics": metrics}}
-    train, dev = given.get("train_dataset"), given.get("eval_dataset")
+    train, dev, size = given.get("train_dataset"), given.get("eval_dataset"), hvdtrain.size()
+    keys = {**args.keys, **{name: value for name, value in values.items() if value is not None}}
     if train is not None:
         if not hasattr(train, "__len__"):
             raise ConfigError.of("wrong-type", f"{KEY}.train_dataset: expected one with a length, got a {type(train).__name__}")
-        found["train"] = {**_dataset(train, collate), "seq_ordering": args.order}
+        found["train"] = {**_dataset(train, collate), "seq_ordering": _order(args, keys, train, processing, size)}
         if values.get("learning_rate_schedule") is None:
-            found["dynamic_learning_rate"] = rates(args, values, len(train), hvdtrain.size())
+            found["dynamic_learning_rate"] = rates(args, keys, len(train), size)
+    num_items = None if train is None else len(train)
+    found["checkpoint_reader"] = CheckpointReader(lambda: model.last, args, keys, num_items, size)
     if type(dev) is dict:
         found["eval_datasets"] = {name: _dataset(one, collate) for name, one in dev.items()}
     elif dev is not None:
@@ -76,6 +80,17 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
             SaveBest(SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing]))
         ]
     return found
+
+
+def _order(args: Arguments, keys: Mapping[str, Any], items: Any, processing: Any, size: int) -> str | Order:
+    strategy = args.train_sampling_strategy
+    if strategy == "sequential":
+        return "default"
+    if strategy not in ("random", "group_by_length"):
+        raise refuse("train_sampling_strategy", "random, sequential or group_by_length", strategy)
+    seed = int(keys["random_seed"] if args.data_seed is None else args.data_seed)
+    column = "input_ids" if processing is None else processing.model_input_names[0]
+    return Order(strategy, items, args, seed, column, items_in_update(keys, size))
 
 
 class SaveBest:
@@ -114,6 +129,11 @@ class ModelOnce:
         self._is_given_out = True
         if self._args.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(self._args.gradient_checkpointing_kwargs)  # type: ignore[union-attr]
+        return self._model
+
+    @property
+    def last(self) -> Any:
+        """The model that was given out last."""
         return self._model
 
     def columns(self, label_names: Sequence[str] | None) -> set[str]:

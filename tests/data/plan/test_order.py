@@ -168,3 +168,8 @@ def test_a_function_says_how_an_epoch_is_ordered() -> None:
     for wrong in (3, None, "randomly"):
         with pytest.raises(DataError, match=f"seq_ordering: expected the function to return one of .*got {wrong!r} for epoch 2"):
             order(LENGTHS, OrderKeys(seq_ordering=lambda wrong=wrong, **_: wrong), 2)
+    given = [numpy.roll(numpy.arange(len(LENGTHS)), epoch) for epoch in range(5)]
+    keys = OrderKeys(seq_ordering=lambda epoch, **_: given[epoch], partition_epoch=2)
+    assert [*order(LENGTHS, keys, 3), *order(LENGTHS, keys, 4)] == given[2].tolist()  # both parts of full epoch 2
+    with pytest.raises(DataError, match="expected the function to return each index from 0 to .* once"):
+        order(LENGTHS, OrderKeys(seq_ordering=lambda **_: numpy.zeros(len(LENGTHS), int)), 1)

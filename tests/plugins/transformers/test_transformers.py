@@ -11,10 +11,11 @@ from inside import run_inside
 from other_trainers import check_resume, difference, state_of, train
 
 import hvdtrain
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -103,7 +104,7 @@ def keys(kind: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def trainer(model: Any, kind: str, folder: Path, arguments: dict[str, Any], **more: Any) -> Any:
     quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    args = transformers.Seq2SeqTrainingArguments(output_dir=str(folder), **quiet, **arguments)
+    args = transformers.Seq2SeqTrainingArguments(output_dir=str(folder), **{**quiet, **arguments})
     return transformers.Seq2SeqTrainer(
         model=model, args=args, train_dataset=items_of(kind), eval_dataset=items_of(kind)[:7], data_collator=collate, **more
     )
@@ -157,6 +158,64 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     assert result.scores["dev_loss_labels"] == evaluated["eval_labels"]
     assert result.scores["dev_loss_highest"] == pytest.approx(evaluated["eval_highest"], rel=1e-5)
     check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, 4, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "steps"),
+    [
+        (
+            "gpt2",
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+            [3, 5, 10],
+        ),  # within, at the end of epochs
+        ("bert", {"train_sampling_strategy": "random", "seed": 5}, [1, 3]),
+    ],
+)
+def test_a_checkpoint_of_the_trainers_is_continued_as_there(
+    kind: str, changes: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    arguments = {**ARGUMENTS, **changes}
+    model = make(kind)
+    start = state_of(model)
+    its = trainer(model, kind, tmp_path / "theirs", {**arguments, "save_strategy": "steps", "save_steps": 1})
+    its.train()
+    for step in steps:
+        keys_of = {**keys(kind, arguments), "load": str(tmp_path / f"theirs/checkpoint-{step}")}
+        assert difference(train(keys_of, tmp_path / str(step) / "model"), state_of(model), start) < 1e-6
+    with pytest.raises(CheckpointError, match=r"expected the learning_rate of scheduler.pt, 0.01, .* got 0.02"):
+        train({**keys_of, "learning_rate": 0.02}, tmp_path / "other/model")
+    folder = tmp_path / "theirs/checkpoint-1"
+    with pytest.raises(
+        CheckpointError, match="expected the batches and updates of this config, got epoch 0.[0-9]* after 1 updates"
+    ):
+        train({**keys_of, "load": str(folder), "max_seqs": 3}, tmp_path / "other/model")
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match="expected optimizer.pt and scheduler.pt, got no optimizer.pt"):
+        train({**keys_of, "load": str(folder)}, tmp_path / "other/model")
+    assert hvdtrain.load_model(folder, keys(kind, arguments), model="none", num_threads=1) is not None
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="expected a checkpoint of transformers' Trainer, or .* got no model.safetensors"):
+        train({**keys_of, "load": str(folder)}, tmp_path / "other/model")
+
+
+def test_items_are_grouped_by_length_as_there(tmp_path: Path) -> None:
+    """Where the Trainer draws its order from the process-wide generator, ours is drawn from the seed and the epoch."""
+    arguments, model = {**ARGUMENTS, "train_sampling_strategy": "group_by_length"}, make("gpt2")
+    start = state_of(model)
+
+    class Sampler(LengthGroupedSampler):  # type: ignore[misc]
+        epoch = 0
+
+        def __iter__(self) -> Any:
+            self.generator = torch.Generator().manual_seed(42 + self.epoch)
+            self.epoch += 1
+            return super().__iter__()
+
+    its = trainer(model, "gpt2", tmp_path, arguments)
+    sampler = Sampler(4, items_of("gpt2"))
+    its._get_train_sampler = lambda *_: sampler
+    its.train()
+    assert difference(train(keys("gpt2", arguments), tmp_path / "model"), state_of(model), start) < 1e-6
 
 
 def test_arguments_may_be_an_object(tmp_path: Path) -> None:

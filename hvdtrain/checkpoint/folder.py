@@ -240,17 +240,17 @@ class CheckpointFolder:
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
 
         Epochs after it are of a training that went back, or began anew: the next start would continue from them, and what keeps
-        the last models would remove the new ones. Their models get another name: it may have been a mistake.
+        the last models would remove the new ones. On the disk, their models get another name: it may have been a mistake.
         """
         names = self._names()
-        if later := [found for found in self.models(names) if found.step is None and found.age > newest.age]:
-            for found in later:
+        for found in self.models(names):
+            if found.step is None and found.age > newest.age:
                 files = [found.model_file_as(suffix) for suffix in self.model_suffixes]
                 for file in (*files, *(self.folder / name for name in self._model_parts_of(found, names))):
                     with suppress(FileNotFoundError):
                         os.replace(file, f"{file}{ABANDONED}")
-            self.remove(later)
-            names = self._names()
+                self._remove_all_but_model(found, names)
+        names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
         kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import itemgetter
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,7 +25,7 @@ SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
 
 MEMBERS = (list, tuple, set, frozenset)
 
-CONSTANTS = (str, *SIMPLE, dict, *MEMBERS)
+CONSTANTS = (str, *SIMPLE, dict, *MEMBERS, os.PathLike, SimpleNamespace)
 """Values of a module or a class that count if code uses them."""
 
 LONG = 1000
@@ -146,6 +146,8 @@ class _Walk:
             named = "" if isinstance(kind.__repr__, FunctionType) else _without_addresses(value)
             return f"{self.text(kind)} {named} {self.text(getattr(value, '__dict__', {}))}"
         made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
+        if kind.__module__.startswith("datasets.") and len(made_of) > 1 and isinstance(made_of[1], dict):
+            made_of[1] = {name: member for name, member in made_of[1].items() if not name.endswith("hffs_cache")}  # by process
         iterators = (2, 3)  # over members; what follows may be a function
         parts = [list(part) if number in iterators and part is not None else part for number, part in enumerate(made_of)]
         return f"{self.text(kind)} {self.text(parts)}"
@@ -170,9 +172,11 @@ class _Walk:
         for each in kind.__mro__:
             if each.__module__ in ("builtins", "abc", "typing", "collections.abc"):
                 continue
+            # Classes of packages have constants that are no setting, such as the number of the process in fsspec's.
+            is_installed = "-packages" in str(getattr(sys.modules.get(each.__module__), "__file__", ""))
             for name, member in vars(each).items():
                 function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
-                is_constant = isinstance(member, CONSTANTS) and not name.startswith("__")
+                is_constant = isinstance(member, CONSTANTS) and not name.startswith("__") and not is_installed
                 if is_constant or hasattr(function, "__code__") or isinstance(function, CACHED):
                     found[f"{each.__qualname__}.{name}"] = function
         return f" {self.text(found)}" if found else ""

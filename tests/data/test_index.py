@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import fsspec
 import h5py
 import numpy
 import pytest
@@ -63,6 +64,22 @@ def cached() -> int:
     return 3
 
 
+class StreamOfHub:
+    """What it keeps of the file systems of a hub is another in every process."""
+
+    def __init__(self) -> None:
+        self._StreamOfHub__hffs_cache = {os.getpid(): "the hub"}
+
+
+StreamOfHub.__module__ = "datasets.iterable_dataset"
+
+FOLDER = Path("a")
+
+
+def in_folder() -> Path:
+    return FOLDER
+
+
 def values(folder: str) -> list[Any]:
     words = {"eins", "zwei", "drei"}
     lines = [Lines([name], words) for name in ("a", "b")] + [Lines(["a"], words | {"vier"})]
@@ -72,10 +89,11 @@ def values(folder: str) -> list[Any]:
     plain = [{"a": 1}, {"a": 2}, {"b": 1}, "text", f"{folder}/file", re.compile("a"), re.compile("b"), range(3), {1, 2}, len]
     by_key = [{key: 1} for key in (frozenset(words), frozenset("ab"), helper, in_set, Lines, (1, frozenset(words)))]
     locked = [Locked(words), Locked({"eins"}), cached, nested(cached)]
+    locked += [StreamOfHub(), fsspec.filesystem("file"), in_folder]
     return [*lines, *by_key, *locked, *functions, *generators, *arrays, *plain]
 
 
-def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path: Path) -> None:
+def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("one")
     found = [fingerprint_of(value) for value in values(str(tmp_path))]
     assert len(set(found)) == len(found)
@@ -90,6 +108,8 @@ def test_fingerprints_differ_as_the_values_do_and_not_between_processes(tmp_path
         assert printed.splitlines() == found
     (tmp_path / "file").write_text("more")
     assert fingerprint_of(str(tmp_path / "file")) not in found
+    monkeypatch.setitem(globals(), "FOLDER", Path("b"))
+    assert fingerprint_of(in_folder) not in found
 
 
 class Restored:

@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain.comm.base import SMALL_BUCKET  # noqa: E402
 from hvdtrain.comm.torch_pickled import LENGTH, first_space  # noqa: E402
 from hvdtrain.data.plan.shared import Offer  # noqa: E402
-from hvdtrain.runtime.heartbeats import Contact, Diagnosis, Heartbeat, Heartbeats  # noqa: E402
+from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
+from hvdtrain.runtime.heartbeats import Contact, Heartbeats
 from hvdtrain.runtime.peers import Process  # noqa: E402
 from hvdtrain.training.account import MODULUS, Usage  # noqa: E402  # found through the lines above
 

@@ -30,8 +30,9 @@ from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the lin
 from hvdtrain.plugins.trackers.receivers import TensorBoard  # noqa: E402
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
 from hvdtrain.report.steps import StepNumbers, work_counter  # noqa: E402
-from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
+from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.scores import Scores  # noqa: E402
+from hvdtrain.runtime.terminal import Terminal
 from hvdtrain.runtime.timer import Timer  # noqa: E402
 from hvdtrain.schedule.history import UsedRates  # noqa: E402
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport  # noqa: E402

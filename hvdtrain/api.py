@@ -11,11 +11,10 @@ import os
 import random
 import sys
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from html import escape
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
@@ -28,18 +27,20 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack_with_code
-from hvdtrain.config.source import CALL, OVERRIDING, Config, separate_imports
+from hvdtrain.config.overrides import CALL, OVERRIDING
+from hvdtrain.config.source import Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.report.table import epoch_table
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.runtime.records import prefix_of, records_of
-from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
 from hvdtrain.training.pretrained import SavePretrained as SavePretrained
+from hvdtrain.training.result import Average as Average
+from hvdtrain.training.result import Best as Best
+from hvdtrain.training.result import Result as Result
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 """A config: a file, several files, of which later ones win, or a dict of keys."""
@@ -48,78 +49,6 @@ CheckpointLike = str | os.PathLike[str] | int
 """A model: its file, an epoch, or "best"."""
 
 _BUSY = Lock()
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best epoch so far, as best.json names it (docs/resuming.md).
-
-    Attributes:
-        measure: the score that compares epochs.
-        score: its value in this epoch.
-        scores: all scores of the epoch, by name.
-        checkpoint: the file with the epoch's model; None: it was not saved, or cleanup_old_models removed it.
-    """
-
-    epoch: int
-    measure: str
-    score: float
-    scores: Mapping[str, float]
-    checkpoint: Path | None
-
-
-@dataclass(frozen=True)
-class Average:
-    """An average that `average_checkpoints` asks for (docs/training.md).
-
-    Attributes:
-        name: such as 'best-5'; with `ema_decay`, there is also one called 'trained weights', without the moving average.
-        scores: by name, such as 'dev_loss_ce'.
-        checkpoint: the file with the model; None: it has none.
-    """
-
-    name: str
-    scores: Mapping[str, float]
-    checkpoint: Path | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of `train`.
-
-    Attributes:
-        history: one entry for each finished epoch, also of earlier starts: `epoch`, `learning_rate` (of the epoch, before a
-            schedule of steps changes it) and `scores`.
-        best: the best epoch; None: there are no scores.
-        checkpoint: the file with the last epoch's model.
-        num_epochs: how many epochs this call has trained; 0: all of them had been trained before.
-        averages: those of `average_checkpoints`, in its order.
-    """
-
-    history: Sequence[EpochRecord]
-    best: Best | None
-    checkpoint: Path
-    num_epochs: int
-    averages: Sequence[Average]
-    _model: Callable[[], Any] = field(repr=False)
-
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """The scores of the last epoch by name, such as 'train_loss_ce' and 'dev_loss_ce'."""
-        return self.history[-1].scores if self.history else {}
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: a row for each epoch, the best one in bold."""
-        table = epoch_table(self.history, None if self.best is None else self.best.epoch)
-        return f"{table}<code>{escape(str(self.checkpoint))}</code>"
-
-    @cached_property
-    def model(self) -> Any:
-        """The trained model after the last epoch, as its checkpoint has it, ready to be evaluated; `load_model` loads others.
-
-        If separate processes trained it, it is loaded on first access.
-        """
-        return self._model()
 
 
 def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_signals: bool = False, **keys: Any) -> Result:

@@ -21,9 +21,10 @@ from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.config.command_line import OPTIONS, parse_command_line, without_local_rank
 from hvdtrain.config.keys import declared_keys
+from hvdtrain.config.large_imports import LargeImports
 from hvdtrain.config.plugins import Registry
-from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome, failure_text
 from hvdtrain.runtime.goodput import process_began
 from hvdtrain.runtime.interrupt import Stopped
@@ -212,7 +213,8 @@ def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     # Imported here, so that build-horovod runs without numpy.
     from hvdtrain.learner.frameworks import FRAMEWORKS, check_elastic
-    from hvdtrain.settings import print_config, read_settings, with_datasets
+    from hvdtrain.settings import read_settings, with_datasets
+    from hvdtrain.start_up.effective import print_config
 
     launcher = launch.launcher()
     status = launcher.on_start()

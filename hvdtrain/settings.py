@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Number
-from pathlib import Path, PurePath
-from types import NoneType
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hvdtrain.checkpoint.average_rules import average_measures
@@ -15,7 +13,7 @@ from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, did_you_mean, unknown_keys, unread_line, unsupported_keys
+from hvdtrain.config.check import build, unknown_keys, unread_line, unsupported_keys
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
@@ -32,8 +30,10 @@ from hvdtrain.config.keys import (
     positive,
     spellings,
 )
+from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.plugins import Registry, with_implied_keys
-from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
+from hvdtrain.config.source import Config, Source, load
+from hvdtrain.config.value_text import value_text
 from hvdtrain.data.combine.step_keys import STEPS
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
@@ -71,7 +71,7 @@ TASKS: Registry[Callable[[Settings], Any]] = Registry(
     "tasks",
     {
         "train": "hvdtrain.run:train",
-        "dry_run": "hvdtrain.tasks.tasks:dry_run",
+        "dry_run": "hvdtrain.tasks.dry_run:dry_run",
         "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
         "summary": "hvdtrain.tasks.inspect:summarize",
         "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
@@ -447,73 +447,6 @@ def with_datasets(settings: Settings) -> Settings:
 
 DATASETS = ("train", "dev", "eval")
 
-MAY_CHANGE = (
-    *(each.name for section in (BatchKeys, ChunkKeys, AccumulationKeys) for each in declared_keys(section)),
-    *("learning_rate", *DATASETS, "eval_datasets"),
-)
-"""The keys that may have another value in an epoch."""
-
-
-def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) -> Settings:
-    """The settings with other values of some keys in an epoch; those of datasets are opened again only if these keys are given.
-
-    Args:
-        where: the values come from, for messages.
-
-    Raises:
-        ConfigError: with all problems: keys that may not change, wrong values, conflicts with other keys.
-    """
-    names = [each.name for each in all_keys()]
-    problems: list[Problem] = []
-    for name in given:
-        if name in names and name not in MAY_CHANGE:
-            problems += problem(
-                "unsupported",
-                f"{where}: {name}: it cannot change with the epoch (keys of batches, chunks and accumulation, learning_rate, "
-                "train, dev, eval and eval_datasets can)",
-            )
-        elif name not in names:
-            problems += problem("unknown-key", f"{where}: {name}: unknown key{did_you_mean(name, MAY_CHANGE)}")
-    if problems:
-        raise ConfigError(problems)
-    source = settings.source
-    origins = {**source.origins, **dict.fromkeys(given, where)}
-    of_datasets = {*DATASETS, "eval_datasets"} & given.keys()
-    try:
-        made = check(replace(source, values={**source.values, **given}, origins=origins), names)
-        made = with_datasets(made) if of_datasets else made
-    except ConfigError as error:  # problems of datasets and conflicts do not name the origin of a value
-        raise ConfigError([each if where in str(each) else each.within(f"{where}: ") for each in error.problems]) from error
-    datasets = settings.datasets
-    if of_datasets:
-        of_epoch = {spec.name: spec for spec in made.datasets}
-        if list(of_epoch) != (expected := [spec.name for spec in settings.datasets]):
-            raise ConfigError.of(
-                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(of_epoch)}"
-            )
-        changed = {*given, *(given.get("eval_datasets") or {})}
-        datasets = tuple(of_epoch[spec.name] if spec.name in changed else spec for spec in settings.datasets)
-    return replace(
-        settings,
-        batch=made.batch,
-        chunks=made.chunks,
-        accumulation=made.accumulation,
-        schedule=replace(settings.schedule, learning_rate=made.schedule.learning_rate),
-        data=made.data,
-        datasets=datasets,
-    )
-
-
-def value_of(settings: Settings, name: str) -> Any:
-    """The value of a key."""
-    [value] = [
-        getattr(section, each.field)
-        for kind, section in settings.sections.items()
-        for each in declared_keys(kind)
-        if each.name == name
-    ]
-    return value
-
 
 def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
     """The values, with placeholders for the keys that only training uses if the task does not train.
@@ -722,102 +655,3 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
     "outside_datasets": _outside_datasets,
 }
 """By attribute of Settings, the function that derives it from the sections; it returns the value and the problems."""
-
-
-DEFAULT = "default"
-"""The origin of a key that was not set."""
-
-
-@dataclass(frozen=True)
-class Effective:
-    """One key.
-
-    Attributes:
-        section: the title of the group it belongs to.
-        value: as text, as it could be written in a config; a function by its name.
-        origin: a config file's name, "the command line" or "default".
-    """
-
-    section: str
-    name: str
-    value: str
-    origin: str
-
-
-def effective_keys(settings: Settings) -> Iterator[Effective]:
-    """All keys at the top level, in the order of the reference page."""
-    for section in SECTIONS:
-        title = (section.__doc__ or "").splitlines()[0].rstrip(".")
-        for declared_key in declared_keys(section):
-            value = getattr(settings.sections[section], declared_key.field)
-            yield Effective(title, declared_key.name, value_text(value), settings.origins.get(declared_key.name, DEFAULT))
-
-
-def print_config(settings: Settings, *, only_changed: bool = False) -> str:
-    """All keys in effect, each followed by its origin: `num_epochs = 24    # g2p.py`.
-
-    Args:
-        only_changed: leave out those with their default.
-    """
-    lines: list[str] = []
-    section = ""
-    for found in effective_keys(settings):
-        if only_changed and found.origin == DEFAULT:
-            continue
-        if found.section != section:
-            section = found.section
-            lines += ["", f"# {section}"]
-        lines.append(f"{f'{found.name} = {found.value}':<50} # {found.origin}")
-    return "\n".join(lines[1:])
-
-
-LONG = 2000
-"""Characters of a list, a dict or a text that are shown: all learning rates of 200 epochs, but not the data of a corpus."""
-
-FEW = LONG // 5
-"""What an array or object in a list counts for: the first five are enough to recognize the list."""
-
-
-def value_text(value: Any) -> str:
-    """A value as text: of arrays the type and shape, of objects the class, of long lists the beginning.
-
-    >>> import numpy
-    >>> value_text({"class": "adam", "check": print}), value_text([1, "2G"]), value_text(numpy.zeros((17, 6), "float32"))
-    ("{'class': 'adam', 'check': <function print>}", "[1, '2G']", '<float32 (17, 6)>')
-    """
-    if isinstance(value, dict):
-        return "{" + _abbreviate((f"{name!r}: {value_text(member)}" for name, member in value.items()), len(value)) + "}"
-    if isinstance(value, (list, tuple)):
-        brackets = "[]" if isinstance(value, list) else "()"
-        return brackets[0] + _abbreviate(map(value_text, value), len(value)) + brackets[1]
-    if isinstance(value, (set, frozenset)):  # sorted, as their order differs from run to run
-        return "{" + _abbreviate(sorted(map(value_text, value)), len(value)) + "}" if value else "set()"
-    if isinstance(value, (str, bytes)):
-        return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}..."
-    if callable(value) and hasattr(value, "__name__"):
-        code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
-        where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
-        return f"<{'class' if isinstance(value, type) else 'function'} {value.__name__}{where}>"
-    # By name, as `--help` does not import numpy.
-    is_numpy = type(value).__module__ == "numpy"
-    if isinstance(value, SHORT) or (is_numpy and not hasattr(value, "__setitem__")):  # a scalar, not an array
-        return repr(value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
-    return f"<{type(value).__name__}>"
-
-
-SHORT = (NoneType, Number, PurePath, range)
-"""Types whose values are shown as Python writes them, besides numpy scalars."""
-
-
-def _abbreviate(members: Iterable[str], count: int) -> str:
-    """The members of a list, or the first ones and the number of the others."""
-    shown_members: list[str] = []
-    left = LONG
-    for text in members:
-        if left <= 0:
-            return f"{', '.join(shown_members)}, ... {count - len(shown_members)} more"
-        shown_members.append(text)
-        left -= FEW if text[0] in "<([{" and "<" in text else len(text)
-    return ", ".join(shown_members)

@@ -26,7 +26,7 @@ from terminal import Terminal
 from times import Times
 from trainings import Trained, named_by, names_in
 
-from hvdtrain.config.source import SELDOM
+from hvdtrain.config.large_imports import SELDOM
 from hvdtrain.data import remote
 from hvdtrain.data.hdf.writer import HDFWriter
 

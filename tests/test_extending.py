@@ -17,7 +17,7 @@ CONFIG = PLUGIN / "config.py"
 
 KEY = (
     (
-        "learner/base.py",
+        "learner/keys.py",
         "class LearnerKeys(Section):",
         '    gradient_divisor: float = key(1.0, "divide gradients by this, after the reduction", positive)',
     ),
@@ -156,7 +156,7 @@ import numpy
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer

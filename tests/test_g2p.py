@@ -8,7 +8,7 @@ from launching import ROOT
 from trainings import Run, Trained, trains
 from words import LAST, words_in
 
-from hvdtrain.config.source import resolve
+from hvdtrain.config.references import resolve
 from hvdtrain.data.hdf.dataset import open_hdf
 
 WORDS = ROOT / "demos" / "g2p" / "words.py"

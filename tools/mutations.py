@@ -218,7 +218,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the velocity of an outer optimizer has the wrong sign",
-        "learner/param_sync.py",
+        "learner/outer.py",
         "velocity = self.momentum * moments[0] + gradient",
         "velocity = self.momentum * moments[0] - gradient",
         ("tests/plugins/tensorflow/test_outer.py",),
@@ -301,7 +301,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first models are kept instead of the last ones",
-        "checkpoint/folder.py",
+        "checkpoint/cleanup.py",
         "existing[-self.keep_last_n :]",
         "existing[: self.keep_last_n]",
         ("tests/checkpoint/test_start.py",),

@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
-from hvdtrain.config.source import is_reference
+from hvdtrain.config.references import is_reference
 from hvdtrain.data.remote import can_be_mirror, is_remote, package_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package

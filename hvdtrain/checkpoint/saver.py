@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,14 @@ from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.preload import Preload, load_preloads, require_all
 from hvdtrain.checkpoint.progress import BestModel, EpochProgress, Progress
+from hvdtrain.checkpoint.saver_base import RankState, SaverBase
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, HvdtrainError
 from hvdtrain.learner.contents import NO_MARKS, CheckpointContents, Reader
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.model_state import ROLES, StatePart
-from hvdtrain.learner.reducer import EpochSync, Numbers, changed
+from hvdtrain.learner.reducer import EpochSync, changed
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
@@ -32,60 +33,6 @@ NO_AVERAGES = Averages()
 
 ALIKE = "alike"
 """The entry of a checkpoint with the lowest rank that has the same model and optimizer, for each rank."""
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a checkpoint says of a rank.
-
-    Attributes:
-        reducer: the state of its reducer.
-        save_id: a new mark for the files of a checkpoint, of which that of rank 0 is used.
-        alike: the lowest rank that has the same model and optimizer.
-    """
-
-    reducer: Numbers
-    save_id: str
-    alike: int
-
-
-class SaverBase:
-    """What a training asks of a saver. This one saves nothing, for a dry run."""
-
-    def prepare(self, check: Callable[[], object]) -> list[RankState]:
-        """Collective. Wait until everything is written; return what the next checkpoint says of the ranks.
-
-        Args:
-            check: called on every rank; raises an HvdtrainError if nothing may be written.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be written.
-        """
-        return []
-
-    def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint | None:
-        """Collective. Write a checkpoint, within `trained_weights`. If one rank fails, all fail; with a background writer, at the
-        next save or at the end.
-
-        Args:
-            ranks: what `prepare` has just returned.
-
-        Raises:
-            CheckpointError: the disk is full, or the folder cannot be written to.
-        """
-        return None
-
-    def save_evaluated(self, progress: Progress) -> Checkpoint | None:
-        """Collective. After an evaluation within an epoch, write the model, without its optimizer, if it is one of those to keep,
-        and remove those that no longer are.
-
-        Raises:
-            CheckpointError: the disk is full, or the folder cannot be written to.
-        """
-        return None
-
-    def finish(self) -> None:
-        """Collective. Wait for a checkpoint that is being written in the background. Raises: CheckpointError."""
 
 
 class Saver(SaverBase):

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.progress import Progress, best_position
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.stored import read_progress as stored_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten_files
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW

@@ -26,7 +26,8 @@ from typing import Any
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launch
-from hvdtrain.config.source import MODULE_NAME, resolve
+from hvdtrain.config.references import resolve
+from hvdtrain.config.source import MODULE_NAME
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import STOP_SIGNALS, ConfigError, HvdtrainError, PeerFailure, TrainingError
 

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import Mismatch, convert, words_of
 from hvdtrain.config.keys import REQUIRED, Key, declared_keys, spellings
-from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
+from hvdtrain.config.overrides import OVERRIDING
+from hvdtrain.config.references import is_reference, resolve
+from hvdtrain.config.source import Source
 from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem
 

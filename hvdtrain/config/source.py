@@ -5,196 +5,32 @@ The end of the file resolves Python objects that a config names in a string: `pa
 
 from __future__ import annotations
 
-import argparse
 import ast
-import builtins
 import copy
-import gc
-import importlib
-import importlib.util
 import json
 import os
 import re
 import symtable
 import sys
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
 from hvdtrain.config.absent import absent
+from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.convert import text_value
+from hvdtrain.config.large_imports import file_of
 from hvdtrain.config.missing import import_failure
-from hvdtrain.config.synonyms import SYNONYMS
-from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.config.overrides import COMMAND_LINE, constants_of, line_in, lines_that_read, override, set_nested
+from hvdtrain.errors import ConfigError, Problem
 
-COMMAND_LINE = "the command line"
-CALL = "the call"
-OVERRIDING = (COMMAND_LINE, CALL)
-"""Origins of overrides: text from the command line, Python objects from a program that calls hvdtrain."""
 MODULE_NAME = "__hvdtrain_config__"
 OUR_FILES = (str(Path(__file__).parent.parent),)
 """How the names of this package's own files begin."""
-
-
-OPTIONS = (
-    "-h", "--help", "--dry-run", "--find-batch-size", "--summary", "--find-learning-rate", "--overfit-batches", "--print-config",
-    "--changed", "--color", "--version",
-)  # fmt: skip
-"""Options of the program itself, besides keys."""
-
-
-def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Parse config files followed by `++key value` pairs, or `++key=value`; a single config may be anywhere. Raises: ConfigError.
-
-    >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering=random"])
-    ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
-    """
-    files = []
-    rest = without_local_rank(arguments)
-    while rest and not rest[0].startswith(("+", "-")) and not _is_assignment(rest[0]):
-        files.append(Path(rest.pop(0)))
-    problems = []
-    overrides = {}
-    while rest:
-        word = rest.pop(0)
-        name, assigned, value = word.partition("=")
-        if not files and not word.startswith(("+", "-")) and Path(word).is_file():
-            files.append(Path(word))
-            continue
-        if not name.startswith("++") or len(name) == 2:
-            value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
-            meant = name.lstrip("-+").replace("-", "_")
-            option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
-            hint = f"did you mean {_as_key(meant, value)}?" if meant else "python -m hvdtrain --help"
-            hint = f"did you mean {option[0]}?" if option and option[0][:3] == word[:3] else hint
-            hint = "configs are written first" if Path(word).is_file() else hint
-            problems += problem("wrong-format", f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
-            continue
-        if not assigned:
-            if not rest or _is_key(rest[0]):
-                problems += problem(
-                    "missing", f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}"
-                )
-                continue
-            value = rest.pop(0)
-        overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
-    if not files:
-        problems[:0] = problem("missing", "command line: expected a config file first, got none (python -m hvdtrain --help)")
-    if problems:
-        raise ConfigError(problems)
-    return files, overrides
-
-
-def _as_key(name: str, value: str) -> str:
-    """How to set a key on the command line, given its name, or another trainer's.
-
-    >>> _as_key("lr", "3"), _as_key("hidden", ""), _as_key("weight_decay", "0.1")
-    ('++learning_rate 3', '++hidden VALUE', "in the config: optimizer = {'class': ..., 'weight_decay': ...}")
-    """
-    key = SYNONYMS.get(name, name)
-    return f"++{key} {value or 'VALUE'}" if key.isidentifier() or key == name else f"in the config: {key}"
-
-
-def _is_assignment(word: str) -> bool:
-    """Whether a word is meant as KEY=VALUE, not as a file."""
-    return "=" in word and not Path(word).exists()
-
-
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command's own arguments from the `++key value` pairs among them.
-
-    >>> split_overrides(["config.py", "++max_seqs", "128", "--json"])
-    (['config.py', '--json'], ['++max_seqs', '128'])
-    """
-    own: list[str] = []
-    overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        (overrides if word.startswith("++") else own).append(word)
-        if word.startswith("++") and "=" not in word and rest and not _is_key(rest[0]):
-            overrides.append(rest.pop(0))
-    return own, overrides
-
-
-def _is_key(word: str) -> bool:
-    """Whether a word begins the next pair instead of being a value."""
-    return word.startswith("++") and not word.startswith("+++")
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors explain how to write keys of a config.
-
-    Attributes:
-        instead: of other programs' options of the same purpose, ours.
-        otherwise: how such a program's other options are written; None: this command has nothing to do with one.
-    """
-
-    instead: Mapping[str, str] = MappingProxyType({})
-    otherwise: str | None = None
-
-    def error(self, message: str) -> NoReturn:
-        """Print the error, with the right spelling of an argument that looks like a key, and end the program."""
-        _, _, unknown = message.partition("unrecognized arguments: ")
-        word, *more = unknown.split()[:2] or [""]
-        name, assigned, value = word.lstrip("-+").partition("=")
-        name = name.replace("-", "_")
-        options = [option for action in self._actions for option in action.option_strings]
-        close = get_close_matches(word, options, n=1, cutoff=0.8)
-        value = value if assigned or not more else more[0]
-        if word in self.instead:
-            message += f" (did you mean {self.instead[word]}?)"
-        elif close:
-            message += f" (did you mean {close[0]}?)"
-        elif name.isidentifier() and "++" in (self.usage or ""):
-            message += f" (a key of a config is written {_as_key(name, value)}"
-            message += ")" if self.otherwise is None else f", {self.otherwise.format(word.partition('=')[0], value or 'VALUE')})"
-        super().error(message)
-
-
-STATUSES = """\
-exit status
-  0    done
-  1    a crash: a traceback was printed
-  2    a mistake in the command, the config or the data, which the message names
-  130  interrupted with Ctrl-C"""
-"""For commands that have no others."""
-
-
-def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> CommandParser:
-    """A parser for the options of the command `python -m hvdtrain NAME`. Line breaks in the texts are kept.
-
-    Args:
-        usage: None: generated from the options.
-    """
-    return CommandParser(
-        prog=f"python -m hvdtrain {name}",
-        usage=usage,
-        description=description,
-        epilog=epilog if "exit status" in epilog else f"{epilog}\n\n{STATUSES}".strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""The argument that torch.distributed.launch adds without --use_env. The environment has the same information."""
-
-
-def without_local_rank(arguments: list[str]) -> list[str]:
-    """The arguments without the one that torch.distributed.launch adds.
-
-    >>> without_local_rank(["--local-rank=1", "config.py"])
-    ['config.py']
-    """
-    return [argument for argument in arguments if not LOCAL_RANK.fullmatch(argument)]
 
 
 @dataclass(frozen=True)
@@ -314,14 +150,14 @@ def load(
         else:
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
-            imported |= _override(names, tree, top, known, types)
+            imported |= override(names, tree, top, known, types)
             trees[path.name] = tree
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier, of_earlier in zip(modules, constants, strict=True):
                 earlier.update({name: value for name, value in loaded.items() if name in of_earlier and name not in top})
             modules.append(names)
-            constants.append(_constants(tree))
+            constants.append(constants_of(tree))
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
     mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
@@ -336,7 +172,7 @@ def load(
             values[name], origins[name] = top[name], origin
     problems, before = [], dict(values)
     for name, value in nested.items():
-        problems += _set_nested(values, origins, name, value, parse, origin)
+        problems += set_nested(values, origins, name, value, parse, origin)
     for name in {name.partition(".")[0] for name in nested} & values.keys():
         for names in modules:
             if names.get(name) is before[name]:  # not that of another file
@@ -345,6 +181,38 @@ def load(
     source = Source(values, origins, unused, frozenset(imported), tuple(problems), texts)
     computed = [_computed_before(source, trees, name) for name in top if name not in types]
     return replace(source, warnings=tuple(filter(None, computed)))
+
+
+def _computed_before(source: Source, trees: Mapping[str, ast.Module], name: str) -> str | None:
+    """The warning that a file had computed with its own constant before an override took its place, if it did.
+
+    Args:
+        trees: the files' parsed texts, by their names.
+
+    Raises:
+        ConfigError: nothing else reads the name, so the override would have no effect.
+    """
+    is_read = False
+    before: list[str] = []
+    for file, tree in trees.items():
+        at_once, later = lines_that_read(tree, name)
+        is_read = is_read or later
+        if at_once and any(
+            isinstance(node, ast.Assign | ast.AnnAssign) and name in constants_of(ast.Module([node], [])) for node in tree.body
+        ):
+            before.append(f"{file}, line {', '.join(map(str, at_once))}")
+        else:
+            is_read = is_read or bool(at_once)
+    if not before:
+        return None
+    where, hint = " and ".join(before), f"config.value({name!r}, default) reads the override"
+    if is_read or source.asks_for(name) or name in source.imported:
+        return f"++{name}: {where}: computed before, with the constant of the file ({hint})"
+    raise ConfigError.of(
+        "wrong-type",
+        f"++{name}: expected a constant that functions of the config read, got one that the file itself computes with: {where} "
+        f"({name} = {hint})",
+    )
 
 
 def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> list[set[str]]:
@@ -373,66 +241,6 @@ def _without_spellings(values: Mapping[str, Any], forgotten: Iterable[set[str]])
         elif not dot:
             left.pop(name, None)
     return left
-
-
-LARGE = frozenset(("torch", "torch._dynamo", "tensorflow", "keras"))
-"""Packages whose import creates hundreds of thousands of objects."""
-
-SELDOM = (100_000, 10, 10)
-"""Thresholds with which Python's garbage collector hardly runs while a package is imported."""
-
-
-class LargeImports(MetaPathFinder):
-    """Hides the objects of large packages, which live until the process ends, from the garbage collector.
-
-    It would traverse all of them again and again: while they are created, in each full collection (during which the other ranks
-    wait for this one), and when the process ends. Without that, importing PyTorch and exiting takes 1.3 s of a core instead of
-    1.9, TensorFlow 2.7 s instead of 4.5. Nothing else about the packages and their imports changes.
-    """
-
-    @classmethod
-    def install(cls) -> None:
-        """For the rest of the process, which should belong to hvdtrain: garbage that exists at such an import stays."""
-        if not any(isinstance(finder, cls) for finder in sys.meta_path):
-            sys.meta_path.insert(0, cls())
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec that Python finds, with a loader that tunes the garbage collector during the import."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in LARGE else None
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        loader.exec_module = partial(self._execute, loader)  # an attribute of this loader only, which loads nothing else
-        return spec
-
-    @staticmethod
-    def _execute(loader: Any, module: ModuleType) -> None:
-        del loader.exec_module
-        usual = gc.get_threshold()
-        gc.set_threshold(*SELDOM)
-        try:
-            loader.exec_module(module)
-        finally:
-            gc.set_threshold(*usual)
-        users: list[Any] = [module for module in list(sys.modules.values()) if not _is_installed(module)]
-        users.append(users)  # not frozen: at exit, Python clears these modules, so that their files are written and closed
-        gc.freeze()
-
-
-def _is_installed(module: ModuleType) -> bool:
-    """Whether a module belongs to Python or to an installed package."""
-    file = _file_of(module)
-    return file is None or file.startswith((sys.prefix, sys.base_prefix))
-
-
-def _file_of(module: ModuleType) -> str | None:
-    """The file of a module. One that is imported on first use would be, if it were asked for an attribute, or even for its
-    `__dict__`; and some modules replace the handlers of signals when they are imported."""
-    try:
-        file: str | None = object.__getattribute__(module, "__dict__").get("__file__")
-    except AttributeError:  # no module, but somebody's object in sys.modules
-        return None
-    return file
 
 
 def _read(path: Path) -> str:
@@ -476,7 +284,7 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
         folders = {str(config.resolve().parent) for config in configs} - set(path)
         sys.path[:] = path
         for name in set(sys.modules) - modules - {MODULE_NAME}:
-            file = _file_of(sys.modules[name]) or ""
+            file = file_of(sys.modules[name]) or ""
             if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
                 del sys.modules[name]
 
@@ -513,11 +321,11 @@ def _run_python(
     except SystemExit as error:
         raise ConfigError.of(
             "raised",
-            f"{path.name}{_line_in(path, error)}: expected a config that goes on to its end, got sys.exit({error.code!r}) (an "
+            f"{path.name}{line_in(path, error)}: expected a config that goes on to its end, got sys.exit({error.code!r}) (an "
             "argument parser would read hvdtrain's own arguments: config.value('key', default) reads ++key)",
         ) from error
     except Exception as error:
-        line = _line_in(path, error)
+        line = line_in(path, error)
         what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         again = isinstance(error, FileExistsError)
         hint = " (each rank reads the config, at each start: os.makedirs(..., exist_ok=True))" if again else ""
@@ -528,266 +336,3 @@ def _run_python(
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
     return loaded, names, tree
-
-
-def _override(
-    names: dict[str, Any], tree: ast.Module, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
-) -> set[str]:
-    """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports,
-    which are returned.
-
-    Args:
-        names: those of the module.
-        known: modules that are not this config's: other code of the program may use them.
-        keys: names that have an effect by themselves.
-
-    Raises:
-        ConfigError: an override that only such functions can read does not reach them.
-    """
-    constants, reached = _constants(tree), set[str]()
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)] if overrides else []
-    for name, value in overrides.items():
-        if name in constants:
-            names[name] = value
-        for module in _imported_from(imports, name, names.get("__package__")):
-            inner = vars(sys.modules.get(module, object))
-            found = inner.get(name)
-            if found is None or callable(found):
-                continue
-            file = Path(inner.get("__file__") or "")
-            if module not in known and file.suffix == ".py":
-                inside = ast.parse(file.read_text(encoding="utf-8"), str(file))
-                _override(inner, inside, {name: value}, known, keys)
-            if inner[name] is value or found == value:
-                names[name] = value
-                reached.add(name)
-            elif name not in keys:
-                raise ConfigError.of(
-                    "wrong-type",
-                    f"++{name}: expected a constant of the config, or of a module that it imports, got one that {module} "
-                    f"computes, or that other code uses (config.value({name!r}, default) in the config reads the override)",
-                )
-    return reached
-
-
-def _computed_before(source: Source, trees: Mapping[str, ast.Module], name: str) -> str | None:
-    """The warning that a file had computed with its own constant before an override took its place, if it did.
-
-    Args:
-        trees: the files' parsed texts, by their names.
-
-    Raises:
-        ConfigError: nothing else reads the name, so the override would have no effect.
-    """
-    is_read = False
-    before: list[str] = []
-    for file, tree in trees.items():
-        at_once, later = _lines_that_read(tree, name)
-        is_read = is_read or later
-        if at_once and any(
-            isinstance(node, ast.Assign | ast.AnnAssign) and name in _constants(_module(node)) for node in tree.body
-        ):
-            before.append(f"{file}, line {', '.join(map(str, at_once))}")
-        else:
-            is_read = is_read or bool(at_once)
-    if not before:
-        return None
-    where, hint = " and ".join(before), f"config.value({name!r}, default) reads the override"
-    if is_read or source.asks_for(name) or name in source.imported:
-        return f"++{name}: {where}: computed before, with the constant of the file ({hint})"
-    raise ConfigError.of(
-        "wrong-type",
-        f"++{name}: expected a constant that functions of the config read, got one that the file itself computes with: {where} "
-        f"({name} = {hint})",
-    )
-
-
-def _module(statement: ast.stmt) -> ast.Module:
-    return ast.Module([statement], [])
-
-
-def _lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
-    """The lines of code that runs while the file is read and that reads a name, and whether functions read it, which run later.
-
-    >>> _lines_that_read(ast.parse("b = 2 * a\ndef f(c=a): return d"), "a"), _lines_that_read(ast.parse("f = lambda: a"), "a")
-    (([1, 2], False), ([], True))
-    """
-    lines, is_read_later = set[int](), False
-    left: list[tuple[ast.AST, bool]] = [(tree, False)]
-    for node, is_later in left:
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-            is_read_later = is_read_later or is_later
-            lines |= set() if is_later else {node.lineno}
-        bodies = getattr(node, "body", []) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else []
-        later = bodies if isinstance(bodies, list) else [bodies]
-        left += [(part, is_later or part in later) for part in ast.iter_child_nodes(node)]
-    return sorted(lines), is_read_later
-
-
-def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | None) -> Iterator[str]:
-    """The modules from which a Python file with these imports imports a name.
-
-    >>> list(_imported_from(ast.parse("from a import *; from b import c; from .d import c; from e import c as f").body, "c", "g"))
-    ['a', 'b', 'g.d']
-    """
-    for node in imports:
-        if any(alias.name in ("*", name) and not alias.asname for alias in node.names):
-            yield importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
-
-
-def _constants(tree: ast.Module) -> set[str]:
-    """The names to which a Python file assigns only constants; a computed value may depend on an override.
-
-    >>> sorted(_constants(ast.parse("hidden = 64; files = ['a']; path = str(files); hidden_2 = config.int('hidden_2', 3)")))
-    ['files', 'hidden']
-    """
-    constant: dict[str, bool] = {}
-    statements: list[ast.AST] = list(tree.body)
-    for statement in statements:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        statements += ast.iter_child_nodes(statement)  # such as those under an if
-        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and statement.value is not None:
-            computed = any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(statement.value))
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for part in (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)):
-                constant[part.id] = constant.get(part.id, True) and not computed
-    return {name for name, is_constant in constant.items() if is_constant}
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """', line 12' of the config that raised the error or that it passed through; '' if no line of the config did."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f", line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f", line {lines[-1]}" if lines else ""
-
-
-def _set_nested(
-    values: dict[str, Any], origins: dict[str, str], name: str, value: Any, parse: Callable[[Any, Any], Any], origin: str
-) -> list[Problem]:
-    """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if any."""
-    first, *path = name.split(".")
-    start = "++" if origin == COMMAND_LINE else ""
-    inside: Any = values.get(first)
-    if not isinstance(inside, dict):
-        got = "nothing" if first not in values else type(inside).__name__
-        close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
-        hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
-        return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
-    values[first] = inside = dict(inside)
-    for part in path[:-1]:
-        if not isinstance(inside.get(part), dict):
-            return problem(
-                "wrong-type",
-                f"{start}{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}",
-            )
-        inside[part] = dict(inside[part])
-        inside = inside[part]
-    inside[path[-1]] = parse(value, str if isinstance(inside.get(path[-1]), str) else Any)
-    if origin not in origins[first]:
-        origins[first] = f"{origins[first]} and {origin}"
-    return []
-
-
-class ConfigAccess:
-    """The `config` that a config file sees: overrides from the command line, earlier files and the names set so far."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def has(self, name: str) -> builtins.bool:
-        """Whether the name has a value."""
-        return name in self._values
-
-    def typed_value(self, name: str, default: Any = None) -> Any:
-        """The value without conversion."""
-        return self._values.get(name, default)
-
-    opt_typed_value = typed_value
-
-    @property
-    def typed_dict(self) -> Mapping[str, Any]:
-        return self._values
-
-    def value(self, name: str, default: Any = None) -> Any:
-        """The value as a string; a list is joined by commas."""
-        found = self._values.get(name, default)
-        if isinstance(found, (list, tuple)):
-            return ",".join(str(member) for member in found)
-        return found if found is None or found is default else str(found)
-
-    def bool(self, name: str, default: Any = None) -> Any:
-        """The value as a bool, from a bool, a number or one of true/yes/on/1, false/no/off/0."""
-        found = self._values.get(name, default)
-        if isinstance(found, str):
-            if found.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-                raise ValueError(f"{name}: expected true or false, got {found!r}")
-            return found.lower() in ("true", "yes", "on", "1")
-        return found if found is None else builtins.bool(found)
-
-    def is_true(self, name: str) -> builtins.bool:
-        """Like `bool`, but False if the name has no value."""
-        return builtins.bool(self.bool(name))
-
-    def int(self, name: str, default: Any = None) -> Any:
-        found = self._values.get(name, default)
-        return found if found is None else builtins.int(found)
-
-    def float(self, name: str, default: Any = None) -> Any:
-        found = self._values.get(name, default)
-        return found if found is None else builtins.float(found)
-
-    def list(self, name: str, default: Any = None) -> Any:
-        """The value as a list; a string is split at commas."""
-        found = self._values.get(name, default)
-        if isinstance(found, str):
-            return found.split(",")
-        return found if found is None else builtins.list(found)
-
-
-def is_reference(value: object) -> bool:
-    """Whether a value is a reference.
-
-    >>> is_reference("my_corpus:Words"), is_reference("demos/g2p/words.py:Words"), is_reference("a.hdf,b.hdf")
-    (True, True, False)
-    """
-    if not isinstance(value, str) or value.count(":") != 1:
-        return False
-    module, name = value.split(":")
-    return name.isidentifier() and (module.endswith(".py") or all(part.isidentifier() for part in module.split(".")))
-
-
-def resolve(reference: str) -> Any:
-    """Import the module or file and return the object. Raises: ImportError, whose message names the reference."""
-    module_name, name = reference.split(":")
-    try:
-        if module_name.endswith(".py"):
-            path = Path(module_name)
-            if not path.exists():
-                raise ImportError(f"no such file {module_name}")
-            specification = importlib.util.spec_from_file_location(path.stem, path)
-            if specification is None or specification.loader is None:
-                raise ImportError(f"{module_name} cannot be loaded as Python")
-            module = importlib.util.module_from_spec(specification)
-            sys.modules.setdefault(path.stem, module)
-            specification.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ImportError(f"{reference}: {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        raise ImportError(f"{reference}: expected a name {name!r} in {module_name}, got none")
-    return getattr(module, name)
-
-
-def as_function(value: Any, name: str) -> Any:
-    """The function that a key holds, or that it names as 'module:name'. Raises: ConfigError."""
-    if not isinstance(value, str):
-        return value
-    if not is_reference(value):
-        raise ConfigError.of("wrong-type", f"{name}: expected a function or its name as 'module:name', got {value!r}")
-    try:
-        return resolve(value)
-    except ImportError as error:
-        raise ConfigError.of("cannot-import", f"{name}: expected a function that can be imported, got {error}") from error

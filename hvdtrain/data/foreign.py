@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hvdtrain.data.dataset import Dataset, Item, SequenceSource, T
 from hvdtrain.data.types import Array, Padded
 from hvdtrain.errors import DataError
-
-if TYPE_CHECKING:
-    pass
-from hvdtrain.data.dataset import Dataset, Item, SequenceSource, T
 
 
 def as_dataset(opened: Any) -> Dataset | None:

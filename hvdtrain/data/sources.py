@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from hvdtrain.config.absent import absent
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
-from hvdtrain.config.source import as_function, is_reference, resolve
+from hvdtrain.config.references import as_function, is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.user_code import with_own_numbers

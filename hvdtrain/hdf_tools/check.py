@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.mpi import Alone
-from hvdtrain.config.source import command_parser
+from hvdtrain.config.command_line import command_parser
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf

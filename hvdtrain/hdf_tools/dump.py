@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Item
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
@@ -26,7 +26,7 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
-from hvdtrain.runtime.log import progress_bar, status_line
+from hvdtrain.runtime.terminal import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.foreign import Watches
-from hvdtrain.config.source import COMMAND_LINE, is_reference, load
+from hvdtrain.config.overrides import COMMAND_LINE
+from hvdtrain.config.references import is_reference
+from hvdtrain.config.source import load
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource
 from hvdtrain.data.feed import Feed

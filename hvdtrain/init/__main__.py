@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files as package_files
 from pathlib import Path
 
+from hvdtrain.config.command_line import command_parser
 from hvdtrain.config.plugins import Registry
-from hvdtrain.config.source import command_parser
 from hvdtrain.errors import DataError, HvdtrainError
 
 TEMPLATES = {

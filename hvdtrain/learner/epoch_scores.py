@@ -10,7 +10,7 @@ from math import nan
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.context import Loss, RunContext, statistic_name
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime import log

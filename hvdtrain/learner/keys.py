@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, REQUIRED, Rule, Section, Sections, key, not_negative, positive, share
-from hvdtrain.config.source import is_reference
+from hvdtrain.config.references import is_reference
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.optimizer_spec import spec_problems
 

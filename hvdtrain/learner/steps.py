@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from hvdtrain.config.keys import Section, key, positive
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 
 StepsPerUpdate = Callable[[int, float, int], int]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from hvdtrain.runtime.log import EVERY, configured_tqdm
+from hvdtrain.runtime.terminal import EVERY, configured_tqdm
 
 
 def is_notebook() -> bool:

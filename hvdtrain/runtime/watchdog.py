@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Literal
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Diagnosis, Heartbeat, Heartbeats, has_waited_long
+from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, has_waited_long
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Heartbeats
 
 Pace = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
 """How fast what a rank is doing goes on. Each has its own timeout: 'unhurried' are callbacks, trackers and the end, as the user's

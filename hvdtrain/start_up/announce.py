@@ -27,8 +27,9 @@ from hvdtrain.report.rows import end_row
 from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
-from hvdtrain.settings import Settings, effective_keys
+from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder
+from hvdtrain.start_up.effective import effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.version import __version__

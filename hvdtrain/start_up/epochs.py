@@ -14,7 +14,9 @@ from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.foreign import translate_names
-from hvdtrain.config.source import OVERRIDING, as_function
+from hvdtrain.config.overrides import OVERRIDING
+from hvdtrain.config.references import as_function
+from hvdtrain.config.value_text import value_text
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -22,8 +24,9 @@ from hvdtrain.errors import ConfigError, DataError, Problem
 from hvdtrain.learner.base import Learner
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.settings import DATASETS, Settings, settings_of_epoch, value_of, value_text
+from hvdtrain.settings import DATASETS, Settings
 from hvdtrain.start_up.data import check_limits, copy_data, open_datasets, with_keys
+from hvdtrain.start_up.epoch_settings import settings_of_epoch, value_of
 from hvdtrain.training.session import Epochs
 
 KEYS_OF_CONFIG = "the values of the config again"

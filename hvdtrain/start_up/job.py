@@ -36,7 +36,7 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.fork_server import Fork
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import StepsPerUpdate, steps_per_update
 from hvdtrain.runtime import log

@@ -14,7 +14,7 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.runtime import log
-from hvdtrain.runtime.log import open_terminal
+from hvdtrain.runtime.terminal import open_terminal
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
 

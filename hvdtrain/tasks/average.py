@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.progress import BEST
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.cli import exit_status
 from hvdtrain.comm.base import on_rank_zero
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError, LaunchError
 from hvdtrain.learner.averaging import framework_of, mean_of_files

@@ -24,7 +24,7 @@ from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.start_up.without_files import writing_nothing
-from hvdtrain.tasks.tasks import Rounds, trainer
+from hvdtrain.tasks.dry_run import Rounds, trainer
 from hvdtrain.training.session import Session
 
 PRECISION = 0.02

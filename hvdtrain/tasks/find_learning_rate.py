@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from math import exp, isfinite, log10
 from pathlib import Path
 
-from hvdtrain.checkpoint.saver import SaverBase
+from hvdtrain.checkpoint.saver_base import SaverBase
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.engine import Engine
 from hvdtrain.learner.reducers import scale_learning_rate

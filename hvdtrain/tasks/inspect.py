@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.cli import exit_status
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Exported, StepCost

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError, Problem, prunes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Array, Stream

@@ -15,10 +15,11 @@ from hvdtrain.data.types import Batch
 from hvdtrain.report.rows import progress_parts
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
-from hvdtrain.runtime.log import BETWEEN, EVERY, SCREEN, LogKeys, Terminal, open_terminal
+from hvdtrain.runtime.log import BETWEEN, SCREEN, LogKeys
 from hvdtrain.runtime.notebook import Notebook, is_notebook, open_notebook
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.scores import Scores, text
+from hvdtrain.runtime.terminal import EVERY, Terminal, open_terminal
 from hvdtrain.runtime.timer import clock_text
 
 

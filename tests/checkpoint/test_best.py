@@ -20,7 +20,7 @@ from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, best_of, missing_scores, negate_higher
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.tasks.tasks import dry_run
+from hvdtrain.tasks.dry_run import dry_run
 
 
 def run(corpus: Path, model: Path, task: Callable[[Settings], object] = train, **overrides: object) -> None:

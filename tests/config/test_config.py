@@ -19,28 +19,23 @@ from learners import CONFIG
 
 import hvdtrain
 from hvdtrain.cli import COMMANDS, main, usage
+from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.check import build, closest
+from hvdtrain.config.command_line import parse_command_line, split_overrides
 from hvdtrain.config.convert import text_value
 from hvdtrain.config.keys import REQUIRED, declared_keys, key, positive, share
-from hvdtrain.config.source import (
-    COMMAND_LINE,
-    ConfigAccess,
-    Source,
-    _is_installed,
-    is_reference,
-    load,
-    parse_command_line,
-    resolve,
-    separate_imports,
-    split_overrides,
-)
+from hvdtrain.config.large_imports import _is_installed
+from hvdtrain.config.overrides import COMMAND_LINE
+from hvdtrain.config.references import is_reference, resolve
+from hvdtrain.config.source import Source, load, separate_imports
 from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
 from hvdtrain.plugins.report.__main__ import parser as report_parser
 from hvdtrain.plugins.returnn.names import UNSUPPORTED
 from hvdtrain.plugins.submit.__main__ import parser as submit_parser
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective_keys, read_settings, with_datasets
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings, with_datasets
+from hvdtrain.start_up.effective import effective_keys
 
 MINIMAL = """\
 model = "exp/model"
@@ -98,7 +93,7 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, 
 LARGE_IMPORT = """
 import gc, sys
 from importlib.util import find_spec
-from hvdtrain.config.source import LargeImports
+from hvdtrain.config.large_imports import LargeImports
 LargeImports.install()  # once more
 usual, before = gc.get_threshold(), gc.get_freeze_count()
 from recipe_one import note as noted

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config.keys import Section, declared_keys, key
+from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.plugins import Plugin, Registry, plugins, with_implied_keys
-from hvdtrain.config.source import COMMAND_LINE, Source
+from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 
 Install = Callable[[str, str], None]

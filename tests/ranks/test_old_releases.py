@@ -13,7 +13,8 @@ from inside import nothing_changes
 from launching import ROOT, hvdtrain, launch
 from trainings import Run, Trained, trains
 
-from hvdtrain.settings import print_config, read_settings
+from hvdtrain.settings import read_settings
+from hvdtrain.start_up.effective import print_config
 
 RELEASES = ("0.1.0", "1.0.0", "1.1.0")
 """Those whose checkpoints and configs this version reads."""
@@ -124,7 +125,8 @@ def test_an_old_config_means_the_same(release: str, config: str) -> None:
 PRINT_ALL = """
 import sys
 from pathlib import Path
-from hvdtrain.settings import print_config, read_settings
+from hvdtrain.settings import read_settings
+from hvdtrain.start_up.effective import print_config
 for config in sys.argv[1:]:
     print("of", config)
     print(print_config(read_settings([Path(config)], {})))

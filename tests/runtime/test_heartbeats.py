@@ -18,7 +18,8 @@ from strangers import hostile
 from thread_ranks import on_ranks
 
 from hvdtrain.runtime import heartbeats, peers, relays
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Diagnosis, Heartbeat, Heartbeats, diagnose, exchange_contacts
+from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats, exchange_contacts
 from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
 from hvdtrain.runtime.relays import Layout, ranges_text, ranks_in
 

@@ -19,6 +19,7 @@ from terminal import Terminal, screen
 from hvdtrain.cli import main
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.runtime import log
+from hvdtrain.runtime import terminal as terminals
 
 CORPUS = """
 import time
@@ -115,11 +116,11 @@ def test_bars_under_mpirun_open_its_terminal_once(monkeypatch: pytest.MonkeyPatc
     end, inside = pty.openpty()
     termios.tcsetwinsize(inside, (24, 80))
     monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were mpirun
-    monkeypatch.setattr(log, "MPIRUN", (Path("/proc/self/comm").read_text().strip(),))
-    log._opened_terminal.cache_clear()
+    monkeypatch.setattr(terminals, "MPIRUN", (Path("/proc/self/comm").read_text().strip(),))
+    terminals._opened_terminal.cache_clear()
     with open(inside, "w") as stream:
-        windows = {log.terminal_of(stream) for _ in range(3)}
-    log._opened_terminal.cache_clear()
+        windows = {terminals.terminal_of(stream) for _ in range(3)}
+    terminals._opened_terminal.cache_clear()
     assert len(windows - {inside, None}) == 1
     for descriptor in (*windows, end):
         os.close(descriptor)  # type: ignore[arg-type]  # one is a number

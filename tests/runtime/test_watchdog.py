@@ -15,7 +15,8 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.errors import DataError
-from hvdtrain.runtime.heartbeats import STACK_SIGNAL, Diagnosis, Heartbeat, exchange_contacts
+from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
+from hvdtrain.runtime.heartbeats import STACK_SIGNAL, exchange_contacts
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.watchdog import Watchdog, _is_waiting
 

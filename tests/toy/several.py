@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.config.source import LargeImports, separate_imports
+from hvdtrain.config.large_imports import LargeImports
+from hvdtrain.config.source import separate_imports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.settings import read_settings

@@ -10,9 +10,10 @@ import pytest
 from launching import FAST, TOY, faults, hvdtrain, mpi_version
 from terminal import Terminal, screen
 
-from hvdtrain.runtime.log import LogKeys, open_terminal
-from hvdtrain.runtime.log import Terminal as DrawnOn
+from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.scores import Scores
+from hvdtrain.runtime.terminal import Terminal as DrawnOn
+from hvdtrain.runtime.terminal import open_terminal
 from hvdtrain.training.step_log import StepLog, StepReport
 
 ESCAPE = "\x1b"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
-from hvdtrain.config.source import is_reference
+from hvdtrain.config.references import is_reference
 from hvdtrain.data.combine.step_keys import STEPS, check_steps
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.errors import Problem, problem

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy
 
-from hvdtrain.config.source import resolve
+from hvdtrain.config.references import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.parts import refuse_selection
 from hvdtrain.data.combine.step_keys import check_steps

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.source import resolve
+from hvdtrain.config.references import resolve
 from hvdtrain.data.combine.step_keys import StepKeys
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of

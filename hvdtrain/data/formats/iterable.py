@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.source import is_reference, resolve
+from hvdtrain.config.references import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.item_form import ItemForm
-from hvdtrain.data.formats.streamed import AGAIN, SCAN_SECONDS, Question, ScannedSequences, Streamed, open_streamed
+from hvdtrain.data.formats.sequence_table import Question, ScannedSequences, Streamed
+from hvdtrain.data.formats.streamed import AGAIN, SCAN_SECONDS, open_streamed
 from hvdtrain.data.randomness import ITEM, mix_seed, seed_generators
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.torch.model_file import read_file
 from hvdtrain.runtime import log

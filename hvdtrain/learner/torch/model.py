@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys

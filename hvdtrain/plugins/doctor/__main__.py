@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.plugins.doctor.findings import (
     Finding,
@@ -41,7 +41,7 @@ from hvdtrain.plugins.doctor.ranks import (
     run_check,
     this_rank,
 )
-from hvdtrain.runtime.log import terminal_of
+from hvdtrain.runtime.terminal import terminal_of
 from hvdtrain.settings import Settings
 from hvdtrain.tasks.scaling import predict_speed
 from hvdtrain.training.keys import parse_placements

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import hvdtrain
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 
 KEY = "espnet_model"

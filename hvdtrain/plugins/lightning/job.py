@@ -18,7 +18,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import hvdtrain
-from hvdtrain.config.source import resolve
+from hvdtrain.config.references import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.lightning.trainer import Trainer

@@ -24,7 +24,7 @@ from hvdtrain.cli import exit_status
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.prove.causes import Case, Probe, causes, describe_exchange

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import RankState, SaverBase
+from hvdtrain.checkpoint.saver_base import RankState, SaverBase
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array

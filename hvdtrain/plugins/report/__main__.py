@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hvdtrain.config.source import command_parser
+from hvdtrain.config.command_line import command_parser
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.records import records_of
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.source import command_parser
+from hvdtrain.config.command_line import command_parser
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.report.runs import Run, hosts_text, read_runs
 from hvdtrain.runtime.records import models_of

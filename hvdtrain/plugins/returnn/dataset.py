@@ -10,7 +10,8 @@ from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.streamed import Streamed, open_streamed
+from hvdtrain.data.formats.sequence_table import Streamed
+from hvdtrain.data.formats.streamed import open_streamed
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.returnn.reading import INSTALL, OpenedDataset, Reading, is_installed
 

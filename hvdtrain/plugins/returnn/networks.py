@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hvdtrain.config.source import OVERRIDING, Source
+from hvdtrain.config.overrides import OVERRIDING
+from hvdtrain.config.source import Source
 from hvdtrain.errors import problem
 from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.plugins.returnn.names import is_no_op

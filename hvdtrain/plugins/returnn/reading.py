@@ -19,7 +19,8 @@ import numpy
 
 from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
-from hvdtrain.data.formats.streamed import SCAN_SECONDS, Question, ScannedSequences
+from hvdtrain.data.formats.sequence_table import Question, ScannedSequences
+from hvdtrain.data.formats.streamed import SCAN_SECONDS
 from hvdtrain.data.kinds import inner_of_multi_proc
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError, raised_text

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.context import is_size, size_name
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config.check import closest, is_no_key
-from hvdtrain.config.source import OVERRIDING, Source
+from hvdtrain.config.overrides import OVERRIDING
+from hvdtrain.config.source import Source
 from hvdtrain.config.translation import Translation
 from hvdtrain.errors import Problem, problem
 from hvdtrain.plugins.returnn.imports import WatchedImports

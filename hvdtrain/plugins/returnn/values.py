@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
-from hvdtrain.config.source import OVERRIDING
+from hvdtrain.config.overrides import OVERRIDING
 from hvdtrain.plugins.returnn.names import is_no_op
 from hvdtrain.schedule.measure import FALLBACK
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
+from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.plugins.submit.job import DEFAULT_CORES, Job, choose_launcher, parse_megabytes, parse_seconds
 from hvdtrain.plugins.submit.schedulers import SCHEDULERS

@@ -12,7 +12,7 @@ import keras
 import numpy
 import tensorflow as tf
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.data.randomness import StepSeeds, mix_seed, noise_seeds
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.plugins.trackers.keys import TrackerKeys
 from hvdtrain.plugins.trackers.metrics_file import MetricsFile
 from hvdtrain.plugins.trackers.receivers import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import Problem, problem
 from hvdtrain.plugins.trackers.services import ARTIFACTS, INSTALLED_BY, METHODS, SERVICES, require
 

@@ -15,7 +15,8 @@ from launching import TOY
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.config.source import load, resolve
+from hvdtrain.config.references import resolve
+from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.foreign import is_map_style

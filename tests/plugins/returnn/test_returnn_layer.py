@@ -13,7 +13,8 @@ from launching import ROOT, hvdtrain, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.run import train
-from hvdtrain.settings import print_config, read_settings
+from hvdtrain.settings import read_settings
+from hvdtrain.start_up.effective import print_config
 
 DEMO = ROOT / "demos" / "demo_returnn.config"
 THEIRS = ROOT / "data" / "returnn" / "demo-torch.config"

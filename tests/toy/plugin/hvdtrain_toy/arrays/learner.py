@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.source import as_function
+from hvdtrain.config.references import as_function
 from hvdtrain.context import RunContext, Running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError

@@ -1,0 +1,84 @@
+"""The settings of an epoch (the key `keys_of_epoch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.config.keys import (
+    declared_keys,
+)
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.steps import AccumulationKeys
+from hvdtrain.settings import DATASETS, Settings, all_keys, check, with_datasets
+
+MAY_CHANGE = (
+    *(each.name for section in (BatchKeys, ChunkKeys, AccumulationKeys) for each in declared_keys(section)),
+    *("learning_rate", *DATASETS, "eval_datasets"),
+)
+"""The keys that may have another value in an epoch."""
+
+
+def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) -> Settings:
+    """The settings with other values of some keys in an epoch; those of datasets are opened again only if these keys are given.
+
+    Args:
+        where: the values come from, for messages.
+
+    Raises:
+        ConfigError: with all problems: keys that may not change, wrong values, conflicts with other keys.
+    """
+    names = [each.name for each in all_keys()]
+    problems: list[Problem] = []
+    for name in given:
+        if name in names and name not in MAY_CHANGE:
+            problems += problem(
+                "unsupported",
+                f"{where}: {name}: it cannot change with the epoch (keys of batches, chunks and accumulation, learning_rate, "
+                "train, dev, eval and eval_datasets can)",
+            )
+        elif name not in names:
+            problems += problem("unknown-key", f"{where}: {name}: unknown key{did_you_mean(name, MAY_CHANGE)}")
+    if problems:
+        raise ConfigError(problems)
+    source = settings.source
+    origins = {**source.origins, **dict.fromkeys(given, where)}
+    of_datasets = {*DATASETS, "eval_datasets"} & given.keys()
+    try:
+        made = check(replace(source, values={**source.values, **given}, origins=origins), names)
+        made = with_datasets(made) if of_datasets else made
+    except ConfigError as error:  # problems of datasets and conflicts do not name the origin of a value
+        raise ConfigError([each if where in str(each) else each.within(f"{where}: ") for each in error.problems]) from error
+    datasets = settings.datasets
+    if of_datasets:
+        of_epoch = {spec.name: spec for spec in made.datasets}
+        if list(of_epoch) != (expected := [spec.name for spec in settings.datasets]):
+            raise ConfigError.of(
+                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(of_epoch)}"
+            )
+        changed = {*given, *(given.get("eval_datasets") or {})}
+        datasets = tuple(of_epoch[spec.name] if spec.name in changed else spec for spec in settings.datasets)
+    return replace(
+        settings,
+        batch=made.batch,
+        chunks=made.chunks,
+        accumulation=made.accumulation,
+        schedule=replace(settings.schedule, learning_rate=made.schedule.learning_rate),
+        data=made.data,
+        datasets=datasets,
+    )
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """The value of a key."""
+    [value] = [
+        getattr(section, each.field)
+        for kind, section in settings.sections.items()
+        for each in declared_keys(kind)
+        if each.name == name
+    ]
+    return value

@@ -74,7 +74,7 @@ def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | 
 def lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
     """The lines of code that runs while the file is read and that reads a name, and whether functions read it, which run later.
 
-    >>> lines_that_read(ast.parse("b = 2 * a\ndef f(c=a): return d"), "a"), lines_that_read(ast.parse("f = lambda: a"), "a")
+    >>> lines_that_read(ast.parse("b = 2 * a\\ndef f(c=a): return d"), "a"), lines_that_read(ast.parse("f = lambda: a"), "a")
     (([1, 2], False), ([], True))
     """
     lines, is_read_later = set[int](), False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from importlib.resources import files as package_files
 from pathlib import Path
 
@@ -106,9 +107,10 @@ def _with_sizes(text: str, train: str, dev: str | None = None, *_: str) -> str:
     """The template of HDF files with their names, and the sizes of what is in the first one."""
     from hvdtrain.data.hdf.dataset import open_hdf  # here, as it imports h5py
 
-    dataset = open_hdf([train])
-    streams, lengths, first = dataset.streams, dataset.lengths, dataset.sequence(0)
-    dataset.close()
+    with closing(open_hdf([train])) as dataset:
+        if not dataset.num_sequences:
+            raise DataError(f"{train}: expected at least one sequence, got none")
+        streams, lengths, first = dataset.streams, dataset.lengths, dataset.sequence(0)
     if (
         not streams.keys() >= {"data", "classes"}
         or first["data"].ndim != 2

@@ -83,6 +83,13 @@ def test_files_of_other_kinds(
     assert "FEATURES, CLASSES = 40, 100\n" in Path("mine.py").read_text()
 
 
+def test_a_file_without_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(tmp_path / "train.hdf", "w") as file:
+        file["inputs"], file["seqLengths"], file["seqTags"] = numpy.zeros((0, 7)), numpy.zeros((0, 1), int), numpy.zeros(0, "S5")
+    assert main([str(tmp_path / "mine.py"), "--hdf", "--files", str(tmp_path / "train.hdf")]) == 2
+    assert "expected at least one sequence, got none" in capsys.readouterr().err
+
+
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("mine")
     assert main([str(tmp_path / "mine.py")]) == 2

@@ -130,8 +130,11 @@ def _tokenizer(path: str | Path) -> tuple[Callable[[str], list[int]], list[str]]
         made = tokenizers.Tokenizer.from_file(str(path))
         made.no_truncation()  # which a tokenizer.json may ask for: a transcript is neither cut nor filled up
         made.no_padding()
+        dropout = getattr(made.model, "dropout", None)
     except Exception as error:  # the package raises Exception itself
         raise DataError(f"{path}: expected a tokenizer.json of Hugging Face, got: {error}") from None
+    if dropout:
+        raise DataError(f"{path}: expected a tokenizer without dropout, which changes the length of a text, got {dropout:g}")
     highest = max(made.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
     entries = [made.id_to_token(number) or "" for number in range(highest + 1)]
     return lambda text: list(made.encode(text).ids), entries

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.files import why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.types import Array
@@ -140,8 +141,22 @@ class TarShards(Shards):
         return _read(self.paths[shard], self._file(shard), int(index.starts[row, column]), int(index.sizes[row, column]))
 
     def _file(self, shard: int) -> BinaryIO:
-        """An archive; a file that is closed while another thread reads from it stays open until that thread is done."""
-        file = self._open.pop(shard, None) or open(self.paths[shard], "rb", buffering=0)  # noqa: SIM115
+        """An archive; a file that is closed while another thread reads from it stays open until that thread is done.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        file = self._open.pop(shard, None)
+        while file is None:
+            try:
+                file = open(self.paths[shard], "rb", buffering=0)  # noqa: SIM115
+            except OSError as error:
+                reason = why_not_opened(error)
+                if not reason or not self._open:
+                    raise DataError(
+                        f"{self.paths[shard]}: expected a tar file that can be read, got: {reason or error.strerror}"
+                    ) from None
+                self._open.popitem(last=False)  # a process may open fewer files
         self._open[shard] = file
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)

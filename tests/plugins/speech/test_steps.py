@@ -137,6 +137,10 @@ def test_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert dataset.lengths["classes"][number] == len(classes)
     assert dataset.streams["classes"].labels == ("one", "two", "", "", "[UNK]")
 
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [], dropout=0.5)).save(str(folder / "dropout.json"))
+    with pytest.raises(DataError, match="dropout.json: expected a tokenizer without dropout, .*, got 0.5"):
+        opened({**inside, "vocabulary": str(folder / "dropout.json")})
+
     def fail(*args: object) -> None:
         raise AssertionError("lengths are kept")
 

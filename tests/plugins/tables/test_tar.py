@@ -15,6 +15,7 @@ import opened_data
 import pytest
 import soundfile
 import webdataset
+from hdf_files import free_descriptors
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
@@ -305,6 +306,18 @@ def test_a_missing_shard_and_unreadable_entries_are_named(tmp_path: Path, shards
     (tmp_path / "b.tar").write_bytes(archive({"a.left.npy": b"", "a.left.cls": b""}))
     with pytest.raises(DataError, match=r'train: expected "entries", as two suffixes begin in the same way, got none'):
         opened(str(tmp_path / "b.tar"))
+
+
+def test_more_archives_than_a_process_may_open(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.tar" for number in range(9)]
+    for path in paths:
+        path.write_bytes(archive(GOOD))
+    dataset = opened(list(map(str, paths)), entries={"data": "npy"})
+    with free_descriptors(4):
+        assert all(numpy.array_equal(dataset.sequence(index)["data"], frames(index % 2)) for index in range(18))
+    paths[0].unlink()
+    with pytest.raises(DataError, match="0.tar: expected a tar file that can be read, got: No such file"):
+        dataset.sequence(0)
 
 
 def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:

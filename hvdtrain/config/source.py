@@ -69,8 +69,8 @@ class Source:
         return self.asks_for(name) or any(_reads(text, name) for text in self.texts.values())
 
     def asks_for(self, name: str) -> bool:
-        """Whether the code of a config file has `config.value(NAME, ...)`."""
-        asked = rf"\bconfig\.\w+\(\s*[\"']{re.escape(name)}[\"']"
+        """Whether the code of a config file has `config.value(NAME, ...)`, or `config.typed_dict[NAME]`."""
+        asked = rf"\bconfig\.\w+(\.get)?[(\[]\s*[\"']{re.escape(name)}[\"']"
         return any(re.search(asked, text) for text in self.texts.values())
 
 
@@ -137,7 +137,7 @@ def load(
     texts: dict[str, str] = {}
     modules: list[dict[str, Any]] = []
     constants: list[set[str]] = []  # of each of them
-    trees: dict[str, ast.Module] = {}
+    trees: list[tuple[str, ast.Module]] = []
     imported: set[str] = set()
     for path in configs:
         if not isinstance(path, Path):
@@ -151,7 +151,7 @@ def load(
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
             imported |= override(names, tree, top, known, types)
-            trees[path.name] = tree
+            trees.append((path.name, tree))
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier, of_earlier in zip(modules, constants, strict=True):
@@ -183,18 +183,18 @@ def load(
     return replace(source, warnings=tuple(filter(None, computed)))
 
 
-def _computed_before(source: Source, trees: Mapping[str, ast.Module], name: str) -> str | None:
+def _computed_before(source: Source, trees: Iterable[tuple[str, ast.Module]], name: str) -> str | None:
     """The warning that a file had computed with its own constant before an override took its place, if it did.
 
     Args:
-        trees: the files' parsed texts, by their names.
+        trees: the files' names, and their parsed texts.
 
     Raises:
         ConfigError: nothing else reads the name, so the override would have no effect.
     """
     is_read = False
     before: list[str] = []
-    for file, tree in trees.items():
+    for file, tree in trees:
         at_once, later = lines_that_read(tree, name)
         is_read = is_read or later
         if at_once and any(

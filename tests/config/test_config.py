@@ -308,6 +308,7 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
     lstm = settings(tmp_path, "def cell(): return LSTM(hidden_size=64)\n", hidden_size="128")
     assert lstm.warnings == ("hidden_size in the command line: no file of the config reads it, though one has the word",)
     assert settings(tmp_path, "num_epochs = config.int('epochs', 2)\n", epochs="3").run.num_epochs == 3
+    assert settings(tmp_path, "num_epochs = config.typed_dict.get('epochs') or 2\n", epochs="3").run.num_epochs == 3
     computed = "rate = 0.5\nlearning_rate = rate\n"
     assert problems(tmp_path, computed, rate="0.25") == ["++rate: wrong-type"], "the rate would be 0.5"
     [warning] = settings(tmp_path, computed + "def now(): return rate\n", rate="0.25").warnings

@@ -55,7 +55,7 @@ class HDFFile(MappedFile):
         self.starts = {}
         self._names: dict[str, str] = {}
         self.frames = {}
-        self._parts: list[Path] = []
+        self._parts: dict[Path, Identity] = {}  # of virtual datasets
         with ExitStack() as stack:
             file = stack.enter_context(open_file(path))
             self._identity = _identity(file)
@@ -63,9 +63,9 @@ class HDFFile(MappedFile):
                 for name in names_to_read(file):
                     check_links(path, file, name, external)
                     if external == "follow" and isinstance(found := file.get(name), h5py.Dataset):
-                        self._parts += dict.fromkeys(virtual_files(path, found))
-                for part in self._parts:
-                    stack.enter_context(open_file(part))
+                        for part in virtual_files(path, found):
+                            if part not in self._parts:
+                                self._parts[part] = _identity(stack.enter_context(open_file(part)))
                 self._index(file)
             except (
                 OSError,
@@ -83,8 +83,8 @@ class HDFFile(MappedFile):
         with Opened() as stack:
             stack.handle = stack.enter_context(open_file(self.path))
             check_same(self.path, self._identity, _identity(stack.handle))
-            for part in self._parts:
-                stack.enter_context(open_file(part))
+            for part, before in self._parts.items():
+                check_same(part, before, _identity(stack.enter_context(open_file(part))))
             opened = stack.pop_all()
             opened.handle = stack.handle
             return opened

@@ -130,7 +130,7 @@ def test_parts_that_cannot_be_opened_at_the_moment_are_no_zeros(tmp_path: Path) 
     path = write(tmp_path / "file.hdf", change)
     with (
         free_descriptors(6),
-        pytest.raises(DataError, match=r"hdf: expected a file that can be opened, got the limit of \d+ open"),
+        pytest.raises(DataError, match=r"h5: expected a file that can be opened, got the limit of \d+ open"),
     ):
         open_hdf([path], "follow")
     with free_descriptors(8):
@@ -148,6 +148,10 @@ def test_parts_that_cannot_be_opened_at_the_moment_are_no_zeros(tmp_path: Path) 
         for descriptor in held:
             os.close(descriptor)
         dataset.close()
+    with h5py.File(tmp_path / "3.h5", "w") as file:
+        file["x"] = numpy.zeros((2, 2), "f4")
+    with pytest.raises(DataError, match="3.h5: expected the file that was opened at the start, got one of"):
+        dataset.sequence(1)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ class SearchWriter:
         self._is_python = keys.search_output_file_format == "py"
         self._own_text = _own_text(keys.search_labels)
         self._labels = _labels(keys.search_labels, streams)
+        self._tags: set[str] = set()
 
     def __enter__(self) -> SearchWriter:
         with self._errors():
@@ -71,6 +72,12 @@ class SearchWriter:
     def add(self, tag: str, outputs: Mapping[str, Array]) -> None:
         """Write a sequence. Raises: ConfigError, DataError."""
         found = self.entry(outputs)
+        if self._is_python and tag in self._tags:
+            raise DataError(
+                f"{self._path}: expected every tag once, as a dict has one value for it, got {tag!r} twice "
+                "(search_output_file_format = 'txt' writes a line for each sequence)"
+            )
+        self._tags.add(tag)
         with numpy.printoptions(threshold=sys.maxsize), self._errors():
             if self._is_python:
                 self._file.write(f"{tag!r}: {as_code(found)},\n")

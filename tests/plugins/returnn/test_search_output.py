@@ -47,12 +47,10 @@ def test_a_dict_of_python(tmp_path: Path) -> None:
     text = written(tmp_path / "a.py.gz", ONE, ONE, search_output_file_format="py")
     assert text == "{\n'seq-0': 'a b c',\n'seq-1': 'a b c',\n}\n"
     keys = SearchKeys(search_output_file=str(tmp_path / "c.py"), search_output_file_format="py")
-    with (
-        pytest.raises(DataError, match="c.py: expected every tag once, .*, got 'a' twice"),
-        SearchWriter(keys, STREAMS) as writer,
-    ):
+    with SearchWriter(keys, STREAMS) as writer:
         writer.add("a", ONE)
-        writer.add("a", ONE)
+        with pytest.raises(DataError, match="c.py: expected every tag once, .*, got 'a' twice"):
+            writer.add("a", ONE)
     dense = {"output": numpy.arange(3000, dtype=numpy.float32)}
     text = written(tmp_path / "b" / "b.py", dense, search_output_file_format="py")
     [array] = eval(text, {"array": numpy.array, "float32": numpy.float32}).values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 MACHINERY = ("<frozen importlib", "<")
@@ -29,6 +30,8 @@ def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
     importer = _importer(error, (*MACHINERY, *skipped))
     if importer:
         text += f", imported by {importer}"
+    if (hiding := _hiding_file(error)) is not None:
+        return f"{text} ({hiding} hides the package of that name: rename the file)"
     if error.path is not None:
         return f"{text} (that module is {error.path}: another version of it may be needed)"
     if not isinstance(error, ModuleNotFoundError) or not error.name or is_explained:
@@ -52,3 +55,19 @@ def _folder_list(folders: Iterable[str]) -> str:
     shown = [folder if Path(folder).exists() else f"{folder} (does not exist)" for folder in absolute[:MOST]]
     more = f" and {len(absolute) - MOST} more" if len(absolute) > MOST else ""
     return ", ".join(shown) + more
+
+
+def _hiding_file(error: ImportError) -> str | None:
+    """The file that was imported in place of an installed package, as both have the same name."""
+    name = (error.name or "").partition(".")[0]
+    spec = PathFinder.find_spec(name) if name else None
+    if spec is None or spec.origin is None or spec.submodule_search_locations is not None or name in sys.stdlib_module_names:
+        return None
+    return spec.origin if installed(name, Path(spec.origin).parent) else None
+
+
+def installed(name: str, beside: Path) -> bool:
+    """Whether there is a package or module of this name outside of a folder."""
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() != beside.resolve()]
+    spec = PathFinder.find_spec(name, others)
+    return name in sys.builtin_module_names or (spec is not None and spec.origin is not None)

@@ -10,6 +10,7 @@ from importlib.resources import files as package_files
 from pathlib import Path
 
 from hvdtrain.config.command_line import command_parser
+from hvdtrain.config.missing import installed
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import DataError, HvdtrainError
 
@@ -88,6 +89,10 @@ def write(config: Path, template: str, files: Sequence[str] = ()) -> None:
     Raises:
         DataError: the config exists, or cannot be written; or a file cannot be read, or has other data.
     """
+    if installed(config.stem, config.parent):
+        raise DataError(
+            f"{config}: expected a name that no installed package has, got {config.stem} (imports would find the config)"
+        )
     if template in OTHERS:
         text = package_files(OTHERS[template][1]).joinpath("template.txt").read_text(encoding="utf-8")
     else:

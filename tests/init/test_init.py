@@ -9,6 +9,7 @@ import numpy
 import pytest
 from launching import hvdtrain
 
+from hvdtrain.config.missing import import_failure
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.init.__main__ import TEMPLATES as OF_THE_CORE
 from hvdtrain.init.__main__ import main
@@ -88,6 +89,17 @@ def test_a_file_without_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[
         file["inputs"], file["seqLengths"], file["seqTags"] = numpy.zeros((0, 7)), numpy.zeros((0, 1), int), numpy.zeros(0, "S5")
     assert main([str(tmp_path / "mine.py"), "--hdf", "--files", str(tmp_path / "train.hdf")]) == 2
     assert "expected at least one sequence, got none" in capsys.readouterr().err
+
+
+def test_no_file_hides_a_package(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([str(tmp_path / "numpy.py")]) == 2
+    assert "expected a name that no installed package has, got numpy" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(tmp_path)
+    text = import_failure(ModuleNotFoundError("No module named 'h5py.inside'", name="h5py.inside"))
+    assert "hides" not in text
+    (tmp_path / "h5py.py").write_text("")
+    text = import_failure(ModuleNotFoundError("No module named 'h5py.inside'", name="h5py.inside"))
+    assert text.endswith(f"({tmp_path}/h5py.py hides the package of that name: rename the file)")
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,9 +269,12 @@ def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> 
         tokens, lengths = generate(model, batch, args)
         context.mark_as_output(tokens, "output", seq_lens=lengths)
     else:
-        logits = model(**batch).logits
+        is_decoded = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and labels is not None
+        logits = model(**extern_data).logits if is_decoded else model(**batch).logits
         lengths = None
-        if mask is not None and hasattr(inner, "_get_feat_extract_output_lengths"):
+        if is_decoded and logits.shape[:2] == labels.shape:
+            lengths = (labels != IGNORED).sum(-1)
+        elif mask is not None and hasattr(inner, "_get_feat_extract_output_lengths"):
             lengths = inner._get_feat_extract_output_lengths(mask.sum(-1))
         elif mask is not None and logits.shape[:2] == mask.shape:
             lengths = mask.sum(-1)

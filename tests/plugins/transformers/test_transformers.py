@@ -257,6 +257,11 @@ def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(t
         mine = outputs[f"seq-{number}"]["output"].raw_tensor
         assert mine.tolist() == tokens[: len(mine)].tolist()
         assert outputs[f"seq-{number}"]["labels"].raw_tensor.tolist() == items_of("t5")[number]["labels"]
+    arguments["predict_with_generate"] = False  # the logits for the labels
+    hvdtrain.forward({**given, **keys("t5", arguments)}, checkpoint=2)
+    assert [len(outputs[f"seq-{number}"]["output"].raw_tensor) for number in range(7)] == [
+        len(item["labels"]) for item in items_of("t5")[:7]
+    ]
     best = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "best")
     saved = torch.load(tmp_path / f"model.{result.best.epoch:03}.pt", weights_only=True)["model"]
     assert torch.equal(best.state_dict()["shared.weight"], saved["shared.weight"])

@@ -137,7 +137,7 @@ def load(
     texts: dict[str, str] = {}
     modules: list[dict[str, Any]] = []
     constants: list[set[str]] = []  # of each of them
-    trees: list[tuple[str, ast.Module]] = []
+    files: list[tuple[str, ast.Module, set[str]]] = []  # the name, the parsed text, and which overrides it had while it ran
     imported: set[str] = set()
     for path in configs:
         if not isinstance(path, Path):
@@ -150,8 +150,8 @@ def load(
         else:
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
+            files.append((path.name, tree, {name for name in top if name in names and names[name] == top[name]}))
             imported |= override(names, tree, top, known, types)
-            trees.append((path.name, tree))
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier, of_earlier in zip(modules, constants, strict=True):
@@ -179,39 +179,39 @@ def load(
                 names[name] = values[name]
     unused = tuple(name for name in top if name not in types and name not in mentioned)
     source = Source(values, origins, unused, frozenset(imported), tuple(problems), texts)
-    computed = [_computed_before(source, trees, name) for name in top if name not in types]
+    computed = [_computed_before(source, files, name, name.partition(".")[0] in types) for name in overrides]
     return replace(source, warnings=tuple(filter(None, computed)))
 
 
-def _computed_before(source: Source, trees: Iterable[tuple[str, ast.Module]], name: str) -> str | None:
+def _computed_before(source: Source, files: Iterable[tuple[str, ast.Module, set[str]]], name: str, is_key: bool) -> str | None:
     """The warning that a file had computed with its own constant before an override took its place, if it did.
 
     Args:
-        trees: the files' names, and their parsed texts.
+        files: the name of each, its parsed text, and which overrides it had while it ran.
+        name: of an override, or of an entry of a dict.
 
     Raises:
         ConfigError: nothing else reads the name, so the override would have no effect.
     """
-    is_read = False
+    first, dot, _ = name.partition(".")
+    is_read = is_key or source.asks_for(first) or first in source.imported
     before: list[str] = []
-    for file, tree in trees:
-        at_once, later = lines_that_read(tree, name)
+    for file, tree, had in files:
+        at_once, later = lines_that_read(tree, first)
         is_read = is_read or later
-        if at_once and any(
-            isinstance(node, ast.Assign | ast.AnnAssign) and name in constants_of(ast.Module([node], [])) for node in tree.body
-        ):
+        if at_once and name not in had and first in constants_of(tree):
             before.append(f"{file}, line {', '.join(map(str, at_once))}")
         else:
             is_read = is_read or bool(at_once)
-    if not before:
+    if not before or (dot and is_key):  # dev = {**train} is not meant to be what ++train.files makes of train
         return None
-    where, hint = " and ".join(before), f"config.value({name!r}, default) reads the override"
-    if is_read or source.asks_for(name) or name in source.imported:
-        return f"++{name}: {where}: computed before, with the constant of the file ({hint})"
+    hint = f"functions that run later see the override{'' if dot else f', and so does config.value({name!r}, default)'}"
+    if is_read:
+        return f"++{name}: {' and '.join(before)}: computed before, with the constant of the file ({hint})"
     raise ConfigError.of(
         "wrong-type",
-        f"++{name}: expected a constant that functions of the config read, got one that the file itself computes with: {where} "
-        f"({name} = {hint})",
+        f"++{name}: expected a constant that functions of the config read, got one that the file itself computes with: "
+        f"{' and '.join(before)} ({hint})",
     )
 
 

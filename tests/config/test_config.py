@@ -281,9 +281,9 @@ def test_overrides_reach_into_dicts(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_deep_and_change_a_copy(tmp_path: Path) -> None:
-    text = "other = {'x': {'y': {'z': 1}, 'text': 'a'}}\nseen = other\n"
+    text = "other = {'x': {'y': {'z': 1}, 'text': 'a'}}\nseen = other\ndef read(): return other\n"
     made = source(tmp_path, text, {"other.x.y.z": "2", "other.x.new": "[3]", "other.x.text": "4"})
-    assert made.values["other"] == {"x": {"y": {"z": 2}, "text": "4", "new": [3]}}  # text stays text
+    assert made.values["read"]() == made.values["other"] == {"x": {"y": {"z": 2}, "text": "4", "new": [3]}}  # text stays text
     assert made.values["seen"] == {"x": {"y": {"z": 1}, "text": "a"}}
     assert made.origins["other"] == f"config.py and {COMMAND_LINE}"
 
@@ -312,7 +312,12 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
     computed = "rate = 0.5\nlearning_rate = rate\n"
     assert problems(tmp_path, computed, rate="0.25") == ["++rate: wrong-type"], "the rate would be 0.5"
     [warning] = settings(tmp_path, computed + "def now(): return rate\n", rate="0.25").warnings
-    assert ": computed before, with the constant of the file (config.value(" in warning
+    assert ": computed before, with the constant of the file (functions that run later " in warning
+    inside = "sizes = {'epochs': 2}\nnum_epochs = sizes['epochs']\n"
+    assert problems(tmp_path, inside, **{"sizes.epochs": "3"}) == ["++sizes.epochs: wrong-type"]
+    of_key = "num_epochs = 3\nlearning_rates = [0.1] * num_epochs\n"
+    assert len(settings(tmp_path, of_key, num_epochs="2").warnings) == 1
+    assert settings(tmp_path, of_key, num_epochs="3").warnings == ()
 
 
 def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from measuring import ROOT, machine
 
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.sources import parse
+from hvdtrain.data.of_config import parse
 from hvdtrain.hdf_tools.dump import dump
 from hvdtrain.hdf_tools.sources import Selection
 

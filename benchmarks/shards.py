@@ -23,7 +23,8 @@ from measuring import in_batches, machine, table, take_turns
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, open_dataset
 
 FEATURES = 40
 GROUP = 500

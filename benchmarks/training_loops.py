@@ -49,7 +49,8 @@ from measuring import machine
 
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.hdf_tools.dump import dump
 from hvdtrain.hdf_tools.sources import Selection
 from hvdtrain.settings import read_settings

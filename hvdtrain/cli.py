@@ -338,7 +338,7 @@ def restarts(settings: Settings) -> Restarts:
 
 def run_task(settings: Settings) -> Any:
     """Run the config's `task`, and return its result. Raises: HvdtrainError."""
-    from hvdtrain.settings import TASKS
+    from hvdtrain.training.run_keys import TASKS
 
     if settings.function is not None:
         return settings.function()

@@ -7,7 +7,8 @@ import numpy
 from launching import faults
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.types import Array, Stream
 
 

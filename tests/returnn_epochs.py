@@ -14,8 +14,9 @@ from returnn.datasets.basic import init_dataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.plugins.returnn.dataset import ReturnnDataset
 from hvdtrain.plugins.returnn.reading import without_processes
 

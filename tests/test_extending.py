@@ -116,7 +116,7 @@ REDUCE = """
 import sys
 from pathlib import Path
 from thread_ranks import on_ranks
-from hvdtrain.data.sources import open_dataset
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.runtime.timer import Timer

@@ -9,7 +9,8 @@ import pytest
 from launching import ROOT, hvdtrain, launch
 from speech_files import write_folder
 
-from hvdtrain.data.sources import check_dataset, open_dataset
+from hvdtrain.data.opening import open_dataset
+from hvdtrain.data.sources import check_dataset
 
 
 def test_the_config_trains_on_kaldi_folders(tmp_path: Path) -> None:

@@ -3,149 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import traceback
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
-from os.path import basename
 from typing import Any, NoReturn
 
 from hvdtrain.config.absent import absent
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.references import as_function, is_reference, resolve
-from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
-from hvdtrain.data.combine.user_code import with_own_numbers
-from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource
-from hvdtrain.data.foreign import as_dataset, describe, is_map_style
-from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.foreign import describe, is_map_style
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
-from hvdtrain.data.formats.objects import Objects, ObjectsDataset, is_loader, read_loader
-from hvdtrain.data.identity import DatasetPart
-from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
+from hvdtrain.data.formats.objects import Objects, is_loader, read_loader
+from hvdtrain.data.keys import DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, take_returnn_entries
+from hvdtrain.data.opening import OpeningContext, is_cut_set, open_kind
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
-from hvdtrain.data.randomness import ITEM, own_numbers
-from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
-
-
-def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
-    """The datasets that are given, train first, and the problems with them."""
-    problems = []
-    if keys.train is None:
-        problems += problem("missing", "train: expected a dataset dict or HDF files, got None")
-    named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
-    named = {name: value for name, value in named.items() if value is not None or name == "train"}
-    if "train" in keys.eval_datasets:
-        problems += problem(
-            "conflict", "eval_datasets.train: expected a name other than train, whose scores are those of the training"
-        )
-    for name in ("dev", "eval"):
-        if name in keys.eval_datasets and name in named and repr(named[name]) != repr(keys.eval_datasets[name]):
-            problems += problem(
-                "conflict", f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets"
-            )
-    specs: dict[str, DatasetSpec] = {}
-    for name, value in {**named, **keys.eval_datasets, **named}.items():  # in RETURNN's order
-        if value is not None:
-            ordering = keys.batching if name == "train" else "sorted"
-            spec, more = check_dataset(name, value, {} if ordering is None else {"seq_ordering": ordering})
-            problems += more
-            specs |= {} if spec is None else {name: spec}
-    return tuple(specs.values()), problems
-
-
-def forward_dataset(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Problem]]:
-    """The dataset of the tasks forward and search, and the problems with it."""
-    search_data = keys.search_data if task == "search" else None
-    for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
-        if value is not None:
-            return check_dataset(name, value, {"seq_ordering": "sorted_reverse"})
-    return None, problem("missing", f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None")
-
-
-@dataclass(frozen=True)
-class OpeningContext:
-    """What the job provides to read its datasets.
-
-    Attributes:
-        budget: the memory for cached sequences.
-        copies: by name of a data file, that of its copy on a local disk.
-        scanning: for datasets whose lengths are found by reading them.
-        parts: collects every opened dataset without others inside it.
-    """
-
-    budget: Budget = field(default_factory=lambda: Budget(0))
-    copies: Mapping[str, str] = field(default_factory=dict)
-    scanning: Scanning = field(default_factory=Scanning)
-    parts: list[DatasetPart] = field(default_factory=list)
-
-
-def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
-    """Check a dataset of a config as `check_dataset` does, after calling the functions in it that return a dataset."""
-    value, problems = call_functions(name, value)
-    return (None, problems) if problems else check_dataset(name, value, defaults)
-
-
-def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
-    """A dataset of a config with each function replaced by the dataset that it returned; the problems with functions."""
-    if is_function(value):
-        try:
-            made = value()
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}{_place(error)}"
-            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got {found}")
-        if made is None:
-            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got None")
-        if isinstance(made, Iterator):
-            return {"class": value}, []
-        value = {"class": made} if is_function(made) else made
-    if (
-        not isinstance(value, dict)
-        or _is_for_returnn(value)
-        or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset")
-    ):
-        return value, []
-    problems: list[Problem] = []
-
-    def call(path: str, child: Any) -> Any:
-        found, more = call_functions(f"{name}.{path}", child)
-        problems.extend(more)
-        # RETURNN reads the dataset that this function returned, not all of the outer dataset.
-        return {"class": "ReturnnDataset", "dataset": found} if found is not child and _is_for_returnn(found) else found
-
-    value = dict(value)
-    if "dataset" in value:
-        value["dataset"] = call("dataset", value["dataset"])
-    several = value.get("datasets")
-    if isinstance(several, dict):
-        value["datasets"] = {child: call(f"datasets.{child}", inner) for child, inner in several.items()}
-    elif isinstance(several, (list, tuple)):
-        value["datasets"] = [call(f"datasets.{number}", inner) for number, inner in enumerate(several)]
-    return value, problems
 
 
 def is_function(value: Any) -> bool:
     """Whether a value of a config is a function that returns a dataset, not a dataset or a function that yields an epoch."""
     return callable(value) and not isinstance(value, type) and not is_dataset(value) and not needs_epoch(partial(value))
-
-
-def call_data_functions(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[Problem]]:
-    """The keys with functions replaced by the datasets that they return; the problems with functions.
-
-    Args:
-        names: of the keys besides `eval_datasets`.
-    """
-    called = {name: call_functions(name, getattr(keys, name)) for name in names}
-    others = {name: called[name] if name in called else call_functions(name, value) for name, value in keys.eval_datasets.items()}
-    problems = [problem for _, found in {**others, **called}.values() for problem in found]
-    values = {name: value for name, (value, _) in called.items()}
-    return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
 
 
 def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
@@ -179,7 +61,7 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
             return None, problems
     if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
         return check_dataset(name, _inner_of_multi_proc(value), defaults)
-    if _is_for_returnn(value):
+    if is_for_returnn(value):
         # The defaults of train are keys of the config; RETURNN must not get the others.
         value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
     options = {option: content for option, content in value.items() if option != "class"}
@@ -295,12 +177,6 @@ def _open_too_early(context: Any = None) -> NoReturn:
     raise RuntimeError("a dataset was opened before the config's function that returns it was called (with_datasets)")
 
 
-def _place(error: Exception) -> str:
-    """Where an exception of a config's function was raised, for messages."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the call itself
-    return f" ({basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-
-
 def is_dataset(value: Any) -> bool:
     """Whether a value of a config is a dataset itself, not a description of one such as a dict or a list of files."""
     if isinstance(value, (list, tuple)) and all(isinstance(member, (str, PathLike)) for member in value):
@@ -308,68 +184,20 @@ def is_dataset(value: Any) -> bool:
     return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
 
-def is_cut_set(value: Any) -> bool:
-    """Whether a value of a config is a CutSet of Lhotse, which is not imported for that."""
-    return type(value).__name__ == "CutSet" and type(value).__module__.startswith("lhotse.")
-
-
-def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
-    """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
-
-    Raises:
-        DataError: a file is bad, or the lengths of the source's sequences cannot be known in advance.
-    """
-    context = context or OpeningContext()
-    with numbers_of_opening(spec.name, context.scanning):
-        return _open(spec, context)
-
-
-def numbers_of_opening(name: str, scanning: Scanning) -> AbstractContextManager[None]:
-    """Within the `with` block, random numbers that the user's code draws, such as a split, are the same in every run and rank."""
-    return own_numbers(scanning.seed, ITEM, zlib.crc32(name.encode()))
-
-
-def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
-    opened = spec.open(context)
-    dataset = as_dataset(opened)
-    if is_cut_set(opened):
-        raise DataError(f'{spec.name}: expected {{"class": "LhotseDataset", "cuts": ...}}, got a CutSet of another class')
-    if isinstance(opened, Objects):
-        dataset = ObjectsDataset(spec.name, opened)
-    if dataset is None and isinstance(opened, SequenceSource):
-        dataset = opened.to_train_on(spec.name, context.scanning)
-    if dataset is None and is_map_style(opened):
-        dataset = ItemsDataset(spec.name, opened, context.scanning)
-    if dataset is None and is_iterable(opened):
-        dataset = IterableDataset(spec.repeatable(opened)).to_train_on(spec.name, context.scanning)
-    if dataset is None:
-        raise DataError(
-            f"{spec.name}: expected a dataset that has the lengths of its sequences, has __len__ and __getitem__, or can be "
-            f"iterated over, got {type(opened).__name__} (convert it once with hvdtrain dump and train on the HDF file)"
-        )
-    if dataset.num_sequences == 0:
-        where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
-        raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
-    if spec.datasets:
-        return dataset
-    context.parts.append(DatasetPart(spec.name, dataset, spec.files))
-    return with_cache(with_own_numbers(spec.name, dataset, context.scanning), context.budget)
-
-
-def _is_for_returnn(value: Any) -> bool:
+def is_for_returnn(value: Any) -> bool:
     """Whether a dataset, or one inside it, has a class that only RETURNN has: RETURNN then reads all of it."""
     if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
         return False
     kind = value.get("class")
     if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
         return True
-    return kind not in ONE_BY_ONE and any(_is_for_returnn(child) for _, child in _inner_datasets(value).values())
+    return kind not in ONE_BY_ONE and any(is_for_returnn(child) for _, child in _inner_datasets(value).values())
 
 
 def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
     """The dataset inside RETURNN's MultiProcDataset, with its processes replaced by ours: for reading, or of a MapDataset."""
     inner = inner_of_multi_proc(options)
-    if _is_for_returnn(inner) and options.get("num_workers", 1) != 1:
+    if is_for_returnn(inner) and options.get("num_workers", 1) != 1:
         return {"class": "ReturnnDataset", "dataset": inner, "num_workers": options["num_workers"]}
     if inner.get("class") == "MapDataset":
         inner.setdefault("num_workers", options.get("num_workers", 0))
@@ -417,7 +245,7 @@ def _check_kind(
         return None, problems
 
     def open_it(context: OpeningContext | None = None) -> Dataset:
-        return _open_kind(name, keys, inside, context or OpeningContext())
+        return open_kind(name, keys, inside, context or OpeningContext())
 
     files = keys.data_files(), keys.files_to_copy()
     return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size, is_known=is_known), []
@@ -447,9 +275,6 @@ def _inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         result.update({str(child): (f"datasets.{child}", value) for child, value in several.items()})
     return result
 
-
-JOINING = (ConcatDatasetKeys, CombinedDatasetKeys, MixingDatasetKeys)
-"""The kinds whose sequences are those of the datasets inside, one dataset after the other."""
 
 ORDERED_OTHERWISE = ("MetaDataset", "CombinedDataset", "ConcatDataset")
 """Kinds that RETURNN has, too, with orders that ours do not have: of each member by itself, or by a list."""
@@ -488,48 +313,6 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
                 "conflict", f"{inside.name}.{option}: expected {outside[option]!r} as {name}.{option}, or nothing, got {value!r}"
             )
     return problems
-
-
-def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
-    """Open the datasets inside, then the dataset itself; closes open ones if something fails."""
-    copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
-    for path in keys.data_files():
-        if is_remote(path) and path not in copies:
-            raise DataError(f"{name}: expected a copy of {RemoteFile(path)} on a local disk, got none (set cache_dir)")
-    keys = keys.with_copies(copies) if copies else keys
-    inner = replace(context, budget=context.budget.part(keys.num_readers()))
-    with ExitStack() as on_failure:
-        datasets = {}
-        for child, spec in inside.items():
-            datasets[child] = open_dataset(spec, inner)
-            on_failure.callback(datasets[child].close)
-            if datasets[child].has_fixed_order and not isinstance(keys, KINDS["MapDataset"]):
-                raise DataError(
-                    f"{spec.name}: expected a dataset that can be read in any order inside {name}, got one that "
-                    "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
-                    f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
-                )
-            if datasets[child].collate is not None and not isinstance(keys, JOINING):
-                raise DataError(
-                    f"{spec.name}: expected a dataset without collate inside {name}, got one (collate belongs to the outermost "
-                    "dataset, or to those inside a ConcatDataset, CombinedDataset or MixingDataset)"
-                )
-            if datasets[child].mix is not None and not isinstance(keys, KINDS["MapDataset"]):
-                raise DataError(
-                    f"{spec.name}: expected a MixingDataset around other datasets, or inside a MapDataset, got one inside {name} "
-                    "(mix all datasets in one dict, with weights that are products)"
-                )
-        try:
-            scanning = (context.scanning,) if keys.scans else ()
-            dataset: Dataset = resolve(keys.opener)(name, keys, datasets, *scanning)
-        except DataError as error:
-            originals = [path for path, copy in copies.items() if copy in str(error)]
-            if not originals:
-                raise
-            original = RemoteFile(originals[0]) if is_remote(originals[0]) else originals[0]
-            raise DataError(f"{error} (a copy of {original})") from None
-        on_failure.pop_all()
-    return dataset
 
 
 def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[Problem]:

@@ -24,10 +24,11 @@ from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, numbers_of_opening
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunks import find_listed
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
-from hvdtrain.data.sources import OpeningContext, numbers_of_opening, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, Problem
 

@@ -18,12 +18,12 @@ from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import COST, BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys, keys_of, parse_context
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.remote import is_remote
-from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError, HvdtrainError

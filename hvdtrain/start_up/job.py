@@ -64,6 +64,7 @@ from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.goodput import job_began
 from hvdtrain.start_up.ranks import open_communicator, threads
+from hvdtrain.start_up.sigterm import act_on_sigterm
 from hvdtrain.training.best_start import BestStart
 from hvdtrain.training.session import Session
 
@@ -115,19 +116,6 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
             raise failure.with_causes((*session.watchdog.ended_ranks(SECONDS_TO_END), *changed)) from failure.__cause__
 
 
-def by_mpirun(interrupt: Interrupt) -> str:
-    """What is printed at once, as mpirun may kill the ranks before a checkpoint is written."""
-    seconds, grace = interrupt.seconds_to_save or 0.0, interrupt.grace or 0.0  # without mpirun, it is not printed
-    saving = (
-        f"A checkpoint takes {seconds:.1f} s, which is too long" if seconds > grace else "Saving a checkpoint, if there is time"
-    )
-    later = "a second later" if grace == 1 else f"{grace:g} s later"
-    return (
-        f"SIGTERM from mpirun, as after Ctrl-C: it kills the ranks {later} and returns 1. {saving} "
-        "(kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
-    )
-
-
 def close(feeds: Iterable[Feed]) -> None:
     """Close the datasets."""
     for feed in feeds:
@@ -139,13 +127,6 @@ def _fork_writer(settings: Settings) -> Fork | None:
     if not settings.saving.save_in_background or not settings.process.is_own or launch.launch().rank:
         return None
     return FRAMEWORKS[settings.run.backend].fork_writer()
-
-
-def _act_on_sigterm(comm: Communicator, watchdog: Watchdog, interrupt: Interrupt) -> None:
-    watchdog.stop_soon()
-    # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
-    if comm.rank == 0 and not watchdog.ended_ranks(0.0):
-        print_through_mpirun(by_mpirun(interrupt))
 
 
 def _open(
@@ -180,7 +161,7 @@ def _open(
     if purpose == "train":
         together(comm, lambda: _lock(Path(settings.run.model), stack) if comm.rank == 0 else None, name="lock")
     watchdog = _watch(settings, purpose, comm, watched)
-    interrupt.on_sigterm = partial(_act_on_sigterm, comm, watchdog, interrupt)
+    interrupt.on_sigterm = partial(act_on_sigterm, comm, watchdog, interrupt)
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("looking for a checkpoint")

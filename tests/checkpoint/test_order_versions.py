@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan import order, order_keys
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import differences
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings

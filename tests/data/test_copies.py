@@ -18,7 +18,8 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
 from hvdtrain.data.files import try_lock
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.errors import DataError
 
 SIZE = 1 << 20

@@ -26,9 +26,9 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
 from hvdtrain.hdf_tools.dump import dump

@@ -13,8 +13,9 @@ from hvdtrain.cli import main as hvdtrain
 from hvdtrain.config.source import load
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.order import order
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.hdf_tools.dump import main
 
 SEQUENCES = 12

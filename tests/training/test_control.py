@@ -17,7 +17,7 @@ from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.start_up.goodput import job_began
-from hvdtrain.start_up.job import by_mpirun
+from hvdtrain.start_up.sigterm import by_mpirun
 from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.limits import TrainingLimits

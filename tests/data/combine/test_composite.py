@@ -25,10 +25,10 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import KINDS
+from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 

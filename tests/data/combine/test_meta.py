@@ -13,7 +13,8 @@ from hvdtrain.data.combine.keys import MetaDatasetKeys
 from hvdtrain.data.combine.meta import MetaDataset, TagIndex, hashes, open_meta
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 

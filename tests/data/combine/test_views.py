@@ -20,12 +20,12 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.of_config import parse
 from hvdtrain.data.padding import pad
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.hdf_tools.dump import dump

@@ -19,7 +19,7 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.identity import DatasetPart, changes, identify
-from hvdtrain.data.sources import parse
+from hvdtrain.data.of_config import parse
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 
 

@@ -20,10 +20,11 @@ from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.foreign import is_map_style
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds

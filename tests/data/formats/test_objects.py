@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
-from hvdtrain.data.sources import parse
+from hvdtrain.data.of_config import parse
 from hvdtrain.errors import DataError
 from hvdtrain.learner.torch.trees import moved, sent, tensors_in
 from hvdtrain.training import vote

@@ -12,7 +12,8 @@ from hdf_files import BY_RETURNN, CLASSES, EXPECTED, FRAMES, Change, contents, d
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.sources import check_dataset, open_dataset
+from hvdtrain.data.opening import open_dataset
+from hvdtrain.data.sources import check_dataset
 from hvdtrain.errors import DataError
 
 

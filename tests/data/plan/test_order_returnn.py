@@ -12,10 +12,11 @@ from returnn.datasets.hdf import HDFDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import METHODS, WITH_BINS, OrderKeys
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 
 SIZES = [1, 2, 3, 5, 12, 97, 1000, 4999, 30_011, 70_000]

@@ -13,10 +13,11 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order, part_of_files
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 

@@ -13,7 +13,7 @@ from returnn_epochs import Item, by_returnn
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.sources import parse
+from hvdtrain.data.of_config import parse
 from hvdtrain.hdf_tools.dump import dump, main
 from hvdtrain.hdf_tools.sources import Selection
 

@@ -25,8 +25,9 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, SOURCES
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
@@ -460,7 +461,8 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
 def test_the_processes_end_with_the_program(tmp_path: Path) -> None:
     """Even if the dataset is not closed, as after an error."""
     program = f"""
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.of_config import parse
+from hvdtrain.data.opening import open_dataset
 spec, _ = parse("train", {{"class": "ReturnnDataset", "num_workers": 2, "dataset": {of_files([hdf(tmp_path)])!r}}}, {{}})
 dataset = open_dataset(spec)
 raise SystemExit(3)

@@ -11,8 +11,8 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES
+from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.returnn.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.plugins.returnn.networks import OF_THE_ENGINE

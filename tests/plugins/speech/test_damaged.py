@@ -14,7 +14,8 @@ from speech_files import RATE, write_folder, write_table
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.sources import OpeningContext, check_dataset, open_dataset
+from hvdtrain.data.opening import OpeningContext, open_dataset
+from hvdtrain.data.sources import check_dataset
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.tables.conversions import sound
 

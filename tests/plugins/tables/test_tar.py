@@ -20,7 +20,7 @@ from hdf_files import free_descriptors
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.sources import parse
+from hvdtrain.data.of_config import parse
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main as dump
 from hvdtrain.hdf_tools.sources import open_source

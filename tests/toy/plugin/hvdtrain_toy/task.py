@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.data.sources import open_dataset
+from hvdtrain.data.opening import open_dataset
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log
 from hvdtrain.settings import Settings

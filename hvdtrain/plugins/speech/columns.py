@@ -14,6 +14,7 @@ from hvdtrain.data.formats.found import count_lengths
 from hvdtrain.data.formats.item_form import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
+from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.log_mel import LogMel
@@ -161,6 +162,10 @@ class ArrayColumn(Column):
             raise BrokenSequence(f"{where}: expected an array of numbers, got {type(values).__name__}")
         if values.dtype.kind == "f":
             return numpy.atleast_2d(values.astype(numpy.float32, copy=False))
+        if not holds(numpy.dtype(numpy.int32), values.astype(numpy.int64)):
+            raise BrokenSequence(
+                f"{where}: expected integers that int32 holds, got {values.dtype} from {values.min()} to {values.max()}"
+            )
         classes: Array = values.astype(numpy.int32)
         return classes
 

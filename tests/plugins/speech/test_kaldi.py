@@ -164,6 +164,14 @@ def test_archives_of_sound_and_features(folder: Path) -> None:
     assert opened({"folder": str(folder), "features": "feats", "units": None}).lengths["data"].tolist() == [5, 6, 7, 8, 9, 10]
 
 
+def test_classes_that_are_too_large(folder: Path) -> None:
+    for number in range(6):
+        numpy.save(folder / f"utt{number:02}.npy", numpy.array([1, 2**31 if number == 2 else 2]))
+    write_table(folder / "ids.scp", {f"utt{number:02}": folder / f"utt{number:02}.npy" for number in range(6)})
+    with pytest.raises(DataError, match="line 3, 'utt02': expected integers that int32 holds, got int64 from 1 to 2147483648"):
+        opened({"folder": str(folder), "units": None, "data_keys": {"ids": ("ids.scp", "npy")}})
+
+
 def test_a_pickle_in_an_archive_is_refused(folder: Path) -> None:
     (folder / "bad.ark").write_bytes(b"utt00 PKL\x80\x04N.")
     write_table(folder / "feats.scp", {"utt00": f"{folder}/bad.ark:6"})

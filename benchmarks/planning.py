@@ -151,7 +151,7 @@ class Ranks:
         self.size = self.local_size = peers.size
 
     def gather(self, value: object, *, name: str) -> list[Any]:
-        return self._peers.gather(value)
+        return self._peers.gather(value, name=name)
 
 
 def rank(path: Path, ordering: str, limits: dict[str, Any], each: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 NAMES = {
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
-    "lightning": "lightning_module datamodule lightning_callbacks num_val_loaders save_ckpt lightning",
+    "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "prove": "prove",
     "report": "report card",
     "returnn": "tensorflow-net-dict ReturnnDataset network returnn search_output_file search_output_file_format "

@@ -21,6 +21,7 @@ import hvdtrain
 from hvdtrain.config.references import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.lightning.arguments import keys_of_arguments, keys_of_cli
 from hvdtrain.plugins.lightning.trainer import Trainer
 from hvdtrain.runtime import log
 
@@ -58,7 +59,12 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, reason in OURS.items():
         if values.get(name) is not None:
             raise ConfigError.of("conflict", f"{name}: expected none with lightning_module, got one ({reason})")
-    job = Job(values)
+    followed, module = keys_of_arguments(values.get("lightning_trainer") or {}), values["lightning_module"]
+    own = {name: value for name, value in values.items() if value is not None}
+    if isinstance(module, str) and module.endswith((".yaml", ".yml")):
+        followed = keys_of_cli(Path(module)) | followed
+        del own["lightning_module"]
+    job = Job(values := followed | own)
     keys: dict[str, Any] = {
         "get_model": job.get_model,
         "train_step": job.train_step,
@@ -71,6 +77,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "epoch_scores": {"lightning": job},
         "callbacks": [Events(job)],
     }
+    keys = followed | keys
     task, number = values.get("task"), job.num_val_loaders
     if values.get("train") is None:
         keys["train"] = {"class": lambda: job.data("train"), "seq_ordering": job.order}
@@ -124,7 +131,8 @@ class Job:
     def _defines(self, loader: str, step: str) -> bool:
         """Whether the classes that the config gives have these methods; True for a function, whose result is not known yet."""
         given = [self.values[name] for name in ("lightning_module", "datamodule") if self.values.get(name) is not None]
-        kinds = [kind if isinstance(kind, type) else type(kind) for kind in (resolved(one) for one in given)]
+        found = [resolved(one) for one in given]
+        kinds = [one if isinstance(one, type) else getattr(one, "kind", type(one)) for one in found]
         if not all(hasattr(kind, "prepare_data") for kind in kinds):
             return True
         own = [{name for one in takewhile(lambda one: not is_base(one), kind.__mro__) for name in vars(one)} for kind in kinds]

@@ -13,13 +13,18 @@ class LightningKeys(Section):
     """A LightningModule that is trained as it is: get_model, train_step, the optimizer, its rates and the data follow from it."""
 
     lightning_module: Any = key(
-        None, "a LightningModule, its class, a function that makes it, or 'file.py:Class'; None: the config has get_model itself"
+        None,
+        "a LightningModule, its class, a function that makes it, 'file.py:Class' or the .yaml of "
+        "a LightningCLI; None: the config has get_model itself",
     )
     datamodule: Any = key(
         None,
         "a LightningDataModule, its class, a function that makes it, or 'file.py:Class'; None: the module has its own loaders",
     )
     lightning_callbacks: list[Any] = key([], "Lightning's Callbacks, whose on_... methods are called as by its Trainer")
+    lightning_trainer: dict[str, Any] = key(
+        {}, "arguments of Lightning's Trainer, which become our keys; those that hvdtrain does not serve are refused"
+    )
     num_val_loaders: int | None = key(
         None,
         "how many loaders val_dataloader returns: dev, and val1, val2, ...; None: 1 where there is a validation_step, else 0",

@@ -318,6 +318,52 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         train({**boring, "datamodule": demos.BoringDataModuleNoLen}, tmp_path / "endless")
 
 
+CLI = """
+seed_everything: 3
+trainer:
+  max_epochs: 2
+  gradient_clip_val: 0.5
+  accelerator: cpu
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {monitor: x, strict: false}
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+"""
+
+
+def test_the_arguments_of_the_trainer_and_of_its_cli(tmp_path: Path) -> None:
+    theirs, start = Net(), state_of(Net())
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": "32-true"}
+    theirs.configure_optimizers = lambda: torch.optim.SGD(theirs.parameters(), 0.5)  # type: ignore[method-assign]
+    theirs.items = demos.RandomDataset(32, 48)  # Lightning weighs a smaller last batch otherwise
+    ours = Net()
+    ours.configure_optimizers = lambda: torch.optim.SGD(ours.parameters(), 0.5)  # type: ignore[method-assign]
+    ours.items = theirs.items
+    fit(theirs, 2, **{name: value for name, value in arguments.items() if name != "max_epochs"})
+    found = train({"lightning_module": ours, "lightning_trainer": arguments}, tmp_path / "model")
+    assert difference(found, state_of(theirs), start) < 1e-6
+    file = tmp_path / "config.yaml"
+    file.write_text(CLI)
+    result = hvdtrain.train({"lightning_module": str(file), "model": str(tmp_path / "cli"), "num_threads": 1})
+    assert len(result.history) == 2
+    for name, value, expected in (
+        ("limit_train_batches", 5, "expected a torch.utils.data.Subset, or partition_epoch"),
+        ("val_check_interval", 0.5, "expected eval_interval_steps"),
+        ("check_val_every_n_epoch", 2, "expected evaluations after every epoch"),
+        ("strategy", "fsdp", "expected torch_distributed or use_horovod"),
+        ("max_epoch", 2, "expected arguments of Lightning's Trainer"),
+    ):
+        with pytest.raises(ConfigError, match=rf"lightning_trainer.{name}: {expected}.* got"):
+            train({"lightning_module": Net, "lightning_trainer": {name: value}}, tmp_path / "refused")
+    file.write_text("model: {width: 3}")
+    with pytest.raises(ConfigError, match="expected model.class_path, got arguments only"):
+        train({"lightning_module": str(file)}, tmp_path / "refused")
+    file.write_text("model: {class_path: a.b}\noptimizer: {class_path: torch.optim.SGD}")
+    with pytest.raises(ConfigError, match="got 'optimizer' .build it in the module: configure_optimizers"):
+        train({"lightning_module": str(file)}, tmp_path / "refused")
+
+
 def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:
     config = tmp_path / "mine.py"
     assert run_inside(["init", config, "--lightning"]).status == 0

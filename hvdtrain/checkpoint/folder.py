@@ -1,4 +1,4 @@
-"""A folder of checkpoints: their names, writing each atomically, and which ones to keep.
+"""A folder of checkpoints: their names, and writing each atomically.
 
 A checkpoint exists once its model file does: that file is renamed into place last, and removed first.
 """

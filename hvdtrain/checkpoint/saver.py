@@ -183,7 +183,7 @@ class Saver(SaverBase):
         """The same if there was a model of the age `new`, too."""
         if not progress.evaluations or self._best is None or not self._best.within_epochs:
             return set()
-        existing = {found.age for found in self._checkpoints.models()} | ({new} if new is not None else set())
+        existing = {checkpoint.age for checkpoint in self._checkpoints.models()} | ({new} if new is not None else set())
         return self._averages.kept_within(progress.records, existing)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the processes of torch.distributed meet."""
+"""Where the processes of torch.distributed meet: `place` is a pure function of the environment and the config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The rendezvous of a torch.distributed job: where its processes meet, and how rank 0 serves a store that the others connect to.
+"""The rendezvous of a torch.distributed job: rank 0 serves a store that the others connect to.
 
-`place` is a pure function of the environment and the config. `meet` connects the processes there, and is the only part that
-needs torch, which it imports when it is called.
+`meet` connects the processes at their place (torch_place.py), and imports torch when it is called.
 
 torch's own `init_method` file:// hangs or fails if the file is left over from an earlier run, and workers that torchrun
 restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store at that address returns

@@ -10,7 +10,8 @@
         )
 
 `names` are the spellings in a config, if they differ from the field's name: keys, or entries of dicts. The last one given wins.
-The field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
+The field's annotation is the key's type. `convert` (convert.py) checks a value against it; `text_value` parses one
+from the command line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""References to functions, 'module:name'."""
+"""Python objects that a config names in a string: `package.module:name` or `folder/file.py:name`."""
 
 from __future__ import annotations
 

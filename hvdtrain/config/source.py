@@ -1,7 +1,4 @@
-"""Reads a config: Python or JSON files, and the overrides of the command line, which take precedence.
-
-The end of the file resolves Python objects that a config names in a string: `package.module:name` or `folder/file.py:name`.
-"""
+"""Reads a config: Python or JSON files, and the overrides of the command line, which take precedence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The contracts of data: a dataset, a source that is converted to one, and the keys of a kind of dataset.
 
 Classes of the package derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A user's
-class that does not is adapted once, when it is opened (`as_dataset`, `as_source`); no other code checks for members.
+class that does not is adapted once, when it is opened (foreign.py); no other code checks for members.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batches of a dataset for one rank, epoch by epoch, read ahead in the background."""
+"""The batches of a dataset for one rank, epoch by epoch."""
 
 from __future__ import annotations
 

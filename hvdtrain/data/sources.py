@@ -1,4 +1,4 @@
-"""Checks and opens the datasets of a config: dicts, file names, or a user's classes."""
+"""Checks the datasets of a config: dicts, file names, or a user's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a learner, and the keys that configure one.
+"""The contract of a learner.
 
 A learner has four parts. `Learner` itself trains: forward, backward and update. Its `state` is what checkpoints and other ranks
 need: weights, buffers and the optimizer's state. Its `meter` measures: scores, seconds, memory. Its `staging` copies batches to

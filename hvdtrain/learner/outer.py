@@ -1,4 +1,14 @@
-"""Outer optimizers: steps that follow from the average of the ranks' parameters."""
+"""Outer optimizers: steps that follow from the average of the ranks' parameters.
+
+    horovod_param_outer = {"class": "bmuf", "momentum": 0.5}
+
+- "bmuf": blockwise model-update filtering with Nesterov's block momentum (Chen and Huo, 2016).
+- "nesterov": the same step with the values of DiLoCo (Douillard et al., 2023).
+- "sgd": classical momentum (BMUF's classical block momentum; SlowMo: Wang et al., 2020).
+- "adam": FedAdam (Reddi et al., 2021).
+
+An optimizer sees one tensor at a time, and uses only Python's arithmetic operators, which the tensors of all frameworks support.
+"""
 
 from __future__ import annotations
 

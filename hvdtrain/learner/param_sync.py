@@ -4,14 +4,6 @@ Between two syncs, every rank trains alone. The model after the last sync (the a
 the gradient of an outer optimizer; its step leads to the new anchor, from which all ranks continue. With learning rate 1 and no
 momentum, the new anchor is the average itself.
 
-    horovod_param_outer = {"class": "bmuf", "momentum": 0.5}
-
-- "bmuf": blockwise model-update filtering with Nesterov's block momentum (Chen and Huo, 2016).
-- "nesterov": the same step with the values of DiLoCo (Douillard et al., 2023).
-- "sgd": classical momentum (BMUF's classical block momentum; SlowMo: Wang et al., 2020).
-- "adam": FedAdam (Reddi et al., 2021).
-
-An optimizer sees one tensor at a time, and uses only Python's arithmetic operators, which the tensors of all frameworks support.
 For a sync, the model is divided into parts. A part is either averaged immediately, or sent, and its average applied some updates
 later. `ParamAverage` decides when.
 """

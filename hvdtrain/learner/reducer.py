@@ -313,11 +313,12 @@ class UpdateCounts:
 
         Collective, if the plan does not say for how many updates the ranks had batches.
         """
-        own, total = self._own, self._all
+        with_batch = self._own  # the updates for which this rank, or group, had a batch
+        total = self._all
         if total is None:
-            own = sum(self._group.within.gather(own, name="updates_within"))
-            total = sum(self._group.between.gather(own, name="updates"))
-        return own * self._group.between.size / total if total else 1.0
+            with_batch = sum(self._group.within.gather(with_batch, name="updates_within"))
+            total = sum(self._group.between.gather(with_batch, name="updates"))
+        return with_batch * self._group.between.size / total if total else 1.0
 
 
 def apply_weight(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:

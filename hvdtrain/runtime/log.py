@@ -1,8 +1,4 @@
-"""What a program prints: the log, and a progress bar on the terminal.
-
-The log: rank 0 writes to stdout and to commands, and every rank writes its own file if `log` names one. The bar is tqdm's, also
-on the terminals that Open MPI gives its ranks; log lines, like everything else that Python prints meanwhile, appear above it.
-"""
+"""The log: rank 0 writes to stdout and to commands, and every rank writes its own file if `log` names one."""
 
 from __future__ import annotations
 

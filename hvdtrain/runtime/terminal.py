@@ -1,4 +1,5 @@
-"""Terminals, and the progress bars on them."""
+"""Progress bars on terminals: tqdm's, also on the terminals that Open MPI gives its ranks. Log lines, like everything else that
+Python prints meanwhile, appear above them."""
 
 from __future__ import annotations
 

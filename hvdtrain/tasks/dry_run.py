@@ -1,4 +1,4 @@
-"""The dry run: how long an epoch takes, and how much memory."""
+"""The dry run: trains on a few batches, without writing anything, to estimate the time and memory of an epoch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The values of the key `task` other than train: eval, forward, search and cleanup_old_models use a trained model; dry_run trains
-on a few batches, without writing anything, to estimate the time and memory of an epoch.
-"""
+"""The values of the key `task` other than train: eval, forward, search and cleanup_old_models, which use a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CombinedDataset, ConcatDataset, MixingDataset, FilesDataset: the sequences of several datasets, one after the other."""
+"""CombinedDataset, ConcatDataset, MixingDataset: the sequences of several datasets, one after the other."""
 
 from __future__ import annotations
 

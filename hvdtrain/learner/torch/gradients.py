@@ -1,7 +1,7 @@
 """From losses to the gradients that the optimizer applies: accumulated over batches, normalized, and reduced over the ranks.
 
-The learner uses `Gradients`. `GradientStream` sends gradients to the other ranks while backward runs; `LossGradients` accumulates
-the gradients of several normalized losses separately.
+The learner uses `Gradients`. `GradientStream` (gradient_stream.py) sends gradients to the other ranks while backward runs;
+`LossGradients` accumulates the gradients of several normalized losses separately.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from speechbrain.dataio.batch import PaddedBatch
 
 import hvdtrain
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.speechbrain.ranks import as_one_job
 from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from
@@ -78,7 +78,10 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         found["random_seed"] = int(hparams["seed"])
     epochs = hparams.get("number_of_epochs", getattr(hparams.get("epoch_counter"), "limit", None))
     found |= {} if epochs is None else {"num_epochs": int(epochs)}
-    return found | _data(maker, hparams, str(values.get("task") or "train"))
+    found |= _data(maker, hparams, str(values.get("task") or "train"))
+    own = [name for name in ("train", "max_seqs", "max_seqs_total", "batch_size") if values.get(name) is not None]
+    maker.has_their_batches = "train" in found and not own
+    return found
 
 
 class Nothing:
@@ -90,7 +93,12 @@ class Maker:
 
     Attributes:
         brain: the one whose model was asked for last.
+        has_their_batches: whether the batches of an epoch are those of SpeechBrain.
+        resumed: how many batches were done in the epoch in which a checkpoint was written.
     """
+
+    has_their_batches = False
+    resumed = 0
 
     def __init__(self, given: Any, seed: int) -> None:
         self.given = dict(given) if isinstance(given, Mapping) else {"make": given}
@@ -109,6 +117,11 @@ class Maker:
             torch.manual_seed(self._seed)
             self._unused = self._make()
         return self._unused
+
+    @property
+    def first_made(self) -> Any:
+        """The Brain that was made last."""
+        return self.brain if self._unused is None else self._unused
 
     def get_model(self, *, device: str, **_: Any) -> torch.nn.Module:
         """As the key get_model: all modules of the Brain."""
@@ -133,7 +146,18 @@ class Maker:
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """As the key checkpoint_reader: a folder of the Checkpointer's. Raises: CheckpointError."""
-        return load_from(path, self.brain) if path.is_dir() else None
+        if not path.is_dir():
+            return None
+        found = load_from(path, self.brain)
+        if self.brain.optimizer is not None and (batches := found["batches"]) != 0:
+            if batches is None or not self.has_their_batches or batches % self.brain.grad_accumulation_factor:
+                where = "with no dataloader-TRAIN" if batches is None else f"after {batches} batches"
+                raise CheckpointError(
+                    f"{path}: expected a checkpoint from the end of an epoch, or its batches, got one from within an "
+                    f"epoch, {where} (SpeechBrain's batches need the class's datasets and batch_size unchanged)"
+                )
+            self.resumed = batches
+        return found
 
     def _make(self) -> Any:
         as_one_job()
@@ -228,10 +252,21 @@ def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]
             continue  # as there, which evaluates it once, at the end
         found[key] = {"class": partial(same, dataset), "collate": options.get("collate_fn") or PaddedBatch}
         if stage == "train":
-            found[key]["seq_ordering"] = "random" if options.get("shuffle") else "default"
+            found[key]["seq_ordering"] = Order(maker.first_made, dataset) if options.get("shuffle") else "default"
         size = options.get("batch_size", hparams.get("batch_size", 1))
         found |= {"max_seqs": size} if stage == "train" else {"max_seqs_dev": size} if stage == "valid" else {}
     return found
+
+
+class Order:
+    """The key seq_ordering: the order of the Brain's own sampler."""
+
+    def __init__(self, brain: Any, dataset: Any) -> None:
+        self._sampler = brain._train_loader_specifics(dataset, {"shuffle": True})["sampler"]
+
+    def __call__(self, *, epoch: int, **_: Any) -> Any:
+        self._sampler.set_epoch(epoch)
+        return torch.tensor(list(self._sampler)).numpy()
 
 
 def same(dataset: Any) -> Any:

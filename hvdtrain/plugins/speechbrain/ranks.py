@@ -28,6 +28,8 @@ def as_one_job() -> None:
     distributed.get_rank = hvdtrain.rank
     distributed.is_distributed_initialized = lambda: hvdtrain.size() > 1
     theirs = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: hvdtrain.size() > 1,
         barrier=barrier,
         broadcast_object_list=broadcast,
         get_backend=lambda: "hvdtrain",

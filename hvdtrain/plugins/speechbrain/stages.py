@@ -39,7 +39,8 @@ class Stages:
 
     def on_epoch_begin(self, training: Any) -> None:
         if self._epoch != training.epoch:
-            self._epoch, self._first_step = training.epoch, training.step
+            self._epoch, self._first_step = training.epoch, training.step - -(-self._maker.resumed // hvdtrain.size())
+            self._maker.resumed = 0
         counter = getattr(getattr(self.brain, "hparams", None), "epoch_counter", None)
         if counter is not None:
             counter.current = training.epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,8 @@ def _custom(brain: Any, kind: str, name: str) -> Any:
 
 def load_from(folder: Path, brain: Any) -> dict[str, Any]:
     """Load a Brain from a folder of the Checkpointer's, or from the newest of several in it: its modules, and its optimizer,
-    schedulers and counters where they have a file. Returns the tensors by name, and the epoch if there is a counter.
+    schedulers and counters where they have a file. Returns the tensors by name, the epoch if there is a counter, the
+    steps, and the batches of the next epoch that are done: 0 at the end of an epoch, None if they are not known.
 
     Raises:
         CheckpointError: there is none, a module has no file, or a file is of another one.
@@ -90,7 +92,15 @@ def load_from(folder: Path, brain: Any) -> dict[str, Any]:
             except (KeyError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"{path}: expected the {name} of this Brain, got another: {error}") from error
     counter = getattr(getattr(brain, "hparams", None), "epoch_counter", None)
-    return {"model": brain.modules.state_dict(), "epoch": getattr(counter, "current", None)}
+    found = {"model": brain.modules.state_dict(), "epoch": getattr(counter, "current", None), "batches": 0}
+    if not is_whole_epoch:
+        position = folder / f"dataloader-TRAIN{PARAMFILE_EXT}"
+        text = position.read_text(encoding="utf-8") if position.exists() else "None"
+        found |= {"batches": int(text), "step": int(text)} if text.isdigit() else {"batches": None}
+    if (file := folder / f"brain{PARAMFILE_EXT}").exists():
+        updates = re.search(r"optimizer_step: (\d+)", file.read_text(encoding="utf-8"))
+        found |= {} if updates is None else {"step": int(updates[1]) * brain.grad_accumulation_factor}
+    return found
 
 
 def _load_whole(path: Path, modules: Mapping[str, Any]) -> None:

@@ -146,6 +146,23 @@ def test_a_checkpoint_of_theirs_is_continued_with_its_optimizer(tmp_path: Path) 
         train(keys(tmp_path), tmp_path / "other", load=str(folder))
 
 
+def test_a_checkpoint_from_within_an_epoch_is_continued(tmp_path: Path) -> None:
+    """In the order of SpeechBrain's sampler."""
+    shuffled = HPARAMS.replace("    batch_size: 4\nvalid", "    batch_size: 4\n    shuffle: True\nvalid")
+    hparams = hyperpyyaml.load_hyperpyyaml(shuffled, {"save": str(tmp_path / "theirs")})
+    options = {"device": "cpu", "ckpt_interval_steps": 2}
+    brain = EachStep(hparams["modules"], hparams["opt_class"], hparams, options, hparams["checkpointer"])
+    start = state_of(brain.modules)
+    brain.fit(hparams["epoch_counter"], sentences(12), sentences(8), False, {**hparams["train_dataloader_opts"]})
+    given = keys(tmp_path, EachStep)
+    given["brain"]["hparams"].write_text(shuffled)
+    assert difference(train(given, tmp_path / "whole"), state_of(brain.modules), start) < 1e-6
+    found = train(given, tmp_path / "model", load=str(tmp_path / "theirs"))
+    assert difference(found, state_of(brain.modules), start) < 1e-6
+    with pytest.raises(hvdtrain.HvdtrainError, match="expected a checkpoint from the end of an epoch, .* after 2 batches"):
+        train(given, tmp_path / "other", load=str(tmp_path / "theirs"), max_seqs=3)
+
+
 class OwnLoop(Recognizer):
     def fit_batch(self, batch: Any) -> Any: ...
 

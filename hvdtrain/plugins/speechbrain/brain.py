@@ -94,10 +94,11 @@ class Maker:
     Attributes:
         brain: the one whose model was asked for last.
         has_their_batches: whether the batches of an epoch are those of SpeechBrain.
+        is_read: whether a checkpoint of SpeechBrain's was loaded.
         resumed: how many batches were done in the epoch in which a checkpoint was written.
     """
 
-    has_their_batches = False
+    has_their_batches = is_read = False
     resumed = 0
 
     def __init__(self, given: Any, seed: int) -> None:
@@ -149,6 +150,7 @@ class Maker:
         if not path.is_dir():
             return None
         found = load_from(path, self.brain)
+        self.is_read = True
         if self.brain.optimizer is not None and (batches := found["batches"]) != 0:
             if batches is None or not self.has_their_batches or batches % self.brain.grad_accumulation_factor:
                 where = "with no dataloader-TRAIN" if batches is None else f"after {batches} batches"

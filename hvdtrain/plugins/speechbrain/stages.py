@@ -14,7 +14,7 @@ from speechbrain.utils.metric_stats import ErrorRateStats, MetricStats
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.speechbrain.states import restore, states_of
+from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
 
 
 class Stages:
@@ -102,6 +102,12 @@ class Stages:
 
     def evaluate(self) -> Stage:
         """The stage of an evaluation. One outside of a training, whose hooks must not change schedules, is a test."""
+        if self._stage is None and not self._maker.is_read and (named := own_states(self.brain)):
+            raise ConfigError.of(
+                "unsupported",
+                f"brain: expected modules whose state is in the model's file, got {next(iter(named))} (evaluate in the training, "
+                "or a checkpoint of the Checkpointer's by `load`)",
+            )
         if self._stage in (None, Stage.TRAIN):
             self._begin(Stage.TEST, None)
         self.brain.step += 1

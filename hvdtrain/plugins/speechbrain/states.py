@@ -45,17 +45,27 @@ def restore(brain: Any, states: Mapping[str, str]) -> None:
 
 
 def recoverables(brain: Any) -> dict[str, Any]:
-    """By name, the objects of the Checkpointer and of the hyperparameters that have a state of their own."""
+    """By name, the objects of the Checkpointer and of the hyperparameters that have a state of their own, and such modules."""
     modules = {id(one) for one in brain.modules.modules()}
     named = dict(vars(getattr(brain, "hparams", None) or object) if hasattr(brain, "hparams") else {})
     named |= getattr(brain.checkpointer, "recoverables", {})
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = own_states(brain)
     for name, one in sorted(named.items()):
         is_ours = one is brain or id(one) in modules or isinstance(one, (torch.optim.Optimizer, torch.nn.ModuleList))
         is_known = get_default_hook(one, DEFAULT_SAVE_HOOKS) is not None or _custom(brain, "custom_save_hooks", name) is not None
         if is_known and not is_ours and not isinstance(one, type) and not any(one is other for other in found.values()):
             found[name] = one
     return found
+
+
+def own_states(brain: Any) -> dict[str, Any]:
+    """By name, the modules whose state is not among their tensors, such as InputNormalization's."""
+    usual = DEFAULT_SAVE_HOOKS[torch.nn.Module]
+    return {
+        name: one
+        for name, one in sorted(brain.modules.named_modules())
+        if name and get_default_hook(one, DEFAULT_SAVE_HOOKS) is not usual
+    }
 
 
 def _custom(brain: Any, kind: str, name: str) -> Any:

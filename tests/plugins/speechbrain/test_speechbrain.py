@@ -163,6 +163,23 @@ def test_a_checkpoint_from_within_an_epoch_is_continued(tmp_path: Path) -> None:
         train(given, tmp_path / "other", load=str(tmp_path / "theirs"), max_seqs=3)
 
 
+def test_a_module_with_a_state_of_its_own_is_resumed(tmp_path: Path) -> None:
+    class Normalized(Recognizer):
+        def compute_forward(self, batch: Any, stage: Any) -> Any:
+            sound, lengths = batch.sig
+            return self.modules.encoder(self.modules.normalize(sound, lengths)).log_softmax(-1), lengths
+
+    def given() -> dict[str, Any]:
+        found = keys(tmp_path, Normalized)
+        normalize = "    normalize: !new:speechbrain.processing.features.InputNormalization\n        norm_type: global\n"
+        found["brain"]["hparams"].write_text(HPARAMS.replace("modules:\n", "modules:\n" + normalize))
+        return found
+
+    check_resume(given, tmp_path, 4, train(given(), tmp_path / "model"))
+    with pytest.raises(ConfigError, match="expected modules whose state is in the model's file, got normalize"):
+        hvdtrain.evaluate(given(), checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
+
+
 class OwnLoop(Recognizer):
     def fit_batch(self, batch: Any) -> Any: ...
 

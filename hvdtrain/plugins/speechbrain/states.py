@@ -51,9 +51,12 @@ def recoverables(brain: Any) -> dict[str, Any]:
     named |= getattr(brain.checkpointer, "recoverables", {})
     found: dict[str, Any] = own_states(brain)
     for name, one in sorted(named.items()):
+        hook = get_default_hook(one, DEFAULT_SAVE_HOOKS)
         is_ours = one is brain or id(one) in modules or isinstance(one, (torch.optim.Optimizer, torch.nn.ModuleList))
-        is_known = get_default_hook(one, DEFAULT_SAVE_HOOKS) is not None or _custom(brain, "custom_save_hooks", name) is not None
-        if is_known and not is_ours and not isinstance(one, type) and not any(one is other for other in found.values()):
+        is_empty = hook is DEFAULT_SAVE_HOOKS[torch.nn.Module] and isinstance(one, torch.nn.Module) and not one.state_dict()
+        is_known = hook is not None or _custom(brain, "custom_save_hooks", name) is not None
+        is_left_out = is_ours or is_empty or isinstance(one, type) or any(one is other for other in found.values())
+        if is_known and not is_left_out:
             found[name] = one
     return found
 

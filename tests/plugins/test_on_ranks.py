@@ -24,7 +24,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     folder.mkdir(parents=True, exist_ok=True)
     made: dict[str, dict[str, object]] = {}
     for name in NAMES:
-        config = folder / f"{name}.py"
+        config = folder / f"my_{name}.py"
         if not config.exists():
             assert main([str(config), f"--{name}"]) == 0
         made[name] = {"configs": [config], "max_seqs": 12 // run.size, "num_epochs": 2, "num_threads": 1}

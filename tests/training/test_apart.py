@@ -92,7 +92,7 @@ def trained(folder: Path, what: str, **keys: object) -> None:
         train(settings[comm.rank], comm)
 
     # The other thread seeds the generators, so that code which reads would seem to draw.
-    with patch("hvdtrain.data.sources.with_own_numbers", lambda _, dataset, scanning: dataset):
+    with patch("hvdtrain.data.opening.with_own_numbers", lambda _, dataset, scanning: dataset):
         on_ranks(2, work)
 
 

@@ -1,5 +1,6 @@
 """One rank of a host plans, the others map its plan: the same plan, without a file left behind, and never without a plan."""
 
+import gc
 import os
 import pickle
 import resource
@@ -76,6 +77,7 @@ def on_hosts(hosts: list[int], work: Callable[[Communicator], Plan]) -> list[Pla
 
 
 def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs]) -> None:
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     found = on_ranks(4, lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
     assert len(planned) == 1

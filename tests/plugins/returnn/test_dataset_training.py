@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -9,7 +10,6 @@ import zipfile
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -358,26 +358,20 @@ def test_a_dataset_that_does_not_repeat_itself_is_reported(tmp_path: Path) -> No
         assert len(read(dataset, 1)) == 20
 
 
-LONGER = SimpleNamespace(by=0)
-
-
 def longer(sequence: Any, **_: object) -> Any:
     data = sequence.data["data"]
-    data.raw_tensor = numpy.concatenate([data.raw_tensor] * (1 + LONGER.by))
+    data.raw_tensor = numpy.concatenate([data.raw_tensor] * (1 + int(os.environ.get("LONGER", "0"))))
     return sequence
 
 
-def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -> None:
-    """What a function reads from an object elsewhere does not identify the source; constants of its module do."""
+def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function reads from the environment does not identify the source; values of its module do."""
     options = {**mapped(tmp_path), "map_seq": longer}
     with opened(options, tmp_path / "lengths") as dataset:
         assert len(read(dataset, 1)) == 20
-    LONGER.by = 1
-    try:
-        with opened(options, tmp_path / "lengths") as dataset, pytest.raises(DataError) as raised:
-            read(dataset, 1)
-    finally:
-        LONGER.by = 0
+    monkeypatch.setenv("LONGER", "1")
+    with opened(options, tmp_path / "lengths") as dataset, pytest.raises(DataError) as raised:
+        read(dataset, 1)
     [kept] = (tmp_path / "lengths").glob("*.corpus.index")
     assert f"in {kept}: if the data or a function has changed since then, remove this file; if lengths differ" in str(
         raised.value
@@ -385,7 +379,7 @@ def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -
     assert "train: expected sequence 0 of epoch 1" in str(raised.value)
     scans: list[str] = []
     with opened(options, tmp_path / "lengths", scans) as dataset:  # from now on for each epoch
-        LONGER.by = 0
+        monkeypatch.delenv("LONGER")
         assert len(read(dataset, 1)) == len(read(dataset, 2)) == 20
         assert len(scans) == 2
 

@@ -247,6 +247,19 @@ def test_checkpoints_and_preloads_bring_every_role_back(framework: str, tmp_path
         assert same(arrays(again), arrays(made))
 
 
+def test_a_checkpoint_that_the_next_start_refuses_is_told_when_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    made = learner_of(lambda **_: OfTorch(), lambda **_: None)
+    made.state.contents({})
+    assert not caplog.messages
+    made.model.register_buffer("bank", torch.zeros(3, 2))
+    made.model.cache = torch.zeros(5)
+    del made.model.frozen
+    made.state.contents({})
+    made.state.contents({})
+    [told] = caplog.messages
+    assert "frozen: (1,) became none, bank: none became (3, 2) (the next start refuses" in told
+
+
 def test_ranks_files_of_earlier_releases_have_lists(tmp_path: Path) -> None:
     """By the order in the model, with the buffers that it does not save."""
     made = learner_of(lambda **_: OfTorch(), lambda **_: None)

@@ -31,6 +31,7 @@ from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.torch.update import Optimizer
 from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.learner.weight_average import WeightAverageBase
+from hvdtrain.runtime import log
 
 NAMES = "param_names"
 """An entry of the optimizer's file, as in RETURNN's: the names of the parameters, first those that the optimizer has, in its
@@ -93,6 +94,9 @@ class TorchState(StateBase):
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
+        self._made: Mapping[str, tuple[int, ...]] | None = (
+            self._saved_shapes()
+        )  # by get_model; None: it was told that they changed
         self.writer = BackgroundWriter()
 
     @property
@@ -138,6 +142,7 @@ class TorchState(StateBase):
         self.writer.close()
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
+        self._tell_changes()
         of_base = {} if self._base is None else {BASE: self._base.entry}
         contents = super().contents({**progress, **of_base}, model_only=model_only)
         if model_only:
@@ -151,12 +156,32 @@ class TorchState(StateBase):
         stored_names = [name for name in names if name not in self._unsaved]
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
 
+    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that a model's file has, by name."""
+        return shapes_of({name: one for name, one in self.model_tensors().items() if isinstance(one, torch.Tensor)})
+
+    def _tell_changes(self) -> None:
+        """Warn once if the model's tensors are no longer those to which the next start will load them."""
+        made, now = self._made, self._saved_shapes()
+        if made is None or made == now:
+            return
+        self._made = None
+        names = [name for name in {**made, **now} if made.get(name) != now.get(name)]
+        changes = [f"{name}: {made.get(name, 'none')} became {now.get(name, 'none')}" for name in names[:5]]
+        more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+        log.warning(
+            f"get_model: expected tensors that stay as it returns them, got other shapes: {', '.join(changes)}{more} (the next "
+            "start refuses this checkpoint, unless the module loads it by a method of its own: let get_model make them as they "
+            "will be, or register a buffer with persistent=False)"
+        )
+
     def load(
         self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None, with_optimizer: bool = False
     ) -> dict[str, Any]:
         self._stored_names = None
         stored = super().load(model_file, optimizer_file, read, with_optimizer)
         self.check_base()
+        self._made = self._saved_shapes()
         return stored
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:

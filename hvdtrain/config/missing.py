@@ -67,7 +67,7 @@ def _hiding_file(error: ImportError) -> str | None:
 
 
 def installed(name: str, beside: Path) -> bool:
-    """Whether there is a package or module of this name outside of a folder."""
-    others = [folder for folder in sys.path if Path(folder or ".").resolve() != beside.resolve()]
-    spec = PathFinder.find_spec(name, others)
+    """Whether there is an installed package or module of this name outside of a folder; configs in other folders are none."""
+    folders = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix)) or "site-packages" in folder]
+    spec = PathFinder.find_spec(name, [folder for folder in folders if Path(folder).resolve() != beside.resolve()])
     return name in sys.builtin_module_names or (spec is not None and spec.origin is not None)

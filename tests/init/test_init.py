@@ -100,6 +100,9 @@ def test_no_file_hides_a_package(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "h5py.py").write_text("")
     text = import_failure(ModuleNotFoundError("No module named 'h5py.inside'", name="h5py.inside"))
     assert text.endswith(f"({tmp_path}/h5py.py hides the package of that name: rename the file)")
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "other").mkdir()
+    assert main([str(tmp_path / "other" / "mine.py")]) == 0
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,8 @@ def hello_over_mpi(rank: int) -> None:
     from mpi4py import MPI
 
     say(peers.rank, f"MPI: {MPI.Get_library_version().split(',')[0]}")
-    for greeting in peers.gather(f"hello over MPI from rank {peers.rank} of {peers.size} on {socket.gethostname()}"):
+    hello = f"hello over MPI from rank {peers.rank} of {peers.size} on {socket.gethostname()}"
+    for greeting in peers.gather(hello, name="greetings"):
         say(peers.rank, greeting)
 
 

@@ -25,7 +25,7 @@ def test_hosts_are_looked_at_over_ssh(hosts: Hosts, work: Path) -> None:
         hosts.run(f"iptables -D INPUT {FIREWALL}", host="host1")
         hosts.run(f"umount {work}/train.hdf", host="host2", folder=work)
     assert done.status == 2, done.out + done.err
-    assert len(reported(done.out, "ok", "ssh host[12]")) == 2
+    assert len(reported(done.out, "(?:ok|warning)", "ssh host[12]")) == 2  # the latter, where a login takes seconds
     [unknown] = reported(done.out, "problem", "ssh host9")
     assert "expected the name of a host" in unknown or "resolve" in unknown
     [firewall] = reported(done.out, "problem", "ports of host1")

@@ -96,7 +96,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 count_steps(session.goodput),
             ):
                 pruned = Engine(session, rates, limits, reporters, step_log, trace, callbacks).run()
-        else:  # it may have been killed before it told Optuna
+        else:  # it may have been killed before Optuna knew
             pruned = pruned_before(limits.end_after_epoch(session.progress))
         averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
         progress = session.progress

@@ -240,17 +240,12 @@ class CheckpointFolder:
         finished epochs, as an optimizer file is at least as large as the model. RETURNN's optimizer files stay.
 
         Epochs after it are of a training that went back, or began anew: the next start would continue from them, and what keeps
-        the last models would remove the new ones. On the disk, their models get another name: it may have been a mistake.
+        the last models would remove the new ones.
         """
         names = self._names()
-        for found in self.models(names):
-            if found.step is None and found.age > newest.age:
-                files = [found.model_file_as(suffix) for suffix in self.model_suffixes]
-                for file in (*files, *(self.folder / name for name in self._model_parts_of(found, names))):
-                    with suppress(FileNotFoundError):
-                        os.replace(file, f"{file}{ABANDONED}")
-                self._remove_all_but_model(found, names)
-        names = self._names()
+        if later := [found for found in self.models(names) if found.step is None and found.age > newest.age]:
+            self._abandon(later, names)
+            names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
         kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}
@@ -262,6 +257,15 @@ class CheckpointFolder:
         for checkpoint in with_optimizer[:-KEEP_OPTIMIZERS]:
             if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint, names)
+
+    def _abandon(self, checkpoints: Iterable[Checkpoint], names: Collection[str]) -> None:
+        """Remove all but the models of checkpoints. On the disk, these get another name: it may have been a mistake."""
+        for checkpoint in checkpoints:
+            files = [checkpoint.model_file_as(suffix) for suffix in self.model_suffixes]
+            for file in (*files, *(self.folder / name for name in self._model_parts_of(checkpoint, names))):
+                with suppress(FileNotFoundError):
+                    os.replace(file, f"{file}{ABANDONED}")
+            self._remove_all_but_model(checkpoint, names)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""

@@ -94,9 +94,7 @@ class TorchState(StateBase):
         self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
-        self._made: Mapping[str, tuple[int, ...]] | None = (
-            self._saved_shapes()
-        )  # by get_model; None: it was told that they changed
+        self._made: dict[str, tuple[int, ...]] | None = self._saved_shapes()  # None: the log has it that they changed
         self.writer = BackgroundWriter()
 
     @property
@@ -171,7 +169,7 @@ class TorchState(StateBase):
         more = f", and {len(names) - 5} more" if len(names) > 5 else ""
         log.warning(
             f"get_model: expected tensors that stay as it returns them, got other shapes: {', '.join(changes)}{more} (the next "
-            "start refuses this checkpoint, unless the module loads it by a method of its own: let get_model make them as they "
+            "start refuses this checkpoint, unless the module has a method that loads it: let get_model make them as they "
             "will be, or register a buffer with persistent=False)"
         )
 

@@ -80,10 +80,9 @@ def keys_of_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise refuse(name, instead, value)
         elif name not in WITHOUT_EFFECT and name != "gradient_clip_algorithm":
             raise refuse(name, "arguments of Lightning's Trainer", name)
-    if isinstance(callbacks := found.get("lightning_callbacks"), (list, tuple)):
-        found["lightning_callbacks"] = [made_of(one, "callbacks") for one in callbacks]
-    elif callbacks is not None:
-        found["lightning_callbacks"] = [made_of(callbacks, "callbacks")]
+    if (callbacks := found.get("lightning_callbacks")) is not None:
+        several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        found["lightning_callbacks"] = [made_of(one, "callbacks") for one in several]
     return found
 
 
@@ -104,12 +103,7 @@ def keys_of_cli(file: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError.of("unreadable", f"lightning_module: expected a config of LightningCLI, got {file}: {error}") from error
     given = dict(given.get("fit") or given) if isinstance(given, Mapping) else {}
-    if unknown := sorted(
-        name
-        for name, value in given.items()
-        if name not in ("model", "data", "trainer", "seed_everything", "ckpt_path", "verbose", "weights_only")
-        and value is not None
-    ):
+    if unknown := sorted(name for name, value in given.items() if name not in CLI_ENTRIES and value is not None):
         raise ConfigError.of(
             "unsupported",
             f"{file}: expected model, data, trainer, seed_everything and ckpt_path, got {unknown[0]!r} (build it in the module: "

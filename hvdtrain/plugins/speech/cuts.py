@@ -14,6 +14,7 @@ import numpy
 
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats.items import OTHER_NUMBERS
 from hvdtrain.data.formats.wav import damage, damage_of_file
 from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
@@ -138,22 +139,19 @@ class LhotseDataset(IndexedDataset):
         return self._describe(number)
 
     def warnings(self) -> list[str]:
-        what = "differs when it is read again: runs and numbers of ranks will, too, as it draws from a generator without a seed"
-        return [f"{self.where(int(self._used[0]))} {what}"] if self.is_stochastic else []
+        return [f"{self.where(int(self._used[0]))} {OTHER_NUMBERS}"] if self.is_stochastic else []
 
 
 def _damage(cut: Any) -> str:
     """What is wrong with the files of a cut's recordings, of which Lhotse fills in up to half a second; '': nothing."""
     parts = [track.cut for track in getattr(cut, "tracks", ())] or [cut]
     recordings = [recording for part in parts if (recording := getattr(part, "recording", None)) is not None]
-    for source in [source for recording in recordings for source in recording.sources]:
+    for source in (source for recording in recordings for source in recording.sources):
         with suppress(OSError):  # reading it says why
-            if source.type == "memory":
-                problem = damage(io.BytesIO(source.source), len(source.source))
-            else:
-                problem = damage_of_file(source.source) if source.type == "file" else ""
-            if problem:
-                return problem if source.type == "memory" else f"{source.source}: {problem}"
+            if source.type == "memory" and (problem := damage(io.BytesIO(source.source), len(source.source))):
+                return problem
+            if source.type == "file" and (problem := damage_of_file(source.source)):
+                return f"{source.source}: {problem}"
     return ""
 
 

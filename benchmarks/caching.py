@@ -16,7 +16,7 @@ from measuring import in_batches, machine, write_frames
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.hdf_tools.check import repack
+from hvdtrain.plugins.hdf_tools.check import repack
 
 EPOCHS = 2
 

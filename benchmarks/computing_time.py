@@ -20,8 +20,8 @@ from measuring import ROOT, machine
 from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
-from hvdtrain.hdf_tools.dump import dump
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.sources import Selection
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -16,7 +16,7 @@ import numpy
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.hdf_tools.check import repack
+from hvdtrain.plugins.hdf_tools.check import repack
 
 FEATURES = 80
 

@@ -21,7 +21,7 @@ import returnn_reader
 from measuring import in_batches, machine, table, take_turns, write_frames
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.hdf_tools.check import repack
+from hvdtrain.plugins.hdf_tools.check import repack
 
 
 def main() -> None:

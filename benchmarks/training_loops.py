@@ -51,8 +51,8 @@ from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
-from hvdtrain.hdf_tools.dump import dump
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.settings import read_settings
 
 ROOT = Path(__file__).resolve().parent.parent

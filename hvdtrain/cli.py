@@ -37,10 +37,6 @@ COMMANDS: Registry[tuple[str, str]] = Registry(
     "commands",
     {
         "help": ("explain a key, a topic or a command", "hvdtrain.help"),
-        "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
-        "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
-        "check": ("check that HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
-        "average": ("write the mean of several checkpoints of a training", "hvdtrain.tasks.average"),
         "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
     },
 )

@@ -199,7 +199,7 @@ LONG = (
     "cluster/",
     "test_benchmarks",
     "test_wheel",
-    "init/",
+    "plugins/init/",
     "ranks/test_groups",
     "doctor/",
 )

@@ -23,7 +23,7 @@ PLACES = {
     "keras": ["plugins/tensorflow/*"],
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
-    "h5py": ["data/*", "hdf_tools/*"],
+    "h5py": ["data/*", "plugins/hdf_tools/*"],
     "returnn": ["plugins/returnn/*"],
 }
 """Where a package may be imported."""
@@ -166,7 +166,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 FORMATS_OF_RETURNN = [
-    "plugins/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
+    "plugins/*", "data/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "learner/frameworks.py",
     "config/absent.py", "start_up/data.py", "start_up/overfit.py",
 ]  # fmt: skip

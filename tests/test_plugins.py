@@ -63,7 +63,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entries(plugin: Plugin) -> set[str]:
     """The names that a config or a command line can have."""
-    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.steps, plugin.commands, plugin.templates)
+    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.steps, plugin.commands, plugin.templates, plugin.tasks)
     return {name for table in tables for name in table}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from launching import ROOT
 
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 
 LAST = {"train": 1279, "dev": 299, "test": 299}
 """By part, the last word's number."""

@@ -6,6 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.hdf_tools.check import main  # noqa: E402  # found through the line above
+from hvdtrain.plugins.hdf_tools.check import main  # noqa: E402  # found through the line above
 
 sys.exit(main())

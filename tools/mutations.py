@@ -372,10 +372,10 @@ MUTATIONS = [
     ),
     Mutation(
         "hvdtrain dump leaves out the last sequence that was asked for",
-        "hdf_tools/dump.py",
+        "plugins/hdf_tools/dump.py",
         "stop = None if selection.end is None else selection.end + 1",
         "stop = selection.end",
-        ("tests/hdf_tools/test_hdf_dump.py",),
+        ("tests/plugins/hdf_tools/test_hdf_dump.py",),
     ),
 ]
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 NAMES = {
+    "average": "average",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
+    "hdf_tools": "dump check",
+    "init": "init",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "prove": "prove",
     "report": "report card",
@@ -19,9 +22,10 @@ NAMES = {
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
     "transformers": "transformers_trainer transformers",
+    "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, classes of datasets and of steps, and commands."""
+"""By plug-in, its keys, backends, classes of datasets and of steps, tasks and commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

@@ -13,22 +13,17 @@ from hvdtrain.config.keys import (
     key,
     not_negative,
     one_of,
-    parsed_by,
     positive,
 )
 from hvdtrain.config.plugins import Registry
 from hvdtrain.data.remote import is_remote
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.training.keys import parse_placements
 
 TASKS: Registry[Callable[[Any], Any]] = Registry(
     "tasks",
     {
         "train": "hvdtrain.run:train",
-        "dry_run": "hvdtrain.tasks.dry_run:dry_run",
-        "find_batch_size": "hvdtrain.tasks.batch_size:find_batch_size",
         "summary": "hvdtrain.tasks.inspect:summarize",
-        "find_learning_rate": "hvdtrain.tasks.find_learning_rate:find_learning_rate",
         "eval": "hvdtrain.tasks.tasks:evaluate_all",
         "forward": "hvdtrain.tasks.tasks:forward_all",
         "search": "hvdtrain.tasks.tasks:forward_all",
@@ -87,10 +82,4 @@ class RunKeys(Section):
         "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
         "job starts or ends, and in callbacks, at least 1800 s in any case)",
         positive,
-    )
-    predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
-        None,
-        "numbers of ranks for which --dry-run predicts the speed, such as '2,8,64:4' (64 ranks, 4 on each host; else as many as "
-        "there are on each now)",
-        Rule("numbers of ranks such as 8, '2,8,64', or RANKS:RANKS_PER_HOST", parsed_by(parse_placements)),
     )

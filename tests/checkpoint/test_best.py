@@ -14,13 +14,13 @@ from hvdtrain.checkpoint.cleanup import CleanupRule
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BestModel, best_position
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.trial.dry_run import dry_run
 from hvdtrain.run import train
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, best_of, missing_scores, negate_higher
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.tasks.dry_run import dry_run
 
 
 def run(corpus: Path, model: Path, task: Callable[[Settings], object] = train, **overrides: object) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 
 SIZE = 23
 

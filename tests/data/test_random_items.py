@@ -16,7 +16,7 @@ from trainings import Run, Trained, assert_same, trains
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.types import Stream
-from hvdtrain.hdf_tools.dump import main as dump
+from hvdtrain.plugins.hdf_tools.dump import main as dump
 
 CONFIG = TOY.with_name("random_items.py")
 ALL = "numpy,torch,random,gauss"

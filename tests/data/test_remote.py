@@ -17,7 +17,7 @@ from hvdtrain.data import remote
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.hdf_tools.dump import main as dump
+from hvdtrain.plugins.hdf_tools.dump import main as dump
 from hvdtrain.settings import read_settings
 
 BLOCK = 64 << 10

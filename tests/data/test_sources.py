@@ -31,8 +31,8 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
-from hvdtrain.hdf_tools.dump import dump
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.sources import Selection
 
 datasets.disable_progress_bars()
 

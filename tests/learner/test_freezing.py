@@ -11,7 +11,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.tasks.average import main
+from hvdtrain.plugins.average.__main__ import main
 
 
 class Model(nn.Module):

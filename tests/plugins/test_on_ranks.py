@@ -10,7 +10,7 @@ import torch
 from inside import run_inside
 from trainings import Run, Trained, assert_alike, assert_same, trains
 
-from hvdtrain.init.__main__ import main
+from hvdtrain.plugins.init.__main__ import main
 
 PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speechbrain", "transformers": "transformers"}
 NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]

@@ -13,7 +13,7 @@ from launching import ROOT, Finished, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 
 CORPUS = """
 import os, sys, time
@@ -79,7 +79,7 @@ class Slow(Indexed):
 # One start of MPI for many conversions: each list of arguments is one of the tool.
 MANY = """
 import ast, sys
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 print([main(arguments) for arguments in ast.literal_eval(sys.argv[1])])
 """
 

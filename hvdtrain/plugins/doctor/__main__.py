@@ -41,10 +41,10 @@ from hvdtrain.plugins.doctor.ranks import (
     run_check,
     this_rank,
 )
+from hvdtrain.plugins.trial.keys import TrialKeys, parse_placements
+from hvdtrain.plugins.trial.scaling import predict_speed
 from hvdtrain.runtime.terminal import terminal_of
 from hvdtrain.settings import Settings
-from hvdtrain.tasks.scaling import predict_speed
-from hvdtrain.training.keys import parse_placements
 
 USAGE = """\
 python -m hvdtrain doctor [options] [CONFIG ... [++KEY VALUE ...]]
@@ -110,7 +110,7 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
     report, settings = examine(job)
     reports = [report]
     together: list[Finding] = []
-    if settings is not None and settings.run.predict_ranks is not None:
+    if settings is not None and settings.of(TrialKeys).predict_ranks is not None:
         with connect(settings, settings.run.backend) as comm:
             together += check_scaling(comm, settings)
     if hosts:
@@ -158,9 +158,9 @@ def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
 
 def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
     """Collective. The prediction, if the key predict_ranks asks for one."""
-    if settings.run.predict_ranks is None:
+    if settings.of(TrialKeys).predict_ranks is None:
         return []
-    placements = parse_placements(settings.run.predict_ranks)
+    placements = parse_placements(settings.of(TrialKeys).predict_ranks)
     return run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
 
 

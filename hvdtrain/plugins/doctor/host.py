@@ -19,11 +19,11 @@ from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.comm.launchers import LAUNCHERS
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.hdf_tools.check import check as check_file
 from hvdtrain.learner.frameworks import FRAMEWORKS, libraries, library_of
 from hvdtrain.plugins.doctor import network, packages, resources
 from hvdtrain.plugins.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
 from hvdtrain.plugins.doctor.network import read_interfaces
+from hvdtrain.plugins.hdf_tools.check import check as check_file
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.data import open_feeds
 

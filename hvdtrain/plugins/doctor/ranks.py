@@ -24,10 +24,10 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.doctor.findings import Finding, HostReport, check_clocks, check_networks, differences, ok, problem, warning
 from hvdtrain.plugins.doctor.network import cannot_connect
 from hvdtrain.plugins.doctor.resources import MEGABYTE, check_shared_cores
+from hvdtrain.plugins.trial.scaling import SMALL, all_reduce_seconds, parameters_of
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator
-from hvdtrain.tasks.scaling import SMALL, all_reduce_seconds, parameters_of
 
 PATIENCE_AMONG_RANKS = 600.0
 """Seconds that a collective may take: one rank per host examines the host while the others wait."""

@@ -28,8 +28,8 @@ from hvdtrain.data.plan.chunks import cut
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
-from hvdtrain.hdf_tools.dump import dump
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.sources import Selection
 
 
 def feed_of(dataset: Dataset, broken: int = 0, order: dict[str, Any] | None = None, **keys: Any) -> Feed:

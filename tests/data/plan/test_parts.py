@@ -19,7 +19,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order, part_of_files
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 
 SIZES = [3, 1, 4, 1, 5, 2, 6]
 

@@ -9,7 +9,7 @@ import torch
 from launching import ROOT
 from rf_words import write_words
 
-from hvdtrain.hdf_tools.dump import main as hdf_dump
+from hvdtrain.plugins.hdf_tools.dump import main as hdf_dump
 
 # Where RETURNN by itself keeps what it compiles; a process that runs tests has another folder for temporary files.
 os.environ.setdefault("RETURNN_CACHE_DIR", f"{os.environ.get('TMPDIR', '/var/tmp')}/{getpass.getuser()}")

@@ -27,7 +27,7 @@ import torch
 from returnn.forward_iface import ForwardCallbackIface
 
 from hvdtrain.errors import DataError
-from hvdtrain.hdf_tools.dump import main as hdf_dump
+from hvdtrain.plugins.hdf_tools.dump import main as hdf_dump
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 from hvdtrain.tasks.tasks import forward_all

@@ -14,8 +14,8 @@ from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
-from hvdtrain.hdf_tools.dump import dump, main
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.dump import dump, main
+from hvdtrain.plugins.hdf_tools.sources import Selection
 
 
 def texts(values: Any) -> list[Any]:

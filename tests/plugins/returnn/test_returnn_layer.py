@@ -183,7 +183,7 @@ def test_the_installed_returnn_is_left_alone(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import returnn.frontend as before
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 

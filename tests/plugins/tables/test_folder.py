@@ -12,7 +12,7 @@ from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 from hvdtrain.plugins.tables.folder import FolderDataset
 
 TEXTS = {"b/two": "zwei ü", "one": "ein", "empty": ""}

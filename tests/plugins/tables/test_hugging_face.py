@@ -13,7 +13,7 @@ import soundfile
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 from hvdtrain.plugins.tables.hugging_face import HuggingFaceDataset
 
 datasets.disable_progress_bars()

@@ -22,8 +22,8 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.of_config import parse
 from hvdtrain.errors import DataError
-from hvdtrain.hdf_tools.dump import main as dump
-from hvdtrain.hdf_tools.sources import open_source
+from hvdtrain.plugins.hdf_tools.dump import main as dump
+from hvdtrain.plugins.hdf_tools.sources import open_source
 from hvdtrain.plugins.tables import tar as tar_files
 
 LENGTHS = (3, 5, 2, 7, 1, 4, 6)

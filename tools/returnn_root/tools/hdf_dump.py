@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
-from hvdtrain.hdf_tools.dump import main  # noqa: E402  # found through the line above
+from hvdtrain.plugins.hdf_tools.dump import main  # noqa: E402  # found through the line above
 
 if __name__ == "__main__":
     sys.exit(main([*sys.argv[1:], "--overwrite"]))

@@ -22,6 +22,8 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.trial.keys import TrialKeys, parse_placements
+from hvdtrain.plugins.trial.scaling import predict_speed, spread
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
@@ -36,10 +38,8 @@ from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import wrong_scores
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.start_up.without_files import writing_nothing
-from hvdtrain.tasks.scaling import predict_speed, spread
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog
@@ -85,8 +85,8 @@ def dry_run(settings: Settings) -> None:
     """
     settings = writing_nothing(settings)
     with open_communicator(settings) as comm:
-        if _estimate(settings, comm) and settings.run.predict_ranks is not None:
-            for line in predict_speed(comm, settings, parse_placements(settings.run.predict_ranks)):
+        if _estimate(settings, comm) and settings.of(TrialKeys).predict_ranks is not None:
+            for line in predict_speed(comm, settings, parse_placements(settings.of(TrialKeys).predict_ranks)):
                 log.result(f"predict: {line}")
 
 

@@ -16,7 +16,7 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.order import order
-from hvdtrain.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.dump import main
 
 SEQUENCES = 12
 

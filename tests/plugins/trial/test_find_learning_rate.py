@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from launching import TOY, Finished, hvdtrain
 
+from hvdtrain.plugins.trial.find_learning_rate import Point, Ramp, RampLog, merge, smooth, suggest
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.tasks.find_learning_rate import Point, Ramp, RampLog, merge, smooth, suggest
 from hvdtrain.training.step_log import StepReport
 
 RAMP = {"learning_rate_ramp": [1e-4, 100.0, 60], "optimizer": {"class": "sgd"}, "losses": "mean", "starts_fast": False}

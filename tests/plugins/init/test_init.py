@@ -11,8 +11,8 @@ from launching import hvdtrain
 
 from hvdtrain.config.missing import import_failure
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.init.__main__ import TEMPLATES as OF_THE_CORE
-from hvdtrain.init.__main__ import main
+from hvdtrain.plugins.init.__main__ import TEMPLATES as OF_THE_CORE
+from hvdtrain.plugins.init.__main__ import main
 from hvdtrain.settings import read_settings
 
 SLOW = ("returnn", "tensorflow")

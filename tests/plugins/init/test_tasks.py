@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainings import Run, Trained, assert_same, saved_model, trains
 
-from hvdtrain.init.__main__ import TASKS, main
+from hvdtrain.plugins.init.__main__ import TASKS, main
 from hvdtrain.settings import read_settings
 
 TWO = Run("torch", "horovod", 2)

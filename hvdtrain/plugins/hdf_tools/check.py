@@ -26,9 +26,9 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.hdf_tools.content import check_values, slow_parts, spread, storage
-from hvdtrain.hdf_tools.dump import dump
-from hvdtrain.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.content import check_values, slow_parts, spread, storage
+from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.sources import Selection
 
 EPILOG = """\
 exit status

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from hvdtrain.tasks.scaling import fit, lines
-from hvdtrain.training.keys import Placement, parse_placements
-from hvdtrain.training.predict import (
+from hvdtrain.plugins.trial.keys import Placement, parse_placements
+from hvdtrain.plugins.trial.predict import (
     METHODS,
     Exchange,
     Measurement,
@@ -21,6 +20,7 @@ from hvdtrain.training.predict import (
     predict,
     slowdown,
 )
+from hvdtrain.plugins.trial.scaling import fit, lines
 
 GRAD, EVERY_1, EVERY_16, EVERY_64 = METHODS
 EXCHANGE = Exchange(latency=0.0, bucket_bytes=1000, bucket_seconds=0.001, parameters_seconds=0.02, waited=0.0)

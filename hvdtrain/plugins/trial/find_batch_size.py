@@ -16,6 +16,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.trial.dry_run import Rounds, trainer
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
 from hvdtrain.schedule.history import EpochRecord
@@ -24,7 +25,6 @@ from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.start_up.without_files import writing_nothing
-from hvdtrain.tasks.dry_run import Rounds, trainer
 from hvdtrain.training.session import Session
 
 PRECISION = 0.02

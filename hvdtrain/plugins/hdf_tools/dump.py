@@ -25,7 +25,7 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
-from hvdtrain.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
+from hvdtrain.plugins.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
 from hvdtrain.runtime.terminal import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."

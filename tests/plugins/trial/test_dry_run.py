@@ -10,7 +10,7 @@ from launching import FAST, TOY, Finished, hvdtrain, torchrun
 from hvdtrain.data.plan.batch_keys import Limits
 from hvdtrain.data.plan.bounds import bounds
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.tasks.dry_run import Rounds
+from hvdtrain.plugins.trial.dry_run import Rounds
 
 WRITES = {"use_tensorboard": True, "save_interval_steps": 1, "evaluated": True}
 """Keys with which a training writes files, in addition to those of `would_write`."""

@@ -1,4 +1,4 @@
-"""The speed on other numbers of ranks: measurements for `training/predict.py`, and its predictions in words."""
+"""The speed on other numbers of ranks: measurements for `plugins/trial/predict.py`, and its predictions in words."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import steps_per_update
-from hvdtrain.settings import Settings
-from hvdtrain.start_up.job import open_session
-from hvdtrain.training.agreement import plan_together
-from hvdtrain.training.keys import Placement
-from hvdtrain.training.predict import (
+from hvdtrain.plugins.trial.keys import Placement
+from hvdtrain.plugins.trial.predict import (
     NEARLY_AS_FAST,
     Exchange,
     Measurement,
@@ -38,6 +35,9 @@ from hvdtrain.training.predict import (
     predict,
     slowdown,
 )
+from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
+from hvdtrain.training.agreement import plan_together
 
 SMALL = 4
 """Bytes of the tensor that measures latency."""

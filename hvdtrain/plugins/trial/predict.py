@@ -14,7 +14,7 @@ from statistics import NormalDist, fmean, pstdev
 import numpy
 
 from hvdtrain.data.types import Array
-from hvdtrain.training.keys import Placement
+from hvdtrain.plugins.trial.keys import Placement
 
 BACKWARD = 2 / 3
 """The share of a step's computing in which gradients can be sent: backward takes about twice as long as forward."""

@@ -15,8 +15,8 @@ from launching import ROOT
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.hdf_tools.check import check, main
-from hvdtrain.hdf_tools.dump import main as dump
+from hvdtrain.plugins.hdf_tools.check import check, main
+from hvdtrain.plugins.hdf_tools.dump import main as dump
 
 LENGTHS = [300, 500, 0, 400]
 

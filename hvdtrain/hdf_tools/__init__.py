@@ -1,1 +1,0 @@
-"""The subcommands for HDF files: dump, check."""

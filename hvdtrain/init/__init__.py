@@ -1,1 +1,0 @@
-"""`hvdtrain init`: a commented config to start from."""

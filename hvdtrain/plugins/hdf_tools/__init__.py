@@ -1,0 +1,10 @@
+"""Commands for HDF files: dump writes a dataset into one, check examines and repacks them."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(
+    commands={
+        "dump": ("convert a dataset into an HDF file", f"{__name__}.dump"),
+        "check": ("check that HDF files are sound and how fast they read; repack slow ones", f"{__name__}.check"),
+    }
+)

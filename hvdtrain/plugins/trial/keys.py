@@ -1,0 +1,50 @@
+"""The key `predict_ranks`, and its value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.keys import Rule, Section, key, parsed_by
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A number of ranks, and how many of them are on each host; None: as many as in the measurement."""
+
+    ranks: int
+    per_host: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.ranks) if self.per_host is None else f"{self.ranks}:{self.per_host}"
+
+
+def parse_placements(value: Any) -> list[Placement]:
+    """Parse the key `predict_ranks`: 8, (2, 8), '2,8,64:4' (64 ranks, 4 on each host). Raises: ValueError, TypeError.
+
+    >>> [str(placement) for placement in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
+    (['2', '8', '64:4'], True)
+    """
+    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]
+    placements = []
+    for part in parts:
+        found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(part).strip())
+        if found is None or isinstance(part, bool):
+            raise ValueError(value)
+        placements.append(Placement(int(found[1]), int(found[2]) if found[2] else None))
+    if not placements:
+        raise ValueError(value)
+    return placements
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialKeys(Section):
+    """Trying a config."""
+
+    predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
+        None,
+        "numbers of ranks for which --dry-run predicts the speed, such as '2,8,64:4' (64 ranks, 4 on each host; else as many as "
+        "there are on each now)",
+        Rule("numbers of ranks such as 8, '2,8,64', or RANKS:RANKS_PER_HOST", parsed_by(parse_placements)),
+    )

@@ -274,7 +274,7 @@ class Engine:
                 self._training.scores = scores
                 scores = {**scores, **name_scores(feed.name, self._notifier.notify_of_scores("on_evaluation_end"))}
                 self._training.scores = scores
-        self._control.evaluation.done(self._progress.step)
+        self._control.evaluated(self._progress.step)
         if not current.trained:
             self._before_evaluation = None
         return scores

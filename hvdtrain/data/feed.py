@@ -19,7 +19,7 @@ from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset
 from hvdtrain.data.plan.epoch import Plan, RankBatches
 from hvdtrain.data.plan.frames import FrameDataset
-from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, part_of
+from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, limit_of, part_of
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.read_ahead import ReadAhead, Staging, ahead_of
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
@@ -75,6 +75,11 @@ class Feed:
         """How often the ranks together go through the data in an epoch."""
         return 1 if self.distribution == "shard" else self.size
 
+    @property
+    def _ranks(self) -> int:
+        """The number of ranks that its batches are made for."""
+        return self.made_for or self.size
+
     def check_files(self) -> None:
         """Raises: DataError, if a data file has changed since the start."""
         if self.files is not None:
@@ -118,7 +123,7 @@ class Feed:
         if self.only is not None:
             return {}
         return {
-            "ranks": str(self.made_for or self.size),
+            "ranks": str(self._ranks),
             "horovod_dataset_distribution": self.distribution,
             **self.inputs(epoch).as_text(),
         }
@@ -151,6 +156,7 @@ class Feed:
             window=now.window,
             mix=mix,
             lengths_of_order=self._lengths_of_order(keys, epoch, lengths),
+            max_batches=None if (most := limit_of(keys, epoch)) is None else most * (self._ranks if self.passes == 1 else 1),
         )
 
     def _lengths_of_order(self, keys: OrderKeys, epoch: int, lengths: Mapping[str, Array]) -> Mapping[str, Array] | None:

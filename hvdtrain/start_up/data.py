@@ -263,6 +263,7 @@ def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
         "random_seed_offset": feed.distribution == "random_seed_offset",
         "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,
         "seq_list_filter_file": not is_returnns and feed.subset is not None,
+        "max_batches": feed.order_keys.max_batches is not None,
     }
     what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_given in given.items() if is_given]:

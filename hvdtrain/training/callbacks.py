@@ -65,6 +65,7 @@ class Training:
         self.stopped_by: str | None = None
         self.wants_stop: str | None = None
         self.wants_finish: str | None = None
+        self.wants_evaluation = False
         self.pruned: Exception | None = None
         self.added_scores: dict[str, float] = {}
         self.takes_scores = False
@@ -152,6 +153,12 @@ class Training:
         A request of one rank is enough, in any callback but `on_stop`, which is called after the last checkpoint.
         """
         self.wants_finish = self.wants_finish or reason
+
+    def evaluate(self) -> None:
+        """Request an evaluation within the epoch in `on_step_end`, after this step's update, as `eval_interval_steps` does.
+        All ranks have to call it after the same step; after an epoch's last step it has no effect, as the epoch is evaluated.
+        """
+        self.wants_evaluation = True
 
     def prune(self, error: Exception) -> None:
         """End training after this epoch, as `finish` does, and raise an error of Optuna's when all is saved."""

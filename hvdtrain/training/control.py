@@ -129,6 +129,7 @@ class Control:
     ) -> None:
         comm, step = session.comm, session.progress.step
         self._comm = comm
+        self._evaluates = evaluates
         self._interrupt = session.interrupt
         self._training = training
         self._scores = scores
@@ -150,9 +151,13 @@ class Control:
             self.evaluation.count(exchanged.evaluate)
         counted = exchanged or NONE
         status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
-        return Decision(
-            status, self.save.is_due(phase.step), self.evaluation.is_due(phase.step), bool(counted.report), bool(counted.compare)
-        )
+        evaluate = (self._evaluates and self._training.wants_evaluation) or self.evaluation.is_due(phase.step)
+        return Decision(status, self.save.is_due(phase.step), evaluate, bool(counted.report), bool(counted.compare))
+
+    def evaluated(self, step: int) -> None:
+        """All datasets were evaluated after a step of the whole training."""
+        self.evaluation.done(step)
+        self._training.wants_evaluation = False
 
     def is_save_due_after_epoch(self, epoch: int, is_last: bool) -> bool:
         """Whether to save the model of a finished epoch."""

@@ -1,6 +1,7 @@
 """From a config's keys to the batches of a rank and the lines of its log, on one rank and without a framework."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_evaluation_has_sizes_of_its_own_and_stays_whole_and_in_order(tmp_path: 
     assert max(batch.data["data"].values.shape[:2][0] * batch.data["data"].values.shape[1] for batch in dev_batches) <= 24
     longest = [batch.data["data"].values.shape[1] for batch in dev_batches]
     assert longest == sorted(longest)
+
+
+def test_an_epoch_may_have_its_first_batches_only(tmp_path: Path, corpus: Path) -> None:
+    keys = "max_seqs = 3\ntrain['max_batches'] = lambda *, epoch, **_: epoch\ntrain['seq_ordering'] = 'random'"
+    limited, whole = opened(tmp_path, corpus, keys)[0], opened(tmp_path, corpus, keys.replace(": epoch", ": None"))[0]
+    for ranks, epoch in ((1, 1), (1, 2), (2, 2)):
+        some, everything = (replace(feed, size=ranks, made_for=ranks).plan(epoch) for feed in (limited, whole))
+        assert some.num_batches == ranks * epoch
+        assert some.order.tolist() == everything.order[: 3 * ranks * epoch].tolist()
+    assert limited.inputs(2).checksum() != whole.inputs(2).checksum()
+    wrong = opened(tmp_path, corpus, keys.replace(": epoch", ": 0"))[0]
+    with pytest.raises(DataError, match="max_batches: expected the function to return a positive number or None, got 0"):
+        wrong.plan(1)
 
 
 def test_every_frame_is_read_once_under_chunks_and_balance(tmp_path: Path, corpus: Path) -> None:

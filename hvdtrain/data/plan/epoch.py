@@ -178,6 +178,7 @@ def plan(
     window: int | None = None,
     mix: Mix | None = None,
     lengths_of_order: Mapping[str, Array] | None = None,
+    max_batches: int | None = None,
 ) -> Plan:
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
@@ -189,6 +190,7 @@ def plan(
         window: as in `Dataset`; only without `subset`.
         mix: as in `Dataset`. Sequences of other lengths than allowed are then left out before the parts are mixed.
         lengths_of_order: the lengths by which sequences are ordered and, in a mix, left out; None: `lengths`.
+        max_batches: of all ranks together; None: all.
 
     Raises:
         DataError: none of the epoch's sequences is left, or the keys of the order or the cost do not fit the data.
@@ -218,6 +220,8 @@ def plan(
     )
     if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
         planned = _reorder(planned, times, order_keys, batch_keys, epoch)
+    if max_batches is not None and max_batches < planned.num_batches:
+        planned = Plan(planned.order[: planned.bounds[max_batches]], planned.bounds[: max_batches + 1])
     return _with_largest_first(planned, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else planned
 
 

@@ -72,6 +72,12 @@ class OrderKeys:
         "seq_ordering is random; their sequences are ordered by seq_ordering",
     )
     repeat_epoch: int = key(1, "how many times an epoch goes through its sequences", positive)
+    max_batches: int | Callable[..., Any] | None = key(
+        None,
+        "an epoch has only its first N batches of each rank; a number, or a function {signature} that returns it; None: all",
+        positive,
+        signature="*, epoch, **_",
+    )
     fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
     random_seed_offset: int = key(0, "added to the seed of the order, which is the number of the full epoch", not_negative)
 
@@ -183,6 +189,17 @@ def call_for_epoch(name: str, function: Callable[..., Any], epoch: int) -> Any:
 
     with own_numbers(EPOCH, epoch):
         return function(epoch=epoch)
+
+
+def limit_of(keys: OrderKeys, epoch: int) -> int | None:
+    """The number of batches of each rank in an epoch; None: all. Raises: DataError."""
+    given = keys.max_batches
+    found = call_for_epoch("max_batches", given, epoch) if callable(given) else given
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+        raise DataError(
+            f"max_batches: expected the function to return a positive number or None, got {found!r} for epoch {epoch}"
+        )
+    return found
 
 
 def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:

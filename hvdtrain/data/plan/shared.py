@@ -52,6 +52,7 @@ class PlanInputs:
     window: int | None = None
     mix: Mix | None = None
     lengths_of_order: Mapping[str, Array] | None = None
+    max_batches: int | None = None
 
     @property
     def size(self) -> int:
@@ -71,6 +72,7 @@ class PlanInputs:
             window=self.window,
             mix=self.mix,
             lengths_of_order=self.lengths_of_order,
+            max_batches=self.max_batches,
         )
 
     def as_text(self) -> dict[str, str]:
@@ -90,6 +92,7 @@ class PlanInputs:
                 for name in ("frame_batches", "shuffle_batches", "online_shuffle_batches", "balance_ranks")
             },
             **({"largest_batches_first": True} if batches.largest_batches_first else {}),
+            **({} if self.max_batches is None else {"max_batches of all ranks": self.max_batches}),
             "window": self.window,
             "chunking": self.chunks and f"{len(self.chunks.sequences)} chunks in steps of {dict(self.chunks.steps)}",
             **({} if self.chunks is None or self.chunks.context is None else {"context_window": self.chunks.context}),
@@ -113,7 +116,7 @@ class PlanInputs:
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
             *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
             *(batches.shuffle_batches, batches.balance_ranks, batches.shuffle_window, list(self.lengths)),
-            *(self.window, batches.frame_batches, batches.largest_batches_first),
+            *(self.max_batches, self.window, batches.frame_batches, batches.largest_batches_first),
             None if self.mix is None else self.mix.text(),
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ RENAMED = {
     "max_epochs": "num_epochs",
     "accumulate_grad_batches": "accum_grad_multiple_step",
     "callbacks": "lightning_callbacks",
-    "overfit_batches": "overfit_batches",
     "deterministic": "deterministic",
 }
 """Arguments that are keys of ours, with their values."""
@@ -32,26 +32,32 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 """Arguments about how a training is launched, shown or logged, which hvdtrain has other keys for."""
 
+EXTENT = frozenset(
+    {
+        "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches",
+        "val_check_interval", "max_steps", "min_epochs", "max_time",
+    }
+)  # fmt: skip
+"""Arguments about how much is trained and evaluated."""
+
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "limit_train_batches": ((None, 1.0), "a torch.utils.data.Subset, or partition_epoch for shorter epochs"),
-    "limit_val_batches": ((None, 1.0), "a torch.utils.data.Subset, or num_val_loaders = 0 for no evaluation"),
-    "limit_test_batches": ((None, 1.0), "a torch.utils.data.Subset"),
-    "limit_predict_batches": ((None, 1.0), "a torch.utils.data.Subset"),
-    "val_check_interval": ((None, 1.0), "eval_interval_steps, which evaluates within epochs, and after them as well"),
-    "check_val_every_n_epoch": ((1,), "evaluations after every epoch; repeat_epoch and partition_epoch change how long one is"),
-    "max_steps": ((-1,), "num_epochs"),
-    "min_epochs": ((None,), "num_epochs"),
-    "min_steps": ((None,), "num_epochs"),
-    "max_time": ((None,), "time_limit"),
+    "check_val_every_n_epoch": (
+        (1, None),
+        "evaluations after every epoch; repeat_epoch and partition_epoch change how long one is",
+    ),
+    "min_steps": ((None,), "min_epochs"),
     "strategy": (("auto", "ddp", "ddp_spawn", "ddp_find_unused_parameters_true"), "torch_distributed or use_horovod"),
     "sync_batchnorm": ((False,), "a module that torch.nn.SyncBatchNorm.convert_sync_batchnorm has not changed"),
     "reload_dataloaders_every_n_epochs": ((0,), "keys_of_epoch"),
     "detect_anomaly": ((False,), "torch.autograd.set_detect_anomaly in the module"),
-    "fast_dev_run": ((False,), "++dry_run 1"),
+    "fast_dev_run": ((False,), "the option --dry-run, which runs a few batches and writes nothing"),
     "barebones": ((False,), "a usual training"),
 }
 """Arguments that would change the training: the values that they may have, and what there is instead."""
 
+
+MANY = 1_000_000
+"""Epochs, of a training that ends otherwise."""
 
 CLI_ENTRIES = ("model", "data", "trainer", "seed_everything", "ckpt_path", "verbose", "weights_only")
 
@@ -72,6 +78,8 @@ def keys_of_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             if value is not None and str(value) not in PRECISIONS:
                 raise refuse(name, f"one of {', '.join(PRECISIONS)}", value)
             found |= {"mixed_precision": mixed} if (mixed := PRECISIONS.get(str(value))) else {}
+        elif name in EXTENT:
+            found |= _extent(name, value)
         elif name == "default_root_dir":
             found |= {} if value is None else {"model": f"{value}/model"}
         elif name in REFUSED:
@@ -80,10 +88,84 @@ def keys_of_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise refuse(name, instead, value)
         elif name not in WITHOUT_EFFECT and name != "gradient_clip_algorithm":
             raise refuse(name, "arguments of Lightning's Trainer", name)
+    steps, epochs = given.get("max_steps"), given.get("max_epochs")
+    if epochs == -1 or (epochs is None and found.keys() & {"time_limit"}) or (epochs is None and steps not in (None, -1)):
+        found["num_epochs"] = MANY if steps in (None, -1) else max(1, steps)  # at least one update in each; the last ends with it
     if (callbacks := found.get("lightning_callbacks")) is not None:
         several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         found["lightning_callbacks"] = [made_of(one, "callbacks") for one in several]
     return found
+
+
+def _extent(name: str, value: Any) -> dict[str, Any]:
+    """The keys that follow from an argument about how much is trained and evaluated, which `Extent` uses. Raises: ConfigError."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None:
+        return {}
+    if name == "max_time" or (name == "val_check_interval" and not is_number):
+        seconds = _seconds(name, value)
+        return {"eval_interval_minutes": seconds / 60} if name != "max_time" else {"time_limit": seconds, "time_limit_margin": 0}
+    if not is_number or (isinstance(value, float) and not 0 <= value <= 1) or (isinstance(value, int) and value < -1):
+        raise refuse(name, "a number of batches, or a share of them from 0.0 to 1.0", value)
+    if name == "limit_train_batches" and not value:
+        raise refuse(name, "some batches (++task eval evaluates only)", value)
+    return {"num_val_loaders": 0} if name == "limit_val_batches" and not value else {}
+
+
+def _seconds(name: str, value: Any) -> float:
+    """A time of Lightning's: a timedelta, its arguments, or DD:HH:MM:SS. Raises: ConfigError."""
+    try:
+        if isinstance(value, str):
+            value = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.split(":")), strict=True))
+        return (timedelta(**value) if isinstance(value, Mapping) else value).total_seconds()
+    except (AttributeError, TypeError, ValueError):
+        raise refuse(name, "a time as DD:HH:MM:SS, a timedelta or a dict of its arguments", value) from None
+
+
+class Extent:
+    """How many batches are trained and evaluated, and when.
+
+    Args:
+        given: the arguments of a Trainer.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        overfit = given.get("overfit_batches")
+        self.overfits = bool(overfit)
+        self._limits = {"train": overfit, "val": overfit} if overfit else {}
+        self.min_epochs = int(given.get("min_epochs") or 0)
+        self.max_steps = -1 if given.get("max_steps") is None else int(given["max_steps"])
+
+    def batches(self, kind: str, number: int) -> int:
+        """How many of a loader's batches are used. Raises: ConfigError, if a share of them is none."""
+        name = f"limit_{kind}_batches"
+        limit = self._limits.get(kind, self._given.get(name))
+        if limit is None:
+            return number
+        found = min(number, limit) if isinstance(limit, int) else int(number * limit)
+        if found < 1:
+            raise refuse(name, f"a share of at least one of {number} batches", limit)
+        return found
+
+    def batches_in(self, epoch: int, number: int, accumulated: int) -> int:
+        """Those of a training epoch, of which max_steps cuts the last one."""
+        of_epoch = self.batches("train", number)
+        before = (epoch - 1) * -(-of_epoch // accumulated)
+        return of_epoch if self.max_steps < 0 else max(1, min(of_epoch, (self.max_steps - before) * accumulated))
+
+    def ends_after(self, updates: int) -> bool:
+        """Whether a training has as many updates as it may have."""
+        return 0 <= self.max_steps <= updates
+
+    def is_evaluated_after(self, number: int, of_epoch: int, step: int) -> bool:
+        """Whether an evaluation comes after a batch of an epoch of so many, counted from 1; `step`: in the whole training."""
+        interval = self._given.get("val_check_interval")
+        if not isinstance(interval, (int, float)) or (isinstance(interval, float) and interval == 1):
+            return False
+        every = interval if isinstance(interval, int) else max(1, int(of_epoch * interval))
+        is_of_all = self._given.get("check_val_every_n_epoch", 1) is None
+        return (step if is_of_all else number) % every == 0
 
 
 def refuse(name: str, expected: str, got: Any) -> ConfigError:
@@ -109,7 +191,7 @@ def keys_of_cli(file: Path) -> dict[str, Any]:
             f"{file}: expected model, data, trainer, seed_everything and ckpt_path, got {unknown[0]!r} (build it in the module: "
             "configure_optimizers has the optimizer and its schedulers)",
         )
-    found = keys_of_arguments(given.get("trainer") or {})
+    found = keys_of_arguments(given.get("trainer") or {}) | {KEY: given.get("trainer") or {}}
     for name, key in (("model", "lightning_module"), ("data", "datamodule")):
         if (one := given.get(name)) is None and name == "data":
             continue

@@ -21,7 +21,7 @@ import hvdtrain
 from hvdtrain.config.references import resolve
 from hvdtrain.data.formats.objects import is_loader, read_loader
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.plugins.lightning.arguments import keys_of_arguments, keys_of_cli
+from hvdtrain.plugins.lightning.arguments import KEY, Extent, keys_of_arguments, keys_of_cli
 from hvdtrain.plugins.lightning.trainer import Trainer
 from hvdtrain.runtime import log
 
@@ -80,7 +80,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     keys = followed | keys
     task, number = values.get("task"), job.num_val_loaders
     if values.get("train") is None:
-        keys["train"] = {"class": lambda: job.data("train"), "seq_ordering": job.order}
+        keys["train"] = {"class": lambda: job.data("train"), "seq_ordering": job.order, "max_batches": job.batches_of_epoch}
     if number and task != "test":
         keys["dev"] = job.evaluated("val")
         keys["eval_datasets"] = {f"val{place}": job.evaluated("val", place) for place in range(1, number)}
@@ -107,6 +107,7 @@ class Job:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+        self.extent = Extent(values.get(KEY) or {})
         number = values.get("num_val_loaders")
         self.num_val_loaders = int(self._defines("val_dataloader", "validation_step") if number is None else number)
         self.optimizer: Any = None
@@ -288,18 +289,31 @@ class Job:
 
     def order(self, *, epoch: int, **_: Any) -> str:
         """The order of the training data."""
-        return self._order
+        return "default" if self.extent.overfits else self._order
 
     def evaluated(self, kind: str, place: int = 0) -> dict[str, Any]:
         """The keys of a dataset to evaluate."""
-        return {"class": lambda: self.data(kind, place), "seq_ordering": "default"}
+
+        def batches(**_: Any) -> int:
+            return self.extent.batches(kind, self._num_batches(kind, place))
+
+        return {"class": lambda: self.data(kind, place), "seq_ordering": "default", "max_batches": batches}
+
+    def batches_of_epoch(self, *, epoch: int, **_: Any) -> int:
+        """Those of a rank in an epoch of training."""
+        return self.extent.batches_in(epoch, self._num_batches("train"), self.trainer.accumulate_grad_batches)
 
     @property
     def num_batches(self) -> int:
-        """Those of all ranks in an epoch of training."""
-        loader = self.loaders("train")[0]
-        size = self.values.get("max_seqs") or loader.batch_size
-        return int(-(-len(loader.dataset) // size)) if size else len(loader)
+        """Those of a rank in an epoch of training; the last ones may be missing."""
+        return self.extent.batches("train", self._num_batches("train"))
+
+    def _num_batches(self, kind: str, place: int = 0) -> int:
+        """Those that a rank has of a loader."""
+        loader = self.loaders(kind)[place]
+        size = (self.values.get("max_seqs_dev") if kind != "train" else None) or self.values.get("max_seqs") or loader.batch_size
+        number = -(-len(loader.dataset) // size) if size else len(loader)
+        return int(-(-number // hvdtrain.size()))
 
     # The model and the optimizer
 
@@ -769,7 +783,10 @@ class Events:
         self._resumes = False
 
     def on_step_end(self, training: Any) -> None:
-        self._job.end_step()
+        job = self._job
+        job.end_step()
+        if job.extent.is_evaluated_after(training.step - job.first_step, job.num_batches, training.step):
+            training.evaluate()
 
     def on_evaluation_begin(self, training: Any) -> None:
         if self._job.evaluating is None:
@@ -784,6 +801,9 @@ class Events:
             training.add_score(name, value)
         job.schedule("epoch", True, training.epoch)
         job.is_within_epoch = False
+        if job.extent.ends_after(job.trainer.global_step):
+            training.finish("max_steps")
+        job.trainer.stop_if_due()
 
     def on_save(self, training: Any) -> None:
         if self._job.values.get("save_ckpt") and training.rank == 0:

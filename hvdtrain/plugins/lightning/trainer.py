@@ -98,7 +98,8 @@ class Trainer:
 
     @property
     def max_epochs(self) -> int:
-        return int(self._job.values.get("num_epochs") or 5)
+        number = int(self._job.values.get("num_epochs") or 5)
+        return -1 if self.max_steps >= 0 and number >= self.max_steps else number
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -106,16 +107,18 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int:
-        """Those of a rank in an epoch; the last ones may be missing."""
-        return int(-(-self._job.num_batches // self.world_size))
+        return int(self._job.num_batches)
 
     @property
     def estimated_stepping_batches(self) -> int:
-        return -(-self.num_training_batches // self.accumulate_grad_batches) * self.max_epochs
+        if self.max_epochs < 0:
+            return self.max_steps
+        steps = -(-self.num_training_batches // self.accumulate_grad_batches) * self.max_epochs
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
     @property
     def max_steps(self) -> int:
-        return -1
+        return int(self._job.extent.max_steps)
 
     @property
     def datamodule(self) -> Any:
@@ -167,7 +170,11 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self._stops = value
-        if value and self._job.training is not None:
+        self.stop_if_due()
+
+    def stop_if_due(self) -> None:
+        """End the training after this epoch, if it was asked for and as many epochs are done as there are at least."""
+        if self._stops and self._job.training is not None and self.current_epoch + 1 >= self._job.extent.min_epochs:
             self._job.training.finish("trainer.should_stop was set")
 
     def __getattr__(self, name: str) -> Any:

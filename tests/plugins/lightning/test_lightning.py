@@ -348,8 +348,10 @@ def test_the_arguments_of_the_trainer_and_of_its_cli(tmp_path: Path) -> None:
     result = hvdtrain.train({"lightning_module": str(file), "model": str(tmp_path / "cli"), "num_threads": 1})
     assert len(result.history) == 2
     for name, value, expected in (
-        ("limit_train_batches", 5, "expected a torch.utils.data.Subset, or partition_epoch"),
-        ("val_check_interval", 0.5, "expected eval_interval_steps"),
+        ("limit_train_batches", 0, "expected some batches"),
+        ("limit_val_batches", 0.01, "expected a share of at least one of 6 batches"),
+        ("max_time", "1:00", "expected a time as DD:HH:MM:SS"),
+        ("fast_dev_run", True, "expected the option --dry-run"),
         ("check_val_every_n_epoch", 2, "expected evaluations after every epoch"),
         ("strategy", "fsdp", "expected torch_distributed or use_horovod"),
         ("max_epoch", 2, "expected arguments of Lightning's Trainer"),
@@ -362,6 +364,36 @@ def test_the_arguments_of_the_trainer_and_of_its_cli(tmp_path: Path) -> None:
     file.write_text("model: {class_path: a.b}\noptimizer: {class_path: torch.optim.SGD}")
     with pytest.raises(ConfigError, match="got 'optimizer' .build it in the module: configure_optimizers"):
         train({"lightning_module": str(file)}, tmp_path / "refused")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_epochs": 2, "limit_train_batches": 0.5, "limit_val_batches": 2},
+        {"max_epochs": 2, "val_check_interval": 4},
+        {"max_epochs": 2, "val_check_interval": 10, "check_val_every_n_epoch": None, "min_epochs": 1},
+        {"max_epochs": 4, "max_steps": 7, "accumulate_grad_batches": 2, "limit_train_batches": 8},
+        {"max_epochs": -1, "max_steps": 20, "overfit_batches": 3, "max_time": "00:10:00:00"},
+    ],
+)
+def test_how_much_is_trained_and_evaluated(arguments: dict[str, Any], tmp_path: Path) -> None:
+    class Noting(Net):
+        def on_validation_epoch_end(self) -> None:
+            self.evaluated = [*getattr(self, "evaluated", []), self.steps]
+            self.log("again", self.mse.compute())
+
+    theirs, ours, start = Noting(), Noting(), state_of(Net())
+    epochs = arguments["max_epochs"]
+    trainer = fit(theirs, epochs, **{name: value for name, value in arguments.items() if name != "max_epochs"})
+    keys = {"lightning_module": ours, "lightning_trainer": arguments, "model": str(tmp_path / "model"), "num_threads": 1}
+    result = hvdtrain.train(keys)
+    assert difference(state_of(result.model), state_of(theirs), start) < 1e-6
+    assert (ours.steps, ours.rates) == (theirs.steps, theirs.rates)
+    assert [step for step in ours.evaluated if step in theirs.evaluated] == theirs.evaluated
+    assert len(set(ours.evaluated) - set(theirs.evaluated)) <= len(result.history)  # also after each epoch
+    if ours.evaluated[-1] == theirs.evaluated[-1]:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        assert {name: float(value) for name, value in ours.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
 
 
 def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:

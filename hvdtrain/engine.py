@@ -179,6 +179,8 @@ class Engine:
                     batch = self._next(batches, current)
                     has_batch = has_batch or batch is not None
                     with self._timer.span("compute"), Naming(batch, self._train):
+                        if batch is None:
+                            self._notifier.notify_idle_step()
                         self._learner.backward(batch, completes_update=step == steps[-1])
                         if step == steps[-1]:
                             self._update(epoch, begun)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EVENTS = {
     "on_train_begin": "before the first epoch of this start of the program",
     "on_epoch_begin": "before the steps of an epoch, or before its remaining steps after a resume",
+    "on_idle_step": "on a rank without a batch, before a step of the others",
     "on_step_end": "after every step, which is one batch on every rank",
     "on_evaluation_begin": "before a dataset is evaluated, also within an epoch",
     "on_evaluation_end": "after a dataset was evaluated, also within an epoch",

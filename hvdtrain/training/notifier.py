@@ -91,6 +91,11 @@ class Notifier:
         if self._has_step_end:
             self._call("on_step_end")
 
+    def notify_idle_step(self) -> None:
+        """Call the callbacks of this rank, which has no batch in this step, for what the others exchange in `train_step`."""
+        if self._callbacks.has("on_idle_step"):
+            self._call("on_idle_step")
+
     def _call(self, event: str, note: Callable[[str], object] | None = None) -> None:
         depth = self._evaluated.depth
         self._callbacks.call(event, self._training, note)

@@ -18,6 +18,7 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.speechbrain.ranks import as_one_job
 from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from
+from hvdtrain.plugins.speechbrain.sums import Sums
 
 KEY = "brain"
 ENTRIES = ("class", "hparams", "overrides", "run_opts", "make", "datasets")
@@ -95,6 +96,7 @@ class Maker:
         brain: the one whose model was asked for last.
         has_their_batches: whether the batches of an epoch are those of SpeechBrain.
         is_read: whether a checkpoint of SpeechBrain's was loaded.
+        sums: those over the ranks within a step.
         resumed: how many batches were done in the epoch in which a checkpoint was written.
     """
 
@@ -108,6 +110,7 @@ class Maker:
             got = f"{unknown[0]!r}{did_you_mean(unknown[0], ENTRIES)}" if unknown else repr(given)
             raise ConfigError.of("wrong-type", f"{KEY}: expected a function, or a dict of {', '.join(ENTRIES)}, got {got}")
         self._seed = seed
+        self.sums = Sums()
         self._parameters: list[torch.nn.Parameter] = []
         self._unused: Any = None
         self.brain: Any = None
@@ -128,6 +131,7 @@ class Maker:
         """As the key get_model: all modules of the Brain."""
         self.brain, self._unused = self._unused or self.first(), None
         self.brain.device = device
+        self.sums.of(self.brain.modules)
         return self.brain.modules  # type: ignore[no-any-return]
 
     def optimizer(self, _: Any) -> torch.optim.Optimizer:
@@ -162,7 +166,7 @@ class Maker:
         return found
 
     def _make(self) -> Any:
-        as_one_job()
+        as_one_job(self.sums)
         brain = self.given["make"]() if "make" in self.given else self._of_class()
         if not isinstance(brain, Brain):
             raise ConfigError.of("wrong-result", f"{KEY}: expected a Brain, got a {type(brain).__name__}")
@@ -219,14 +223,16 @@ class Steps:
     def train(self, *, extern_data: Any, **_: Any) -> None:
         """The loss of a batch, which is the mean over its items."""
         brain, stages, context = self._maker.brain, self._stages, hvdtrain.get_run_ctx()
+        step = self._maker.sums.step(context.train_flag)
         if context.train_flag:
             stages.train(context.step, context.epoch)
-            outputs = brain.compute_forward(extern_data, Stage.TRAIN)
-            loss = brain.compute_objectives(outputs, extern_data, Stage.TRAIN)
+            with step:
+                outputs = brain.compute_forward(extern_data, Stage.TRAIN)
+                loss = brain.compute_objectives(outputs, extern_data, Stage.TRAIN)
             stages.note(extern_data, outputs, loss)
         else:
             stage, is_wide = stages.evaluate(), brain.eval_precision == "fp32"
-            with torch.autocast(torch.device(brain.device).type, enabled=False) if is_wide else nullcontext():
+            with step, torch.autocast(torch.device(brain.device).type, enabled=False) if is_wide else nullcontext():
                 loss = brain.evaluate_batch(extern_data, stage)
         context.mark_as_loss(loss, "loss")  # one number: the mean over the items of a batch that was collated
 

@@ -11,12 +11,13 @@ import torch
 from speechbrain.utils import distributed
 
 import hvdtrain
+from hvdtrain.plugins.speechbrain.sums import Sums
 
 
-def as_one_job() -> None:
+def as_one_job(sums: Sums) -> None:
     """Let them ask hvdtrain which rank this is, instead of torchrun's environment and torch.distributed.
 
-    They are called in hooks, in which all ranks take part.
+    They are called in hooks, in which all ranks take part; sums also in training steps.
     """
 
     def broadcast(values: list[Any], src: int = 0) -> None:
@@ -31,6 +32,7 @@ def as_one_job() -> None:
         is_available=lambda: True,
         is_initialized=lambda: hvdtrain.size() > 1,
         barrier=barrier,
+        all_reduce=sums.reduce,
         broadcast_object_list=broadcast,
         get_backend=lambda: "hvdtrain",
         Backend=torch.distributed.Backend,

@@ -45,6 +45,10 @@ class Stages:
         if counter is not None:
             counter.current = training.epoch
         self._begin(Stage.TRAIN, training.epoch)
+        self._maker.sums.is_training = True
+
+    def on_idle_step(self, _: Any) -> None:
+        self._maker.sums.join()
 
     def on_step_end(self, _: Any) -> None:
         if type(self.brain).on_fit_batch_end is not Brain.on_fit_batch_end:
@@ -66,6 +70,7 @@ class Stages:
         """Collective. End a stage, whose hook gets the exact loss and statistics of all ranks. Returns their summaries."""
         if dataset == "train":
             self._before = self._state()
+            self._maker.sums.is_training = False
         if self._stage is None:
             return {}
         found = self._gather()

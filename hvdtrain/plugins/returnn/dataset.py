@@ -10,7 +10,6 @@ from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.sequence_table import Streamed
 from hvdtrain.data.formats.streamed import open_streamed
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.returnn.reading import INSTALL, OpenedDataset, Reading, is_installed
@@ -71,14 +70,9 @@ class ReturnnDataset(SequenceSource):
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
         if not is_installed():
             raise DataError(f"{where}: expected the package returnn for {self._options['class']}, got none {INSTALL}")
-        return open_stream(where, self._options, scanning, self._num_workers)
-
-
-def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> Dataset:
-    """Open a dataset of RETURNN to train or evaluate on. Raises: DataError."""
-    can_skip = not _contains(options, ALWAYS_FROM_THE_BEGINNING)
-    identity = fingerprint_of(options) if scanning.folder is not None else ""
-    return open_streamed(where, Streamed(lambda: Reading(options), identity, can_skip), scanning, num_workers)
+        can_skip = not _contains(self._options, ALWAYS_FROM_THE_BEGINNING)
+        identity = fingerprint_of(self._options) if scanning.folder is not None else ""
+        return open_streamed(Reading(where, self._options, can_skip), identity, scanning, self._num_workers)
 
 
 def _contains(value: Any, name: str) -> bool:

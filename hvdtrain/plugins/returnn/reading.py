@@ -8,10 +8,8 @@ import inspect
 import logging
 import math
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,7 @@ import numpy
 
 from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
-from hvdtrain.data.formats.sequence_table import Question, ScannedSequences
-from hvdtrain.data.formats.streamed import SCAN_SECONDS
+from hvdtrain.data.formats.stream_reading import END, Question, StreamReading
 from hvdtrain.data.kinds import inner_of_multi_proc
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError, raised_text
@@ -231,146 +228,75 @@ def _frames(values: Any, is_dense: bool) -> Array:
     return array
 
 
-class Reading:
-    """The reading process: a method for every question. It opens the dataset at the first one."""
+class Reading(StreamReading):
+    """A dataset of RETURNN in its reading process, opened at the first question.
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    Args:
+        where: the config key, for messages.
+        can_skip: as in `StreamReading`.
+    """
+
+    def __init__(self, where: str, options: Mapping[str, Any], can_skip: bool) -> None:
+        super().__init__()
+        self.where, self.can_skip, self.num_parts = where, can_skip, num_parts(options)
+        self.name = f"{options['class']} of RETURNN"
         self._options = options
         self._opened: OpenedDataset | None = None
-        self._epoch = self._next = 0
+        self._streams: dict[str, Stream] = {}
         self._thread_errors = ThreadErrors()
 
     def __call__(self, question: Question) -> Any:
         try:
             with self._thread_errors.reraise():
-                return getattr(self, question[0])(*question[1:])
+                return super().__call__(question)
         except ThreadFailed as failed:
             error = failed.__cause__ or failed
-            name = f"{self._options['class']} of RETURNN"
-            raise DataError(f"{name}: expected a dataset whose threads can read it, got {raised_text(error)}") from error
+            raise DataError(f"{self.name}: expected a dataset whose threads can read it, got {raised_text(error)}") from error
 
-    def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
-        """The dataset's name, the number of parts that it cuts a full epoch into, and its streams."""
-        self._begin(epoch)
-        item = self._item(0)
-        if item is None:
-            raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
-        return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
+    def begin(self, epoch: int, anew: bool) -> None:
+        if self._opened is None:
+            self._thread_errors.watch()
+            self._opened = OpenedDataset(without_processes(self._options))
+        self._opened.begin(epoch)
+        if self._opened.is_endless():
+            raise DataError(
+                f"{self._opened.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
+                "AnythingDataset belongs in a MetaDataset, whose seq_order_control_dataset determines the sequences)"
+            )
 
-    def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
-        """Read up to `count` sequences from `start` on, for not much longer than `SCAN_SECONDS`."""
-        part = ScannedSequences([], {}, [], None, False)
-        until = time.monotonic() + SCAN_SECONDS
-        while len(part.tags) < count and (not part.tags or time.monotonic() < until):
-            item = self._read(epoch, start + len(part.tags), skip=False)
-            if item is None:
-                return replace(part, ended=True)
-            tag, arrays = item
-            part.tags.append(tag)
-            part.checksums.append(_checksum(item))
-            for key, values in arrays.items():
-                part.lengths.setdefault(key, []).append(len(values))
-        return replace(part, total=self._dataset.num_sequences())
+    def take(self, number: int) -> Any:
+        item = self._dataset.item(number)
+        return END if item is None else item
 
-    def streams(self) -> Mapping[str, Stream] | None:
-        """The streams, if more is known about them than in `about`; else None."""
-        return None
+    def sequence(self, number: int, item: Any) -> Item:
+        arrays = {key: _texts_as_objects(values) for key, values in item[1].items()}
+        self._streams = self._streams or self._dataset.streams(arrays)
+        return item[0], arrays
 
-    def skip(self, epoch: int, number: int) -> int:
-        """Read on towards a sequence, for not much longer than `SCAN_SECONDS`. Returns the number of the next one."""
-        if self._opened is None or epoch != self._epoch or number < self._next:
-            self._begin(epoch)
-        until = time.monotonic() + SCAN_SECONDS
-        while self._next < number and time.monotonic() < until and self._item(self._next) is not None:
-            pass
-        return self._next
+    def streams(self) -> Mapping[str, Stream]:
+        return self._streams
+
+    def forget(self) -> None:
+        self._opened = None
+
+    def total(self) -> int | None:
+        return self._dataset.num_sequences()
 
     def order(self, epoch: int) -> tuple[Array, int] | None:
-        """As `OpenedDataset.order`, with a checksum of the tags of the corpus, which may differ from epoch to epoch."""
         self._begin(epoch)
         order, tags = self._dataset.order(), self._dataset.all_tags()
         return None if order is None or tags is None else (order, zlib.crc32(tags.tobytes()))
 
     def all_tags(self) -> Array | None:
-        """As `OpenedDataset.all_tags`."""
         return self._dataset.all_tags()
-
-    def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
-        """Whether sequences of an epoch have these checksums when it begins again.
-
-        Args:
-            skip: whether to read them without those before them.
-        """
-        self._begin(epoch)
-        try:
-            return all(
-                item is not None and _checksum(item) == expected
-                for number, expected in sorted(checksums.items())
-                for item in [self._read(epoch, number, skip)]
-            )
-        except DataError:
-            self._opened = None  # skipping may have left it in any state
-            return False
-        finally:
-            self._epoch = 0
-
-    def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
-        """Sequences of an epoch. Unless `skip`, reads all sequences before them and in between, too."""
-        found: dict[int, Item] = {}
-        for number in sorted(set(numbers)):
-            item = self._read(epoch, number, skip)
-            if item is None:
-                raise DataError(f"{self._dataset.name}: expected sequence {number} of epoch {epoch}, got no more")
-            found[number] = item
-        return [found[number] for number in numbers]
 
     @property
     def _dataset(self) -> OpenedDataset:
         if self._opened is None:
-            import multiprocessing  # here, so that `--help` does not import it
-
-            # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
-            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-            self._thread_errors.watch()
-            self._opened = OpenedDataset(without_processes(self._options))
-            self._epoch = 0
+            raise RuntimeError("no epoch has begun")
         return self._opened
-
-    def _begin(self, epoch: int) -> None:
-        self._dataset.begin(epoch)
-        if self._dataset.is_endless():
-            raise DataError(
-                f"{self._dataset.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
-                "AnythingDataset belongs in a MetaDataset, whose seq_order_control_dataset determines the sequences)"
-            )
-        self._epoch, self._next = epoch, 0
-
-    def _read(self, epoch: int, number: int, skip: bool) -> Item | None:
-        if self._opened is None or epoch != self._epoch or number < self._next:
-            self._begin(epoch)
-        if skip:
-            self._next = number
-        while self._next < number:
-            if self._item(self._next) is None:
-                return None
-        return self._item(number)
-
-    def _item(self, number: int) -> Item | None:
-        item = self._dataset.item(number)
-        self._next = number + 1
-        if item is None:
-            return None
-        return item[0], {key: _texts_as_objects(values) for key, values in item[1].items()}
 
 
 def _texts_as_objects(values: Array) -> Array:
     """The values, with texts as Python objects like those of an HDF file."""
     return values.astype(object) if values.dtype.kind in "US" else values
-
-
-def _checksum(item: Item) -> int:
-    checksum = zlib.crc32(item[0].encode("utf-8"))
-    for key, values in sorted(item[1].items()):
-        data = repr(values.tolist()).encode() if values.dtype == object else numpy.ascontiguousarray(values).tobytes()
-        checksum = zlib.crc32(data, zlib.crc32(key.encode("utf-8"), checksum))
-    return checksum

@@ -372,7 +372,7 @@ def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path, m
     monkeypatch.setenv("LONGER", "1")
     with opened(options, tmp_path / "lengths") as dataset, pytest.raises(DataError) as raised:
         read(dataset, 1)
-    [kept] = (tmp_path / "lengths").glob("*.corpus.index")
+    [kept] = (tmp_path / "lengths").glob("*.epoch-1.index")
     assert f"in {kept}: if the data or a function has changed since then, remove this file; if lengths differ" in str(
         raised.value
     )

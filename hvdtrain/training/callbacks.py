@@ -125,6 +125,12 @@ class Training:
         """The number of steps done in the whole training."""
         return self._phase.step
 
+    @property
+    def epoch_step(self) -> int:
+        """The number of steps done in this epoch; between epochs 0."""
+        current = self._progress.current
+        return 0 if current is None else self.step - current.first_step
+
     def add_score(self, name: str, value: float) -> None:
         """Add a score to those of train_step: in on_evaluation_end one of the dataset, as 'dev_loss_NAME', in on_epoch_end one of
         the training data, as 'train_loss_NAME'. That of rank 0 counts.

@@ -116,7 +116,7 @@ class Job:
         self.training: Any = None
         self.trainer = Trainer(self)
         self.evaluating: str | None = None  # the first dataset of the evaluation under way
-        self.first_step = self.batch_index = 0
+        self.batch_index = 0
         self.output: Any = None  # of the step under way, and the batch
         self.updates_due = False
         self.begins_update = True
@@ -466,7 +466,7 @@ class Job:
 
     def _train(self, context: Any, batch: Any) -> None:
         self.trainer.stage = "train"
-        self.batch_index = index = context.step - self.first_step
+        self.batch_index = index = context.step if self.training is None else self.training.epoch_step
         batch = self.transferred(batch, 0)
         size = len(context.seq_tags())
         if len(self.optimizer.param_groups) != len(self.rates):
@@ -500,7 +500,7 @@ class Job:
     def end_step(self) -> None:
         """After a step, on every rank."""
         done, self.output = self.output, None
-        number = self.training.step - self.first_step
+        number = self.training.epoch_step
         if self.updates_due:
             self.begins_update = True
             self.trainer.global_step += 1
@@ -647,7 +647,6 @@ class Job:
             "schedulers": [config.scheduler.state_dict() for config in self.schedulers],
             "rates": self.rates,
             "global_step": self.trainer.global_step,
-            "first_step": self.first_step,
             "scheduled_epoch": self.scheduled_epoch,
             "is_within_epoch": self.is_within_epoch,
             "evaluated": [name for name, one in self.module.named_modules() if not (self._modes or {}).get(one, one.training)],
@@ -679,7 +678,7 @@ class Job:
             config.scheduler.load_state_dict(one)
         self.rates = list(state["rates"])
         self.set_rates()
-        self.trainer.global_step, self.first_step = state["global_step"], state["first_step"]
+        self.trainer.global_step = state["global_step"]
         self.scheduled_epoch = state["scheduled_epoch"]
         self.is_within_epoch = state["is_within_epoch"]
         self._kept = state["evaluated"], state["frozen"]
@@ -723,11 +722,11 @@ class Job:
                 f"{path}: expected a .ckpt of Lightning's with tensors and plain values, of this module and its optimizer, got "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self.trainer.global_step = step = contents.get("global_step", 0)
+        self.trainer.global_step = contents.get("global_step", 0)
         if not self.module.strict_loading:
             own = self.module.state_dict()
             model = {**own, **{name: value for name, value in model.items() if name in own}}
-        return {"model": model, "epoch": finished_epochs(contents), "step": step}
+        return {"model": model, **position(path, contents, self.trainer.accumulate_grad_batches)}
 
     def resume_modes(self) -> None:
         """Give the modules the modes, and the parameters what is trained of them, that hooks had set before the stop."""
@@ -777,15 +776,15 @@ class Events:
         if self._resumes:
             job.resume_modes()
         if not job.is_within_epoch:
-            job.first_step = training.step
             job.is_within_epoch = True
-            job.call("on_train_epoch_start")
+            if not training.epoch_step:  # else a .ckpt is from within the epoch
+                job.call("on_train_epoch_start")
         self._resumes = False
 
     def on_step_end(self, training: Any) -> None:
         job = self._job
         job.end_step()
-        if job.extent.is_evaluated_after(training.step - job.first_step, job.num_batches, training.step):
+        if job.extent.is_evaluated_after(training.epoch_step, job.num_batches, training.step):
             training.evaluate()
 
     def on_evaluation_begin(self, training: Any) -> None:
@@ -832,15 +831,25 @@ class Events:
         self._resumes = True
 
 
-def finished_epochs(contents: Mapping[str, Any]) -> int:
-    """How many epochs of a training a .ckpt has behind it; one that it was written in the middle of is none."""
+def position(path: Path, contents: Mapping[str, Any], accumulated: int) -> dict[str, int]:
+    """The finished epochs and the steps of a training whose .ckpt this is, and the batches that it has done of the next one, if
+    each step had as many items as now.
+
+    Raises:
+        CheckpointError: it was written between two updates.
+    """
     if not (loop := contents.get("loops", {}).get("fit_loop")):
-        return int(contents.get("finished_epoch", contents.get("epoch", 0)))
-    is_trained = loop["epoch_loop.batch_progress"]["is_last_batch"]  # also if it was written in the evaluation
+        epoch, step = contents.get("finished_epoch", contents.get("epoch", 0)), contents.get("global_step", 0)
+        return {"epoch": int(epoch), "step": int(step) * accumulated}
+    batches = loop["epoch_loop.batch_progress"]
     begun, finished = (int(loop["epoch_progress"]["current"][name]) for name in ("ready", "completed"))
-    if begun > finished and not is_trained:
-        log.warning(f"The .ckpt is from the middle of epoch {begun}, which is trained again from its first batch on.")
-    return begun if is_trained else finished
+    steps, done = int(batches["total"]["processed"]), int(batches["current"]["processed"])
+    if begun == finished:
+        return {"epoch": finished, "step": steps}
+    if done % accumulated:
+        raise CheckpointError(f"{path}: expected one with whole updates of {accumulated} batches, got one after batch {done}")
+    log.info(f"{path} is from within epoch {begun}, which goes on after {done} of its batches on each rank.")
+    return {"epoch": finished, "step": steps, "batches": done * hvdtrain.size()}
 
 
 def resolved(given: Any) -> Any:

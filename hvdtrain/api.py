@@ -71,8 +71,7 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
     trained = job.run()
     folder = trained["checkpoint"].parent
     best = _best(folder, trained["best"])
-    averages = [Average(one.name, one.scores, None if one.file is None else folder / one.file) for one in trained["averages"]]
-    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], averages, trained["model"])
+    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], trained["averages"], trained["model"])
 
 
 def evaluate(

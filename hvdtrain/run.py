@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.average.final import AverageScores, make_averages
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.config.plugins import Registry
 from hvdtrain.engine import Engine
 from hvdtrain.learner.base import Learner
 from hvdtrain.runtime.goodput import steady_time
@@ -28,7 +28,12 @@ from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.start_up.trace import open_trace, profile_steps
 from hvdtrain.training.callbacks import pruned_before
-from hvdtrain.training.step_log import open_step_log
+from hvdtrain.training.result import Average
+from hvdtrain.training.session import Session
+from hvdtrain.training.step_log import StepLog, open_step_log
+
+FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
+"""Those of plug-ins."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Trained:
     best: Mapping[str, Any] | None
     checkpoint: Path
     num_epochs: int
-    averages: Sequence[AverageScores]
+    averages: Sequence[Average]
     pruned: Exception | None
 
 
@@ -98,7 +103,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 pruned = Engine(session, rates, limits, reporters, step_log, trace, callbacks).run()
         else:  # it may have been killed before Optuna knew
             pruned = pruned_before(limits.end_after_epoch(session.progress))
-        averages = make_averages(settings, session, checkpoint_folder(settings), step_log)
+        averages = [average for make in FINAL_MODELS.values() for average in make(settings, session, step_log)]
         progress = session.progress
         log_end(settings, session, progress.epoch - before)
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file

@@ -23,7 +23,7 @@ PLACES = {
     "keras": ["plugins/tensorflow/*"],
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
-    "h5py": ["data/*", "plugins/hdf_tools/*"],
+    "h5py": ["data/*", "plugins/hdf_tools/*", "plugins/returnn/nextgen.py"],
     "returnn": ["plugins/returnn/*"],
 }
 """Where a package may be imported."""

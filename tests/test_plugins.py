@@ -20,6 +20,8 @@ OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/
 """Tests that take a second each."""
 
 ASKING: dict[str, dict[str, list[str]]] = {
+    "average": {"average_checkpoints: expected None": ["++average_checkpoints", "{'best': 2}"]},
+    "compression": {"horovod_compression: expected 'fp16' or 'bf16'": ["++horovod_compression", "powersgd"]},
     "returnn": {
         "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],
         "train.class: expected one of": ["++train", "{'class': 'ReturnnDataset'}"],
@@ -33,6 +35,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         ],
     },
     "submit": {"submit: expected a config file": ["submit"]},
+    "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},
     "tensorflow": {"backend: expected 'torch'": ["++backend", "tensorflow"]},
     "trackers": {"trackers: unknown key": ["++trackers", "wandb"], "metrics_file: unknown key": ["++metrics_file", "a.prom"]},
@@ -63,7 +66,16 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entries(plugin: Plugin) -> set[str]:
     """The names that a config or a command line can have."""
-    tables = (plugin.backends, plugin.sources, plugin.datasets, plugin.steps, plugin.commands, plugin.templates, plugin.tasks)
+    tables = (
+        plugin.backends,
+        plugin.compressions,
+        plugin.tasks,
+        plugin.sources,
+        plugin.datasets,
+        plugin.steps,
+        plugin.commands,
+        plugin.templates,
+    )
     return {name for table in tables for name in table}
 
 

@@ -264,10 +264,10 @@ MUTATIONS = [
     ),
     Mutation(
         "an average of models is too large",
-        "learner/averaging.py",
+        "plugins/average/means.py",
         "total / len(files)",
         "total / (len(files) - 1)",
-        ("tests/average/test_average.py",),
+        ("tests/plugins/average/test_average.py",),
     ),
     # Learning rates, and which epoch is best
     Mutation(

@@ -9,6 +9,7 @@ from hvdtrain.checkpoint.average_rules import parse_averages
 from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.config.references import is_reference
@@ -189,6 +190,8 @@ class SavingKeys(Section):
             rules = parse_averages(self.average_checkpoints)
         except ConfigError as error:
             return error.problems
+        if rules and (hint := absent("average")):
+            return problem("unsupported", f"average_checkpoints: expected None, got {self.average_checkpoints!r}{hint}")
         if self.running_average is None and any(rule.kind == "running" for rule in rules):
             return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
         return []

@@ -7,6 +7,7 @@ from typing import Any
 
 NAMES = {
     "average": "average",
+    "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
     "hdf_tools": "dump check",
@@ -14,8 +15,8 @@ NAMES = {
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "prove": "prove",
     "report": "report card",
-    "returnn": "tensorflow-net-dict ReturnnDataset network returnn search_output_file search_output_file_format "
-    "search_output_layer search_labels",
+    "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
+    "search_output_file_format search_output_layer search_labels",
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "submit": "submit",
@@ -25,7 +26,7 @@ NAMES = {
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, classes of datasets and of steps, tasks and commands."""
+"""By plug-in, its keys, backends, compressions, classes of datasets and of steps, tasks and commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

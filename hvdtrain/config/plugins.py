@@ -33,6 +33,7 @@ Kind = Literal[
     "datasets",
     "backends",
     "reducers",
+    "compressions",
     "schedulers",
     "tasks",
     "commands",
@@ -42,6 +43,7 @@ Kind = Literal[
     "sources",
     "steps",
     "writers",
+    "final_models",
     "translations",
     "keys",
     "configs",
@@ -59,6 +61,7 @@ class Plugin:
         steps: by the `class` of a step of a MapDataset's `map_seq`, the subclass of `StepKeys` with its opener.
         backends: by the value of the key `backend`, a `Framework`.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
+        compressions: by the value of the key `horovod_compression`, a `Compression`.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
         tasks: by the value of the key `task`, a function of the settings.
         commands: by the word after `python -m hvdtrain`, a line of help, and the module whose `main(arguments)` runs it.
@@ -67,6 +70,8 @@ class Plugin:
             training begins; it returns a context manager, open until the training ends, of the `Reporters` that get its numbers.
         writers: by any name, a function of the settings that returns what makes an `OutputWriter` for the tasks forward and
             search, or None.
+        final_models: by any name, a function of the settings, the session and the step log, which all ranks call after the last
+            epoch: it makes and evaluates other models of the training, and returns an `Average` for each.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
@@ -84,12 +89,14 @@ class Plugin:
     steps: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
+    compressions: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     reporters: Mapping[str, str] = field(default_factory=dict)
     writers: Mapping[str, str] = field(default_factory=dict)
+    final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.config.keys import key
 from hvdtrain.config.plugins import Registry
 from hvdtrain.data.combine.keys import (
     CombinedDatasetKeys,
@@ -63,20 +63,10 @@ class HDFDatasetKeys(FileDatasetKeys):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextGenHDFDatasetKeys(FileDatasetKeys):
-    """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
-
-    opener: ClassVar[str] = "hvdtrain.data.hdf.nextgen:open_next_gen"
-
-    input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
-
-
 KINDS: Registry[type[DatasetKeys]] = Registry(
     "datasets",
     {
         "HDFDataset": HDFDatasetKeys,
-        "NextGenHDFDataset": NextGenHDFDatasetKeys,
         "FilesDataset": FilesDatasetKeys,
         "MetaDataset": MetaDatasetKeys,
         "CombinedDataset": CombinedDatasetKeys,

@@ -1,7 +1,7 @@
 """Compression of gradients and parameter changes sent to other ranks: the key `horovod_compression`.
 
-A new 16-bit type is a line in the table, if the transports can send it. Any other compression is a file with a subclass of
-`GradientCompressor`, and a line.
+A new 16-bit type is a line in the table, if the transports can send it. Any other compression is a subclass of
+`GradientCompressor`, and an entry in a plug-in's table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.keys import Section, key, one_of, positive
+from hvdtrain.config.plugins import Registry
 
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
@@ -41,17 +42,14 @@ class Compression:
     needs_scale: bool = False
 
 
-QUANTIZED = ("hvdtrain.learner.torch.quantized", "Quantized")
-
-COMPRESSIONS = {
-    # With this gain, averages of up to 64 fit into float16, and on 2 ranks changes of 1e-6 keep all 11 bits of precision.
-    "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
-    "bf16": Compression("bfloat16", over_horovod=False),
-    "powersgd": Compression(None, over_horovod=True, compressor=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
-    "int8": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=8),
-    "int4": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=4),
-    "int2": Compression(None, over_horovod=True, compressor=QUANTIZED, bits=2),
-}
+COMPRESSIONS: Registry[Compression] = Registry(
+    "compressions",
+    {
+        # With this gain, averages of up to 64 fit into float16, and on 2 ranks changes of 1e-6 keep all 11 bits of precision.
+        "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
+        "bf16": Compression("bfloat16", over_horovod=False),
+    },
+)
 """By the value of the key `horovod_compression`."""
 
 

@@ -14,7 +14,6 @@ from trainings import marked
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.averaging import mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.model_state import ROLES, Role
 from hvdtrain.learner.preload import PreloadNames, PreloadRequest
@@ -22,6 +21,7 @@ from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
+from hvdtrain.plugins.average.means import mean_of_files
 from hvdtrain.runtime.timer import Timer
 
 INFINITE = float("inf")

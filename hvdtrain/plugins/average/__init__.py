@@ -1,5 +1,8 @@
-"""The command average: one model from several checkpoints of a training."""
+"""Means of checkpoints: those that a training makes at its end (key `average_checkpoints`), and the command average."""
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(commands={"average": ("write the mean of several checkpoints of a training", f"{__name__}.__main__")})
+PLUGIN = Plugin(
+    commands={"average": ("write the mean of several checkpoints of a training", f"{__name__}.__main__")},
+    final_models={"averages": f"{__name__}.final:make_averages"},
+)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, make_rule, select, shortfall
-from hvdtrain.checkpoint.averages import average_contents, check_target, make_average, with_statistics, write_model_file
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BEST
 from hvdtrain.checkpoint.stored import read_progress
@@ -20,10 +19,11 @@ from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError, LaunchError
-from hvdtrain.learner.averaging import framework_of, mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS, Framework
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.state_base import StateBase
+from hvdtrain.plugins.average.averages import average_contents, check_target, make_average, with_statistics, write_model_file
+from hvdtrain.plugins.average.means import framework_of, mean_of_files
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.directions import base_of, implies_higher_is_better

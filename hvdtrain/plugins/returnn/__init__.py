@@ -9,6 +9,7 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     backends={"tensorflow-net-dict": f"{__name__}.backend:NETWORKS"},
+    datasets={"NextGenHDFDataset": f"{__name__}.keys:NextGenHDFDatasetKeys"},
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
     writers={"search": f"{__name__}.search_output:search_writer"},
     keys={"search": f"{__name__}.keys:SearchKeys"},

@@ -1,11 +1,12 @@
-"""The keys of the file that RETURNN's task search writes."""
+"""The keys of the file that RETURNN's task search writes, and of NextGenHDFDataset."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from hvdtrain.config.keys import Section, key
+from hvdtrain.config.keys import REQUIRED, Section, key
+from hvdtrain.data.keys import FileDatasetKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,3 +30,12 @@ class SearchKeys(Section):
         "{signature} that returns the text; None: those of the data key classes or targets, or the only one that has labels",
         signature="*, name, numbers, **_",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextGenHDFDatasetKeys(FileDatasetKeys):
+    """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
+
+    opener: ClassVar[str] = "hvdtrain.plugins.returnn.nextgen:open_next_gen"
+
+    input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")

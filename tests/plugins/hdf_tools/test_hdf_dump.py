@@ -270,7 +270,7 @@ MISTAKES = [
         "train.fils: unknown key of HDFDataset (did you mean files?)",
     ),
     (["{'class': 'HDFDataset', 'files': 'dev.hdf', 'seq_ordering': 'x'}"], "train.seq_ordering: expected one of default, "),
-    (["{'class': 'SprintDataset'}"], "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
+    (["{'class': 'SprintDataset'}"], "train.class: expected one of HDFDataset, FilesDataset, "),
     (["{'class': 'corpus.py:Corpus'}"], "missing 1 required positional argument: 'part' (the dict's entries are passed to"),
     (["corpus.py:missing"], "corpus.py:missing: expected a name 'missing' in corpus.py, got none"),
     (["absent.py:sequences"], "no such file absent.py"),

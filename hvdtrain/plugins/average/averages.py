@@ -11,11 +11,11 @@ from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.disk.atomic import atomically
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.averaging import mean_of_files, with_parameters
 from hvdtrain.learner.contents import BASE
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.running_average import RunningSums
+from hvdtrain.plugins.average.means import mean_of_files, with_parameters
 
 STORED = ("epoch", "step", "history", "within", BASE)
 """The entries of the newest model's file that the average's has, too."""

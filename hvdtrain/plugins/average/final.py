@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
-from hvdtrain.checkpoint.averages import make_average, source_names, with_statistics, write_model_file
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.saver import share_model
@@ -23,13 +22,16 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.plugins.average.averages import make_average, source_names, with_statistics, write_model_file
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.result import Average
 from hvdtrain.training.session import Session
 from hvdtrain.training.statistics import recompute_statistics
 from hvdtrain.training.step_log import StepLog
@@ -63,7 +65,7 @@ class AverageScores:
     made_from: str
 
 
-def make_averages(settings: Settings, session: Session, checkpoints: CheckpointFolder, step_log: StepLog) -> list[AverageScores]:
+def make_averages(settings: Settings, session: Session, step_log: StepLog) -> list[Average]:
     """Collective. Make and evaluate the averages of a training that has ended; return those of the config.
 
     What an earlier start of the program has made of the same checkpoints is kept.
@@ -75,6 +77,7 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
     rules = parse_averages(settings.saving.average_checkpoints)
     if not rules or not session.progress.history:
         return []
+    checkpoints = checkpoint_folder(settings)
     folder, epoch = settings.records, session.progress.epoch
     known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
     made: list[AverageScores] = []
@@ -95,7 +98,8 @@ def make_averages(settings: Settings, session: Session, checkpoints: CheckpointF
         session.best.records(session.progress), made, session.best.measure, settings.learner.ema_decay is not None
     ):
         log.result(line)
-    return made
+    models = checkpoints.prefix.parent.absolute()
+    return [Average(average.name, average.scores, None if average.file is None else models / average.file) for average in made]
 
 
 def _choose(rule: AverageRule, session: Session, checkpoints: CheckpointFolder) -> list[Checkpoint]:

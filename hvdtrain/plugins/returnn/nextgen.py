@@ -31,9 +31,9 @@ from hvdtrain.data.hdf.layouts import (
     texts_of,
 )
 from hvdtrain.data.indexed import IndexedDataset
-from hvdtrain.data.kinds import NextGenHDFDatasetKeys
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.returnn.keys import NextGenHDFDatasetKeys
 
 PARSERS = {"feature_sequence": 2, "sparse": 1, "segment_alignment": 2}
 """The kinds of streams, and the number of axes of their datasets."""

@@ -10,7 +10,7 @@ from thread_ranks import ThreadCommunicator, on_ranks
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.quantized import BLOCK, Quantized, decode, encode
+from hvdtrain.plugins.compression.quantized import BLOCK, Quantized, decode, encode
 from hvdtrain.runtime.timer import Timer
 
 ERRORS = {8: 0.01, 4: 0.15, 2: 0.4}

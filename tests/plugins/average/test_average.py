@@ -15,10 +15,10 @@ from hvdtrain.checkpoint.cleanup import CleanupRule
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.averaging import mean_of_files
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.torch.model_file import read_model, write_model
 from hvdtrain.plugins.average.__main__ import main
+from hvdtrain.plugins.average.means import mean_of_files
 from hvdtrain.plugins.tensorflow.model_file import write_model as write_arrays
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure

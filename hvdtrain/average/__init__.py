@@ -1,1 +1,0 @@
-"""The averages of checkpoints that a training makes at its end."""

@@ -20,14 +20,14 @@ import hvdtrain.cli
 from hvdtrain.errors import ConfigError, Problem
 
 
-def run_inside(arguments: Sequence[object]) -> Finished:
-    """What `python -m hvdtrain ARGUMENTS` prints and returns, without starting a process.
+def run_inside(arguments: Sequence[object], folder: Path = ROOT) -> Finished:
+    """What `python -m hvdtrain ARGUMENTS` prints and returns in a folder, without starting a process.
 
     For one rank whose process, its signals and its environment are not what is tested.
     """
     out, err = StringIO(), StringIO()
     started = time.monotonic()
-    with nothing_changes(), raised_errors() as errors, redirect_stdout(out), redirect_stderr(err):
+    with nothing_changes(folder), raised_errors() as errors, redirect_stdout(out), redirect_stderr(err):
         status = hvdtrain.cli.main([str(argument) for argument in arguments])
     seconds = time.monotonic() - started
     problems = dict.fromkeys(problem for error in errors if str(error) in err.getvalue() for problem in error.problems)
@@ -49,12 +49,12 @@ def raised_errors() -> Iterator[list[ConfigError]]:
 
 
 @contextmanager
-def nothing_changes() -> Iterator[None]:
+def nothing_changes(folder: Path = ROOT) -> Iterator[None]:
     """What a run may change of a process is afterwards as before: generators, threads, modules, the environment, the log."""
     import numpy
     import torch
 
-    environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    environment, before, path = dict(os.environ), os.getcwd(), list(sys.path)
     modules = dict(sys.modules)
     generators = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
     threads = torch.get_num_threads()
@@ -64,13 +64,13 @@ def nothing_changes() -> Iterator[None]:
     processes = set(multiprocessing.active_children())
     os.environ.clear()
     os.environ.update(clean_environment(environment))
-    os.chdir(ROOT)
+    os.chdir(folder)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(environment)
-        os.chdir(folder)
+        os.chdir(before)
         sys.path[:] = path
         for name in [name for name, module in [*sys.modules.items()] if name not in modules and belongs_to_a_config(module)]:
             del sys.modules[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -141,61 +141,72 @@ def are_short(stream: Stream, lengths: Array) -> bool:
     return int(lengths.max()) * stream.dtype.itemsize * math.prod(stream.shape) <= SHORT
 
 
-def gather(array: Array, starts: Array, lengths: Array) -> Padded:
+def gather(array: Array, starts: Array, lengths: Array, step: int = 1) -> Padded:
     """`pad` of parts of an array, without a Python loop over them.
 
     Args:
-        starts, lengths: the first frame and the number of frames of every sequence; of shape (batch,).
+        starts, lengths: the place of the first frame and the number of frames of every sequence; of shape (batch,).
+        step: the number of places from one frame to the next.
     """
     frames = numpy.arange(int(lengths.max()))
-    values = _take_frames(array, starts[:, None] + frames)
-    values[frames >= lengths[:, None]] = 0
+    is_inside = frames < lengths[:, None]
+    places = starts[:, None] + (frames if step == 1 else frames * step)
+    values = _take_frames(array, places * is_inside)  # only frames of sequences, and the first one: see `span`
+    if values.ndim == 2 and values.dtype.kind in "biu":
+        values *= is_inside  # which is faster; but NaN would stay
+    else:
+        values[~is_inside] = 0
     return Padded(values, lengths)
 
 
-def gather_packed(array: Array, starts: Array, lengths: Array) -> Packed:
+def gather_packed(array: Array, starts: Array, lengths: Array, step: int = 1) -> Packed:
     """As `gather`, but one sequence after the other, without padding."""
-    return Packed(_take_frames(array, _places(starts, lengths)), lengths)
+    return Packed(_take_frames(array, _places(starts, lengths, step)), lengths)
 
 
-def gather_parts(
-    stream: Stream, parts: Iterable[tuple[Array, int, int]], starts: Array, lengths: Array, rows: Array, packed: bool
-) -> Padded:
-    """`gather`, or `gather_packed`, of sequences of several arrays.
+class _Span:
+    """Memory from the first to the last of several arrays, as numpy's array interface; they stay alive with its views."""
 
-    Args:
-        parts: the arrays, each with the numbers of its first sequence and of the one after its last.
-        starts, lengths: of all sequences, array by array.
-        rows: for every row of the batch, the number of its sequence.
+    def __init__(self, arrays: Sequence[Array], first: Array, strides: tuple[int, ...], size: int) -> None:
+        self._arrays = arrays
+        self.__array_interface__ = first.__array_interface__ | {"shape": (size, *first.shape[1:]), "strides": strides}
+
+
+def span(arrays: Sequence[Array]) -> tuple[Array, list[int], int] | None:
+    """Read-only arrays of the same frames as one array, to gather sequences of all of them at once.
+
+    Between the arrays is other memory, or none: no other places may be read.
+
+    Returns:
+        It, the place of each array in it, and the number of places from one frame to the next: more than 1 if arrays are apart by
+        a number of bytes that is no number of whole frames. None: types or shapes differ, or there are no frames.
     """
-    frames = numpy.arange(int(lengths.max()))
-    places = starts[:, None] + frames
-    values = numpy.empty((*places.shape, *stream.shape), stream.dtype)
-    for array, begin, end in parts:
-        values[begin:end] = _take_frames(array, places[begin:end])
-    values, lengths = values[rows], lengths[rows]
-    is_padding = frames >= lengths[:, None]
-    if packed:
-        return Packed(values[~is_padding], lengths)
-    values[is_padding] = 0
-    return Padded(values, lengths)
+    filled = [array for array in arrays if len(array)]
+    if not filled or any((array.dtype, array.strides) != (filled[0].dtype, filled[0].strides) for array in filled):
+        return None
+    first = min(filled, key=lambda array: array.ctypes.data)
+    apart = [array.ctypes.data - first.ctypes.data if len(array) else 0 for array in arrays]
+    stride = math.gcd(first.strides[0], *apart)
+    places, step = [distance // stride for distance in apart], first.strides[0] // stride
+    size = max(place + step * len(array) for place, array in zip(places, arrays, strict=True))
+    return numpy.asarray(_Span(arrays, first, (stride, *first.strides[1:]), size)), places, step
 
 
-def _places(starts: Array, lengths: Array) -> Array:
+def _places(starts: Array, lengths: Array, step: int = 1) -> Array:
     """The frames from every start on, one sequence after the other: int64 of shape (frames,)."""
     before = lengths.cumsum(dtype=numpy.int64) - lengths
-    places: Array = numpy.arange(int(lengths.sum(dtype=numpy.int64))) + numpy.repeat(starts - before, lengths)
+    frames = numpy.arange(int(lengths.sum(dtype=numpy.int64)))
+    places: Array = (frames if step == 1 else frames * step) + numpy.repeat(starts - before * step, lengths)
     return places
 
 
 def _take_frames(array: Array, places: Array) -> Array:
-    """The frames at some positions; the last frame for positions beyond it."""
+    """The frames at some positions."""
     if not len(array):
         return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
-    if array.flags.aligned:
-        return array.take(places, axis=0, mode="clip")
     # HDF5 does not align data, and `take` would copy an unaligned array as a whole first.
-    return array[numpy.minimum(places, len(array) - 1)]
+    flags = array.flags
+    return array.take(places, axis=0, mode="clip") if flags.aligned and flags.c_contiguous else array[places]
 
 
 def merge_batches(

@@ -12,7 +12,7 @@ import numpy
 from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.handles import Handles, Opened
-from hvdtrain.data.padding import are_short, gather_parts
+from hvdtrain.data.padding import are_short, gather, gather_packed, span
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -97,22 +97,20 @@ class FilesDataset(UnionDataset):
     is_stochastic = False
     reads_for_tags = False
     reads_batches = False
-    _mapped: Sequence[MappedFile] = ()
-    """All files, if all of their data is memory-mapped."""
-
-    _starts_there: Mapping[str, Array] = {}
+    _spans: Mapping[str, tuple[Array, Array, int]] = {}
+    """By data key, if all is memory-mapped: the frames of all files, where sequences begin there, and the step between frames."""
 
     def keep_once(self) -> None:
         """Have in memory once what both the files and the whole need."""
         mapped = [file for file in self._inside if isinstance(file, MappedFile)]
         if self.memory_mapped == self.streams.keys() and len(mapped) == len(self._inside):
-            self._mapped = mapped
-            self._starts_there = {name: numpy.concatenate([file.starts[name] for file in mapped]) for name in self.streams}
+            self._spans = {name: found for name in self.streams if (found := _span(name, mapped))}
         for file, (start, stop) in zip(self._inside, pairwise(self._starts), strict=True):
             file.streams = {name: file.streams[name] for name in self.streams}  # further keys are not read
             file.lengths = {name: column[start:stop] for name, column in self.lengths.items()}
-            if self._mapped and isinstance(file, MappedFile):
-                file.starts = {name: column[start:stop] for name, column in self._starts_there.items()}
+            for name, (frames, starts, step) in self._spans.items():
+                if isinstance(file, MappedFile) and step == 1:
+                    file.frames[name], file.starts[name] = frames, starts[start:stop]
 
     def at_epoch(self, epoch: int) -> Self:
         return self
@@ -134,28 +132,28 @@ class FilesDataset(UnionDataset):
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
         """Short sequences that are memory-mapped are gathered at once."""
-        if not self._mapped:
+        lengths = {name: self.lengths[name][indices] for name in self._spans}
+        if lengths.keys() != self.streams.keys() or not all(are_short(self.streams[name], lengths[name]) for name in lengths):
             return super().packed(indices, keys)
-        order = numpy.argsort(indices)
-        wanted = indices[order]
-        lengths = {name: column[wanted] for name, column in self.lengths.items()}
-        if not all(are_short(stream, lengths[name]) for name, stream in self.streams.items()):
-            return super().packed(indices, keys)
-        ends = numpy.searchsorted(wanted, self._first).tolist()
-        parts = [
-            (file, *ends[number : number + 2]) for number, file in enumerate(self._mapped) if ends[number] < ends[number + 1]
-        ]
-        rows = numpy.empty_like(order)
-        rows[order] = numpy.arange(len(order))
-        batch = {}
-        for name, stream in self.streams.items():
-            arrays = [(file.frames[name], begin, end) for file, begin, end in parts]
-            starts = self._starts_there[name][wanted]
-            batch[name] = gather_parts(stream, arrays, starts, lengths[name], rows, name in keys)
-        return batch
+        return {
+            name: (gather_packed if name in keys else gather)(frames, starts[indices], lengths[name], step)
+            for name, (frames, starts, step) in self._spans.items()
+        }
+
+    def close(self) -> None:
+        super().close()
+        self._spans = {}
 
     def how_read(self) -> str:
         return "; ".join(sorted({file.how_read() for file in self._inside}))
+
+
+def _span(name: str, files: Sequence[MappedFile]) -> tuple[Array, Array, int] | None:
+    """`span` of a data key, with the places of all sequences."""
+    if (found := span([file.frames[name] for file in files])) is None:
+        return None
+    frames, places, step = found
+    return frames, numpy.concatenate([file.starts[name] * step + place for file, place in zip(files, places, strict=True)]), step
 
 
 def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], pool: Handles | None = None) -> Dataset:

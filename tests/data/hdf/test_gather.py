@@ -1,12 +1,14 @@
 """Sequences picked out of an array into a batch: the values, and memory that is reused once no array refers to it."""
 
+import math
+
 import numpy
 import pytest
 
 from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.padding import REUSED, Memory, gather, gather_packed, pack, pad
+from hvdtrain.data.padding import REUSED, Memory, gather, gather_packed, pack, pad, span
 
 
 def gathered(array, starts, lengths):
@@ -40,6 +42,27 @@ def test_frames_that_are_not_aligned():
     assert not array.flags.aligned
     assert gathered(array, [2, 7], [1, 2]).tolist() == [[2, 0], [7, 8]]
     assert gathered(array, [2], [7]).tolist() == [[2, 3, 4, 5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("dtype", [numpy.int8, numpy.int32, numpy.float32])
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (8, 0, 16), (1, 0, 3)])
+def test_arrays_in_several_places_of_memory_are_gathered_as_one(shape, dtype, offsets):
+    def array_of(number, offset):
+        values = numpy.arange(9 * number * math.prod(shape)).astype(dtype).reshape(-1, *shape) + number
+        if dtype is numpy.float32:
+            values[:1] = numpy.nan  # the first frame stands for padding, too
+        return numpy.frombuffer(bytes(offset) + values.tobytes(), dtype, offset=offset).reshape(values.shape)
+
+    arrays = [array_of(number, offset) for number, offset in enumerate(offsets)]
+    parts = [arrays[1][0:4], arrays[2][15:18], arrays[1][9:], arrays[2][2:7], arrays[0]]
+    expected, packed = pad(parts), pack(parts)
+    frames, places, step = span(arrays)
+    del arrays, parts  # which the whole keeps alive
+    assert not frames.flags.writeable
+    starts = numpy.array([0, 15, 9, 2, 0]) * step + numpy.array(places)[[1, 2, 1, 2, 0]]
+    assert numpy.array_equal(gather(frames, starts, expected.seq_lens, step).values, expected.values, equal_nan=True)
+    assert numpy.array_equal(gather_packed(frames, starts, expected.seq_lens, step).values, packed.values, equal_nan=True)
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone():

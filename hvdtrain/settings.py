@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -131,7 +132,7 @@ class Settings:
     process: Process = OWN
     """What hvdtrain may change in the process that it runs in."""
 
-    @property
+    @cached_property
     def sections(self) -> dict[type, Any]:
         """All sections by their classes; `DICTS` are none."""
         return {type(section): section for section in (*vars(self).values(), *self.of_plugins) if type(section) in SECTIONS}

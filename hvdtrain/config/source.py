@@ -9,10 +9,12 @@ import os
 import re
 import symtable
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,15 +57,14 @@ class Source:
 
     def is_only_set(self, name: str) -> bool:
         """Whether a name that has a value is nowhere else in the config files. (One that a file imports may be used there.)"""
-        found = [match for text in self.texts.values() for match in re.findall(rf"\b{re.escape(name)}\b", text)]
-        return len(found) == 1 or not self.texts
+        return sum(_words(text)[name] for text in self.texts.values()) == 1 or not self.texts
 
     def is_read(self, name: str) -> bool:
         """Whether the code of a config file reads this global name, or `config.value(NAME, ...)`, or it is an override of a
         constant that it imports."""
         if name in self.imported:
             return True
-        return self.asks_for(name) or any(_reads(text, name) for text in self.texts.values())
+        return self.asks_for(name) or any(name in _names_read(text) for text in self.texts.values())
 
     def asks_for(self, name: str) -> bool:
         """Whether the code of a config file has `config.value(NAME, ...)`, or `config.typed_dict[NAME]`."""
@@ -71,20 +72,42 @@ class Source:
         return any(re.search(asked, text) for text in self.texts.values())
 
 
-def _reads(text: str, name: str) -> bool:
+@cache
+def _words(text: str) -> Counter[str]:
+    """How often a text has each word."""
+    return Counter(re.findall(r"\w+", text))
+
+
+@cache
+def _names_read(text: str) -> frozenset[str]:
+    """The global names that the code of a config reads, in all of its scopes: none, if it is JSON."""
     try:
         scopes = [symtable.symtable(text, "config", "exec")]
-    except SyntaxError:  # a JSON file
-        return False
-    top = scopes[0]
-    while scopes:
-        scope = scopes.pop()
+    except SyntaxError:
+        return frozenset()
+    top, names = scopes[0], set[str]()
+    for scope in scopes:
         scopes += scope.get_children()
-        if name in scope.get_identifiers():
-            symbol = scope.lookup(name)
-            if symbol.is_referenced() and (scope is top or symbol.is_global()):
-                return True
-    return False
+        symbols = (symbol for symbol in scope.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in symbols if scope is top or symbol.is_global()}
+    return frozenset(names)
+
+
+@dataclass(frozen=True)
+class PythonFile:
+    """A config file that has run.
+
+    Attributes:
+        names: what its functions see.
+        constants: the names to which it assigns only constants.
+        had: the overrides that it had while it ran.
+    """
+
+    name: str
+    tree: ast.Module
+    names: dict[str, Any]
+    constants: set[str]
+    had: set[str]
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]
@@ -132,9 +155,7 @@ def load(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
-    modules: list[dict[str, Any]] = []
-    constants: list[set[str]] = []  # of each of them
-    files: list[tuple[str, ast.Module, set[str]]] = []  # the name, the parsed text, and which overrides it had while it ran
+    files: list[PythonFile] = []
     imported: set[str] = set()
     for path in configs:
         if not isinstance(path, Path):
@@ -147,17 +168,17 @@ def load(
         else:
             known = set(sys.modules)
             loaded, names, tree = _run_python(path, text, values, top, builtins)
-            files.append((path.name, tree, {name for name in top if name in names and names[name] == top[name]}))
+            had = {name for name in top if name in names and names[name] == top[name]}
             imported |= override(names, tree, top, known, types)
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
-            for earlier, of_earlier in zip(modules, constants, strict=True):
-                earlier.update({name: value for name, value in loaded.items() if name in of_earlier and name not in top})
-            modules.append(names)
-            constants.append(constants_of(tree))
+            for earlier in files:
+                later = {name: value for name, value in loaded.items() if name in earlier.constants and name not in top}
+                earlier.names.update(later)
+            files.append(PythonFile(path.name, tree, names, constants_of(tree), had))
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
-    mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
+    mentioned = {*values, *(word for text in texts.values() for word in _words(text))}
     nested: dict[str, Any] = {}
     for name, value in overrides.items():
         forgotten = _given({name: top.get(name)}, spellings)
@@ -171,33 +192,34 @@ def load(
     for name, value in nested.items():
         problems += set_nested(values, origins, name, value, parse, origin)
     for name in {name.partition(".")[0] for name in nested} & values.keys():
-        for names in modules:
-            if names.get(name) is before[name]:  # not that of another file
-                names[name] = values[name]
+        for file in files:
+            if file.names.get(name) is before[name]:  # not that of another file
+                file.names[name] = values[name]
     unused = tuple(name for name in top if name not in types and name not in mentioned)
     source = Source(values, origins, unused, frozenset(imported), tuple(problems), texts)
     computed = [_computed_before(source, files, name, name.partition(".")[0] in types) for name in overrides]
     return replace(source, warnings=tuple(filter(None, computed)))
 
 
-def _computed_before(source: Source, files: Iterable[tuple[str, ast.Module, set[str]]], name: str, is_key: bool) -> str | None:
+def _computed_before(source: Source, files: Sequence[PythonFile], name: str, is_key: bool) -> str | None:
     """The warning that a file had computed with its own constant before an override took its place, if it did.
 
     Args:
-        files: the name of each, its parsed text, and which overrides it had while it ran.
         name: of an override, or of an entry of a dict.
 
     Raises:
         ConfigError: nothing else reads the name, so the override would have no effect.
     """
     first, dot, _ = name.partition(".")
+    if not any(first in file.constants for file in files):
+        return None
     is_read = is_key or source.asks_for(first) or first in source.imported
     before: list[str] = []
-    for file, tree, had in files:
-        at_once, later = lines_that_read(tree, first)
+    for file in files:
+        at_once, later = lines_that_read(file.tree, first)
         is_read = is_read or later
-        if at_once and name not in had and first in constants_of(tree):
-            before.append(f"{file}, line {', '.join(map(str, at_once))}")
+        if at_once and name not in file.had and first in file.constants:
+            before.append(f"{file.name}, line {', '.join(map(str, at_once))}")
         else:
             is_read = is_read or bool(at_once)
     if not before or (dot and is_key):  # dev = {**train} is not meant to be what ++train.files makes of train

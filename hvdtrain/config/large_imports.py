@@ -1,17 +1,20 @@
-"""Packages with many objects, hidden from the garbage collector."""
+"""Large packages: the garbage collector passes over their objects, and PyTorch's compiler is imported only where it is used."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-LARGE = frozenset(("torch", "torch._dynamo", "tensorflow", "keras"))
+COMPILER = "torch._dynamo"
+
+LARGE = frozenset(("torch", COMPILER, "tensorflow", "keras"))
 """Packages whose import creates hundreds of thousands of objects."""
 
 SELDOM = (100_000, 10, 10)
@@ -23,7 +26,7 @@ class LargeImports(MetaPathFinder):
 
     It would traverse all of them again and again: while they are created, in each full collection (during which the other ranks
     wait for this one), and when the process ends. Without that, importing PyTorch and exiting takes 1.3 s of a core instead of
-    1.9, TensorFlow 2.7 s instead of 4.5. Nothing else about the packages and their imports changes.
+    1.9, TensorFlow 2.7 s instead of 4.5. PyTorch's compiler is a `DeferredCompiler`. Nothing else about the packages changes.
     """
 
     @classmethod
@@ -34,6 +37,8 @@ class LargeImports(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that Python finds, with a loader that tunes the garbage collector during the import."""
+        if fullname == COMPILER and not DeferredCompiler.is_used:
+            return ModuleSpec(fullname, DeferredLoader())
         spec = PathFinder.find_spec(fullname, path, target) if fullname in LARGE else None
         if spec is None or spec.loader is None:
             return None
@@ -53,6 +58,50 @@ class LargeImports(MetaPathFinder):
         users: list[Any] = [module for module in list(sys.modules.values()) if not _is_installed(module)]
         users.append(users)  # not frozen: at exit, Python clears these modules, so that their files are written and closed
         gc.freeze()
+
+
+class DeferredCompiler(ModuleType):
+    """Stands for the package of PyTorch's compiler until something of it is used.
+
+    Each of PyTorch's optimizers imports it, when it is made and in every step, only to say what is not to be compiled: without
+    a compiler that is nothing, and costs a second of a core. Asked for anything else, this is replaced by the package.
+    """
+
+    is_used = False
+    _excepted: list[Any] = []
+    """PyTorch's own functions that are not to be compiled, as it has said so far."""
+
+    def graph_break(self, msg: str = "") -> None:
+        """As PyTorch's: nothing, outside of code that is being compiled."""
+
+    def disable(self, fn: Callable[..., Any] | None = None, *args: Any, **options: Any) -> Any:
+        """As PyTorch's: for its own functions the function itself, for others what the package says."""
+        if DeferredCompiler.is_used or not str(getattr(fn, "__module__", "")).startswith("torch."):
+            return self._package().disable(fn, *args, **options)
+        self._excepted.append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # what debuggers ask all modules for; a module inside asks for the path
+            raise AttributeError(name)
+        return getattr(self._package(), name)
+
+    def _package(self) -> ModuleType:
+        DeferredCompiler.is_used = True
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+            vars(sys.modules["torch"]).pop("_dynamo", None)  # by which the package would find this while it is imported
+        while self._excepted:
+            vars(self._excepted.pop()).pop("__dynamo_disable", None)  # where torch/_compile.py keeps what it was given
+        return importlib.import_module(COMPILER)
+
+
+class DeferredLoader(Loader):
+    """Loads the `DeferredCompiler`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run. Python has asked the module for its path by now, which would have imported the package."""
+        module.__class__ = DeferredCompiler
 
 
 def _is_installed(module: ModuleType) -> bool:

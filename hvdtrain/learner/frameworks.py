@@ -178,11 +178,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
             frozenset(get_args(Feature)),
             header="pt",
             has_writer=True,
-            imports=(
-                "hvdtrain.learner.torch.learner",
-                "hvdtrain.comm.torch_dist",
-                "torch._dynamo",
-            ),  # which its optimizers import
+            imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist"),
         ),
     },
 )

@@ -102,11 +102,23 @@ assert sum(isinstance(finder, LargeImports) for finder in sys.meta_path) == 1
 assert gc.get_freeze_count() > before + 100_000 and gc.get_threshold() == usual and gc.isenabled()
 assert "exec_module" not in vars(torch.__spec__.loader) and torch.__loader__ is torch.__spec__.loader
 assert find_spec("tensorflow").loader.get_filename().endswith("__init__.py")
+model = torch.nn.Linear(2, 2)
+adam = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+adam.step(), adam.zero_grad(), adam.state_dict()
+assert "torch._dynamo.eval_frame" not in sys.modules  # nothing is compiled
+expected = model(torch.ones(1, 2))
+passed_over = torch._dynamo.disable(torch.sin)
+assert "torch._dynamo.eval_frame" in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
+assert passed_over is not torch.sin
+assert torch.equal(torch.compile(model, backend="eager")(torch.ones(1, 2)), expected)
+adam.step(), adam.zero_grad()
+assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable is not torch.optim.Optimizer.zero_grad.__wrapped__
 """
 
 
 @pytest.mark.slow
-def test_the_garbage_collector_leaves_large_imports_alone_and_files_that_a_config_leaves_open_are_written(tmp_path: Path) -> None:
+def test_large_imports_cost_what_they_are_used_for_and_files_that_a_config_leaves_open_are_written(tmp_path: Path) -> None:
     """Also where its functions refer to the files, so that only the end of the process closes them."""
     opened = "log_file = open({!r}, 'w')\nimport torch\nlog_file.write('all of it')\ndef note(): return log_file\n"
     for name in ("one", "two"):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.learner.integrity import SAVE_ID
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.integrity import SAVE_ID, shapes_of
+from hvdtrain.learner.model_state import ROLES
 
 if TYPE_CHECKING:
     from hvdtrain.learner.running_average import RunningSums
@@ -31,6 +33,12 @@ SHARED, OWN, ORDER = "reducer_shared", "reducer_own", "reducer_order"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`; and the names of the
 trained parameters, in whose order these lists are. Files of hvdtrain 1.1 have no order."""
 
+WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, *ROLES)
+"""Entries that hold tensors, by their names or numbers."""
+
+UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What frameworks raise of values that do not belong to a model or an optimizer."""
+
 
 Marks = Mapping[str, str]
 """Texts by name that identify the checkpoint to which a rank's file belongs."""
@@ -40,6 +48,15 @@ NO_MARKS: Marks = {}
 
 Reader = Callable[[Path], Mapping[str, Any] | None]
 """Returns what `FileFormat.read_model` returns, for a checkpoint of another program; None: it is hvdtrain's."""
+
+
+def read_foreign(read: Reader, file: Path) -> Mapping[str, Any] | None:
+    """What the key checkpoint_reader makes of a file. Raises: CheckpointError, if that is no model."""
+    foreign = read(file)
+    if foreign is not None and not (isinstance(foreign, Mapping) and "model" in foreign):
+        got = ", ".join(map(str, [*foreign][:5])) if isinstance(foreign, Mapping) else type(foreign).__name__
+        raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {got}")
+    return foreign
 
 
 @dataclass(frozen=True)
@@ -91,3 +108,25 @@ class CheckpointContents:
             return False
         self.running.write(file, {SAVE_ID: self.progress.get(SAVE_ID)})
         return True
+
+
+def entries_with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that hold tensors. Of an optimizer in the form of PyTorch's, these are in its state, not in its groups."""
+    kept = {name: entries[name] for name in WITH_TENSORS if name in entries}
+    optimizer = kept.get("optimizer")
+    return kept | ({"optimizer": {"state": optimizer["state"]}} if isinstance(optimizer, dict) and "state" in optimizer else {})
+
+
+def tensor_shapes(entries: Mapping[str, Any]) -> dict[str, str]:
+    """The shapes of the tensors in entries, as `shapes_of` returns them."""
+    return shapes_of(entries_with_tensors(entries))
+
+
+def tensor_lists(entries: Mapping[str, Any], entry: str, file: Path) -> dict[str, list[Any]]:
+    """An entry with lists of tensors by name; none without the entry. Raises: DamagedCheckpoint."""
+    lists = entries.get(entry, {})
+    if not isinstance(lists, dict) or not all(
+        isinstance(tensors, list) and all(hasattr(tensor, "shape") for tensor in tensors) for tensors in lists.values()
+    ):
+        raise DamagedCheckpoint(f"{file}: expected lists of tensors in its entry {entry!r}, got others")
+    return lists

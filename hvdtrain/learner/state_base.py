@@ -27,12 +27,17 @@ from hvdtrain.learner.contents import (
     SHAPES,
     SHARED,
     TRAINED,
+    UNSUITABLE,
     CheckpointContents,
     FileFormat,
     Marks,
     Reader,
+    entries_with_tensors,
+    read_foreign,
+    tensor_lists,
+    tensor_shapes,
 )
-from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
+from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes
 from hvdtrain.learner.model_state import ROLES, Role, StatePart
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest
@@ -43,23 +48,10 @@ from hvdtrain.runtime import log
 NEW_OPTIMIZER = "(continue with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""
 
-UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What frameworks raise of values that do not belong to a model or an optimizer."""
-
-
 DIGEST = 8
 """The bytes of a digest: among a billion pairs of other values, the chance that two have the same one is 1e-10."""
 
-PRECISION: Mapping[str, float] = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
-"""Of types that are less precise than float32: the distance from 1 to the next number."""
-
-ROUNDINGS = 16
-"""How many such distances, relative to a tensor's largest value, the ranks' roundings may differ."""
-
 WITH_PARAMETERS: tuple[Role, ...] = ("parameters", "frozen")
-
-WITH_TENSORS = ("optimizer", TRAINED, EXACT, SHARED, OWN, *ROLES)
-"""Entries that hold tensors, by their names or numbers."""
 
 
 class StateBase(ABC):
@@ -107,12 +99,6 @@ class StateBase(ABC):
         """Checksums of their values that take less time; not negative."""
         return [zlib.crc32(bits) for bits in self._bits(list(self.tensors(role).values()))]
 
-    def is_rounding(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two tensors of the same shape differ by no more than what processors round differently."""
-        dtype, wide, others = str(one.dtype), self._wide(one), self._wide(other)
-        precision = next((bits for name, bits in PRECISION.items() if name in dtype), 2.0**-23)
-        return bool(numpy.abs(wide - others).max(initial=0.0) <= ROUNDINGS * precision * numpy.abs(others).max(initial=0.0))
-
     def frozen_now(self) -> Collection[int]:
         """See `ModelState`."""
         return ()
@@ -120,13 +106,13 @@ class StateBase(ABC):
     def trained_values(self) -> Iterator[tuple[str, Array]]:
         """The names of the trained parameters, with copies of their values as arrays of float64, or complex128."""
         for name, tensor in self.tensors("parameters").items():
-            yield name, self._wide(tensor)
+            yield name, self.wide(tensor)
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as arrays of float32, or complex64."""
         for role in WITH_PARAMETERS:
             for name, tensor in self.tensors(role).items():
-                wide = self._wide(tensor)
+                wide = self.wide(tensor)
                 yield name, wide.astype(numpy.complex64 if wide.dtype.kind == "c" else numpy.float32)
 
     @property
@@ -207,7 +193,7 @@ class StateBase(ABC):
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
             if exact := dict(self._average.exact()):
                 optimizer[EXACT] = exact
-        optimizer[SHAPES] = _shapes(optimizer)
+        optimizer[SHAPES] = tensor_shapes(optimizer)
         running = None if self.running is None else self.running.state
         return CheckpointContents(model, optimizer, progress, self._format, running)
 
@@ -232,10 +218,7 @@ class StateBase(ABC):
         Raises:
             CheckpointError: a file cannot be read, or belongs to another model or optimizer.
         """
-        foreign = None if read is None else read(model_file)
-        if foreign is not None and not (isinstance(foreign, Mapping) and "model" in foreign):
-            got = ", ".join(map(str, [*foreign][:5])) if isinstance(foreign, Mapping) else type(foreign).__name__
-            raise CheckpointError(f"checkpoint_reader: expected a dict with 'model', or None, got {got}")
+        foreign = None if read is None else read_foreign(read, model_file)
         stored = self._format.read_model(model_file) if foreign is None else dict(foreign)
         tensors = stored.pop("model")
         of_optimizer = stored.pop("optimizer", None) if foreign is not None else None
@@ -261,15 +244,14 @@ class StateBase(ABC):
                     f"{optimizer_file}: expected the parameters in the order of this config's model, which is that of what the "
                     f"ranks keep to average them, got another {NEW_OPTIMIZER}"
                 )
-            self.shared, self.own = _lists(entries, SHARED, optimizer_file), _lists(entries, OWN, optimizer_file)
+            self.shared, self.own = tensor_lists(entries, SHARED, optimizer_file), tensor_lists(entries, OWN, optimizer_file)
         return stored
 
     @abstractmethod
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         """Copy parameters and buffers from a file. Returns the names of all of ours, and of those that were set.
 
-        Raises:
-            CheckpointError: the file cannot be read, or values of another shape were made.
+        Raises: CheckpointError, if the file cannot be read, or values of another shape were made.
         """
 
     def write_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
@@ -282,7 +264,7 @@ class StateBase(ABC):
             entries |= self._optimizer_contents()
         if self.own:
             entries[OWN] = self._stored_lists(self.own)
-        self._format.write(file, {**entries, SHAPES: _shapes(entries)})
+        self._format.write(file, {**entries, SHAPES: tensor_shapes(entries)})
 
     def load_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         """Read this rank's file.
@@ -292,7 +274,7 @@ class StateBase(ABC):
         """
         entries = self._format.read(file)
         check_rank_file(file, entries, [part for part in parts if part != "kept"], marks)
-        self.own = _lists(entries, OWN, file)
+        self.own = tensor_lists(entries, OWN, file)
         if "optimizer" in parts:
             self._load_optimizer(entries, file)
         else:
@@ -305,7 +287,7 @@ class StateBase(ABC):
 
     def _check_shapes(self, file: Path, entries: Mapping[str, Any]) -> None:
         """Whether all tensors are in a file that were saved. Raises: DamagedCheckpoint."""
-        check_shapes(file, entries.get(SHAPES), _with_tensors(entries), self._numbered_parameters(entries))
+        check_shapes(file, entries.get(SHAPES), entries_with_tensors(entries), self._numbered_parameters(entries))
 
     def _optimizer_contents(self) -> dict[str, Any]:
         return self._optimizer_entries() | ({} if self._check is None else self._check.state())
@@ -392,7 +374,7 @@ class StateBase(ABC):
         """The bytes of each tensor."""
         return (numpy.ascontiguousarray(tensor).reshape(-1).view(numpy.uint8).data for tensor in tensors)
 
-    def _wide(self, tensor: Tensor) -> Array:
+    def wide(self, tensor: Tensor) -> Array:
         """A copy of a tensor as an array of float64, or complex128."""
         array = numpy.asarray(tensor)
         return array.astype(numpy.complex128 if array.dtype.kind == "c" else numpy.float64)
@@ -416,24 +398,3 @@ class StateBase(ABC):
 
 def _roles(parts: Sequence[StatePart]) -> list[Role]:
     return [role for role in ROLES if role in parts]
-
-
-def _with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that hold tensors. Of an optimizer in the form of PyTorch's, these are in its state, not in its groups."""
-    kept = {name: entries[name] for name in WITH_TENSORS if name in entries}
-    optimizer = kept.get("optimizer")
-    return kept | ({"optimizer": {"state": optimizer["state"]}} if isinstance(optimizer, dict) and "state" in optimizer else {})
-
-
-def _shapes(entries: Mapping[str, Any]) -> dict[str, str]:
-    return shapes_of(_with_tensors(entries))
-
-
-def _lists(entries: Mapping[str, Any], entry: str, file: Path) -> dict[str, list[Tensor]]:
-    """An entry with lists of tensors by name; none without the entry. Raises: DamagedCheckpoint."""
-    lists = entries.get(entry, {})
-    if not isinstance(lists, dict) or not all(
-        isinstance(tensors, list) and all(hasattr(tensor, "shape") for tensor in tensors) for tensors in lists.values()
-    ):
-        raise DamagedCheckpoint(f"{file}: expected lists of tensors in its entry {entry!r}, got others")
-    return lists

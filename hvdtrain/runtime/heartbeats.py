@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
-import signal
-import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose, values
 from hvdtrain.runtime.peers import (
-    LOOPBACK,
     Address,
     Datagrams,
     Process,
-    end_daemon_later,
-    network,
-    open_datagrams,
     sign,
     verify,
 )
@@ -44,17 +35,11 @@ SILENT = 5.0
 """A rank that has sent nothing for this many seconds (or this many of its intervals) is silent."""
 
 
-SECONDS_FOR_DAEMONS = 10.0
-"""How long mpirun has to end a job that hangs."""
-
 SECONDS_OF_DETAILS = 10.0
 """How long relays report every rank behind them after rank 0 last needed that."""
 
 SHOWN = 16
 """The most ranks that a message names."""
-
-STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a process under a watchdog print its stack, even if it holds the GIL, so that no Python thread could."""
 
 ENDED, FAILED = "ended", "failed"
 """The last message of a rank that ends in an orderly way, or because of an error."""
@@ -104,6 +89,11 @@ class Heartbeats:
         restarts: whether the launcher restarts the ranks, so that they end if a host does not answer.
         hub_addresses: as `addresses`, of the rank to which this one sends its heartbeats, if that is a relay.
         layout: who sends heartbeats to whom; None: that of this number of ranks.
+
+    Attributes:
+        last: by sender, the last datagram; on rank 0 also from those that relays report.
+        lost: the ranks whose hosts do not answer.
+        began: the time by the clock.
     """
 
     rank: int
@@ -114,10 +104,10 @@ class Heartbeats:
     restarts: bool = False
     hub_addresses: Sequence[Address] = ()
     layout: Layout | None = None
-    _last: dict[int, _LastDatagram] = field(default_factory=dict)  # by sender; on rank 0 also those that relays report
+    last: dict[int, _LastDatagram] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)  # because of an error, or killed
-    _lost: set[int] = field(default_factory=set)  # their hosts do not answer
+    lost: set[int] = field(default_factory=set)
     _groups: dict[int, GroupReport] = field(default_factory=dict)  # on rank 0, by relay
     _details_until: float = -math.inf  # on rank 0 and relays: until then, relays report every rank
     _reply: Diagnosis | None = None  # from rank 0, on the others
@@ -133,10 +123,10 @@ class Heartbeats:
         self.hub = layout.hub_of(self.rank)
         self._above = {self.hub, 0} - {self.rank}  # the ranks that may send a diagnosis
         self._below = set(layout.senders(self.rank)) if layout.is_hub(self.rank) else set()
-        self._began = time.monotonic()
+        self.began = time.monotonic()
 
     @cached_property
-    def _local(self) -> list[int]:
+    def local(self) -> list[int]:
         """The ranks of this host."""
         return [rank for rank in range(len(self.contacts)) if self.is_local(rank)]
 
@@ -152,7 +142,7 @@ class Heartbeats:
 
     def _sources(self) -> set[int]:
         """The ranks from which this one gets the diagnosis."""
-        return (self._above & self._last.keys()) - self._gone - self._silent()
+        return (self._above & self.last.keys()) - self._gone - self._silent()
 
     def listen(self, seconds: float) -> None:
         """Handle the datagrams of other ranks for this long."""
@@ -173,16 +163,16 @@ class Heartbeats:
             return
         self._number_received[sender] = number
         if what == ENDED:
-            self._last.pop(sender, None)
+            self.last.pop(sender, None)
             self._ended.add(sender)
         elif what == FAILED:
             self._gone.add(sender)
         elif sender in self._above:
-            self._last[sender] = _LastDatagram(None, time.monotonic(), address)
+            self.last[sender] = _LastDatagram(None, time.monotonic(), address)
             self._follow(sender, *what)
         else:
             heartbeat, group = what
-            self._last[sender] = _LastDatagram(Heartbeat(*heartbeat), time.monotonic(), address)
+            self.last[sender] = _LastDatagram(Heartbeat(*heartbeat), time.monotonic(), address)
             if group is not None:
                 self._take_group(sender, GroupReport.from_json(group))
             self._send_to(sender, address, self._reply_to_send())
@@ -191,7 +181,7 @@ class Heartbeats:
         """Take over a diagnosis from above; a relay passes it on."""
         before, self._reply = self._reply, None if diagnosis is None else Diagnosis.from_json(diagnosis)
         if sender == self.hub != 0:
-            self._last.pop(0, None)  # it need not send anything to this rank any more
+            self.last.pop(0, None)  # it need not send anything to this rank any more
         if needs_details:
             self._details_until = time.monotonic() + SECONDS_OF_DETAILS
         self._last_diagnosis = self._reply
@@ -205,15 +195,15 @@ class Heartbeats:
         self._ended |= set(group.ended)
         now = time.monotonic()
         for rank, age, *heartbeat in group.members or ():
-            known = self._last.get(rank)
+            known = self.last.get(rank)
             if known is None or known.address is None or known.received_at < now - age:
-                self._last[rank] = _LastDatagram(Heartbeat(*heartbeat), now - age, None)
+                self.last[rank] = _LastDatagram(Heartbeat(*heartbeat), now - age, None)
 
     def _group_report(self) -> GroupReport:
         """On a relay: what rank 0 needs to know about the ranks behind it."""
         now = time.monotonic()
-        heard = {rank: last for rank, last in self._last.items() if rank in self._below}
-        found = (self._gone, self._ended, self._lost, self._silent())
+        heard = {rank: last for rank, last in self.last.items() if rank in self._below}
+        found = (self._gone, self._ended, self.lost, self._silent())
         gone, ended, lost, silent = (tuple(ranks & self._below) for ranks in found)
         is_overdue = any(last.heartbeat and last.heartbeat.overdue for rank, last in heard.items() if rank not in silent)
         report = GroupReport(gone, ended, lost, silent, is_overdue)
@@ -232,14 +222,14 @@ class Heartbeats:
         if isinstance(message, Heartbeat):
             what = [values(message), self._group_report().as_json() if self._below else None]
         for receiver in self._receivers():
-            last = self._last[receiver] if receiver in self._sources() else None
+            last = self.last[receiver] if receiver in self._sources() else None
             addresses = self.addresses if receiver == 0 else self.hub_addresses
             for address in addresses if last is None or last.address is None else [last.address]:
                 self._send_to(receiver, address, what)
 
     def _receivers(self) -> Sequence[int]:
         """The ranks to send heartbeats to: the one that this rank always sends them to and, if that is a silent relay, rank 0."""
-        is_new = time.monotonic() - self._began < SILENT * self.interval and self.hub not in self._gone | self._ended
+        is_new = time.monotonic() - self.began < SILENT * self.interval and self.hub not in self._gone | self._ended
         return [self.hub] if self.hub == 0 or self.hub in self._sources() or is_new else [self.hub, 0]
 
     def _reply_to_send(self) -> object:
@@ -248,7 +238,7 @@ class Heartbeats:
         return [None if diagnosis is None else diagnosis.as_json(), time.monotonic() < self._details_until]
 
     def _send_below(self, what: object) -> None:
-        for rank, last in list(self._last.items()):
+        for rank, last in list(self.last.items()):
             if rank not in self._above and last.address is not None:
                 self._send_to(rank, last.address, what)
 
@@ -267,27 +257,27 @@ class Heartbeats:
         self._find_lost_hosts()
         decides = self.decides
         if decides or self._below:
-            self._find_gone_ranks(set(self._local) - {self.rank} if decides else self._below.intersection(self._local))
+            self._find_gone_ranks(set(self.local) - {self.rank} if decides else self._below.intersection(self.local))
         if not decides:
             return self._reply
         if self._groups and not self._has_details(own):
             return self._last_diagnosis
         # A rank ends in an orderly way only when all are about to, so a slower one is not blocked on it.
         are_blocked = self.together and not self._ended
-        return diagnose(self._heartbeats(own), self._silent(), self._gone | self._lost if are_blocked else ())
+        return diagnose(self.heartbeats(own), self._silent(), self._gone | self.lost if are_blocked else ())
 
     def _has_details(self, own: Heartbeat) -> bool:
         """On rank 0, whether it knows enough for a diagnosis: all is well, or all relays that can have reported every rank."""
         now, silent = time.monotonic(), self._silent()
-        relays = (self._groups.keys() & self._last.keys()) - self._gone - silent
-        is_trouble = bool(self._gone or self._lost) or any(self._groups[relay].is_trouble for relay in relays)
-        direct = [last for rank, last in self._last.items() if last.address is not None and rank not in silent]
+        relays = (self._groups.keys() & self.last.keys()) - self._gone - silent
+        is_trouble = bool(self._gone or self.lost) or any(self._groups[relay].is_trouble for relay in relays)
+        direct = [last for rank, last in self.last.items() if last.address is not None and rank not in silent]
         if is_trouble or own.overdue or any(last.heartbeat and last.heartbeat.overdue for last in direct):
             self._details_until = now + SECONDS_OF_DETAILS
         elif now > self._details_until:  # what relays have reported gets old, and so do ranks that their relays hear again
-            relayed = {rank for rank, last in self._last.items() if last.address is None}
+            relayed = {rank for rank, last in self.last.items() if last.address is None}
             back = {rank for rank in silent - self._below if self._layout.hub_of(rank) in relays}
-            self._last = {rank: last for rank, last in self._last.items() if rank not in relayed | back}
+            self.last = {rank: last for rank, last in self.last.items() if rank not in relayed | back}
             return True
         return all(self._groups[relay].members is not None for relay in relays)
 
@@ -301,8 +291,8 @@ class Heartbeats:
         self._gone |= {rank for rank in set(local) - self._ended if self.contacts[rank].process.has_ended()}
         if self.datagrams is None:
             return
-        for rank in self._silent() & self._last.keys() - self._gone:
-            last = self._last[rank]
+        for rank in self._silent() & self.last.keys() - self._gone:
+            last = self.last[rank]
             if last.address is None:
                 continue
             if self.datagrams.refused.get(last.address, -math.inf) > last.received_at:
@@ -317,16 +307,17 @@ class Heartbeats:
         """
         began = time.monotonic()
         while True:
-            found = self._gone | {rank for rank in self._local if self.contacts[rank].process.has_ended()}
-            for rank, last in list(self._last.items()):
+            found = self._gone | {rank for rank in self.local if self.contacts[rank].process.has_ended()}
+            for rank, last in list(self.last.items()):
                 if self.datagrams is not None and last.address is not None:
                     found |= {rank} if self.datagrams.refused.get(last.address, -math.inf) > began else set()
                     self.datagrams.probe(last.address)
             if found - self._ended or time.monotonic() - began > seconds:
-                return [self._ended_line(rank) for rank in sorted(found - self._ended)][:SHOWN]
-            time.sleep(max(0.05, len(self._local) / 500))  # every rank of the host does the same
+                return [self.ended_line(rank) for rank in sorted(found - self._ended)][:SHOWN]
+            time.sleep(max(0.05, len(self.local) / 500))  # every rank of the host does the same
 
-    def _ended_line(self, rank: int) -> str:
+    def ended_line(self, rank: int) -> str:
+        """That a rank has ended, in words."""
         return f"rank {rank} on {self.contacts[rank].host} has ended"
 
     def _find_lost_hosts(self) -> None:
@@ -335,12 +326,12 @@ class Heartbeats:
         Ask every host as soon as its ranks send heartbeats: one behind a firewall never answers, and must not count as lost. Only
         relays and the first rank of each host ask, as kernels limit how often they answer the same host.
         """
-        self._lost = {rank for group in self._groups.values() for rank in group.lost}
-        if self.datagrams is None or not self.restarts or not (self._below or self.rank == self._local[0]):
+        self.lost = {rank for group in self._groups.values() for rank in group.lost}
+        if self.datagrams is None or not self.restarts or not (self._below or self.rank == self.local[0]):
             return
         by_host: dict[str, set[int]] = defaultdict(set)
-        for rank in self._last.keys() - self._gone:
-            if (address := self._last[rank].address) is not None:
+        for rank in self.last.keys() - self._gone:
+            if (address := self.last[rank].address) is not None:
                 by_host[address[0]].add(rank)
         silent = self._silent()
         for name, ranks in by_host.items():
@@ -350,19 +341,19 @@ class Heartbeats:
             else:
                 self.datagrams.ask(name)
             if host.is_lost:
-                self._lost |= ranks
+                self.lost |= ranks
 
     def broadcast(self, diagnosis: Diagnosis | None) -> None:
         """On a hub: send the diagnosis to the ranks below, now and with every reply from now on."""
         self._last_diagnosis = diagnosis
         self._send_below(self._reply_to_send())
 
-    def _heartbeats(self, own: Heartbeat) -> dict[int, Heartbeat]:
+    def heartbeats(self, own: Heartbeat) -> dict[int, Heartbeat]:
         """By rank, the last heartbeat, with the seconds since then counted as idle."""
         now = time.monotonic()
         return {self.rank: own} | {
             rank: replace(last.heartbeat, idle=last.heartbeat.idle + now - last.received_at)
-            for rank, last in self._last.items()
+            for rank, last in self.last.items()
             if last.heartbeat
         }
 
@@ -371,130 +362,22 @@ class Heartbeats:
         seconds, more = SILENT * self.interval, 2 * self.interval  # what a relay reports is older
         silent = {
             rank
-            for rank, last in self._last.items()
+            for rank, last in self.last.items()
             if now - last.received_at > (seconds if last.address is not None else seconds + more)
         }
         if not self._below:
             return silent
-        for relay in self._groups.keys() & self._last.keys() - silent:
-            silent |= set(self._groups[relay].silent) - self._last.keys()
-        never_heard = self._below.intersection(self._local) - self._last.keys() - self._ended
+        for relay in self._groups.keys() & self.last.keys() - silent:
+            silent |= set(self._groups[relay].silent) - self.last.keys()
+        never_heard = self._below.intersection(self.local) - self.last.keys() - self._ended
         return silent | {rank for rank in never_heard if self.contacts[rank].process.describe()}
 
     def reset_silence(self) -> None:
         """Count the others' silence from now on, as this process was suspended and cannot know how long they have been silent."""
-        for last in self._last.values():
+        for last in self.last.values():
             last.received_at = time.monotonic()
-
-    def describe(self, diagnosis: Diagnosis, own: Heartbeat) -> str | None:
-        """The diagnosis in words; None: the hanging ranks report everything themselves."""
-        if len(self.contacts) < 2 or (not diagnosis.silent and not diagnosis.gone and (self.rank != 0 or not self._last)):
-            return None
-        if diagnosis.gone:
-            ended = [self._ended_line(rank) for rank in diagnosis.gone if rank not in self._lost]
-            them = "it" if len(diagnosis.gone) == 1 else "them"
-            lines = [*ended[:SHOWN], *self._lost_host_lines()]
-            return f"{'; '.join(lines)}: the remaining ranks are blocked on {them} and will exit"
-        if diagnosis.silent:
-            return "; ".join(self._silent_line(rank) for rank in diagnosis.silent[:SHOWN])
-        heartbeats = self._heartbeats(own)
-        waiting = [rank for rank in heartbeats if rank not in diagnosis.hanging]
-        if not waiting and all(heartbeats[rank].waits for rank in diagnosis.hanging if rank in heartbeats):
-            activities = "; ".join(
-                f"rank {rank}: {heartbeat.activity}, for {heartbeat.idle:.0f} s"
-                for rank, heartbeat in sorted(heartbeats.items())[:SHOWN]
-            )
-            return f"every rank waits for others: was a connection lost, or do they call different collectives? {activities}"
-        text = "; ".join(
-            f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {heartbeats[rank].idle:.0f} s (watchdog_timeout) "
-            f"in {heartbeats[rank].activity}"
-            for rank in diagnosis.hanging[:SHOWN]
-        )
-        others = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
-        unknown = [str(rank) for rank in range(len(self.contacts)) if rank not in heartbeats]
-        unheard = f"; no heartbeat from rank {', '.join(unknown[:SHOWN])}" if unknown else ""
-        return text + (f"; {others} for {'it' if len(diagnosis.hanging) == 1 else 'them'}" if waiting else "") + unheard
-
-    def _lost_host_lines(self) -> Iterator[str]:
-        for host in sorted({self.contacts[rank].host for rank in self._lost})[:SHOWN]:
-            ranks = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
-            heard = [self._last[rank].received_at for rank in ranks if rank in self._lost and rank in self._last]
-            seconds = time.monotonic() - max(heard, default=self._began)
-            names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}"
-            yield f"{host} with {names} has not answered for {seconds:.0f} s, so it has lost power or its network connection"
-
-    def _silent_line(self, rank: int) -> str:
-        contact = self.contacts[rank]
-        last = self._last.get(rank)
-        since = "" if last is None else f" for {time.monotonic() - last.received_at:.0f} s"
-        activity = "" if last is None or last.heartbeat is None else f" (last in {last.heartbeat.activity})"
-        text = f"rank {rank} on {contact.host} has sent no heartbeat{since}{activity}: its process {contact.process.pid}"
-        if not self.is_local(rank):
-            return f"{text} is stopped, or its host or network is down"
-        return f"{text} {contact.process.describe() or 'is running, but does not release the GIL'}"
 
     def is_local(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""
         other, own = self.contacts[rank], self.contacts[self.rank]
         return (other.host, other.process.place) == (own.host, own.process.place)
-
-    def request_stacks(self, silent: Collection[int]) -> bool:
-        """Make silent ranks of this host print their stacks. Only the first rank of the host that is not silent does so.
-
-        Returns:
-            whether there are such ranks, which every rank of the host has to give time.
-        """
-        running = [rank for rank in self._local if rank in silent and self.contacts[rank].process.state() in ("R", "S", "D")]
-        if self.rank == next((rank for rank in self._local if rank not in silent), None):
-            for rank in running:
-                self.contacts[rank].process.send(STACK_SIGNAL)
-        return bool(running)
-
-    def kill(self, silent: Collection[int]) -> None:
-        """Kill the silent ranks of this host: a launcher would ask a stopped process to end, and never get an answer.
-
-        Those of other hosts are left to the launcher. As mpirun never gives up on a lost host, its daemon is ended, too.
-        """
-        for rank in silent:
-            if self.is_local(rank) and rank != self.rank:
-                self.contacts[rank].process.send(signal.SIGKILL)
-        if not all(self.is_local(rank) for rank in silent):
-            end_daemon_later(SECONDS_FOR_DAEMONS)
-
-
-def exchange_contacts(
-    rank: int, names: Sequence[str], gather: Callable[[Any], list[Any]], together: bool = True, restarts: bool = False
-) -> Heartbeats:
-    """Collective. Exchange addresses with the watchdogs of the other ranks.
-
-    If all ranks are on one host, they listen on its loopback address, which other hosts cannot reach.
-
-    Args:
-        names: names and addresses of this host, on the ranks that others send heartbeats to (`Layout.is_hub`).
-        gather: returns the values of all ranks, by rank.
-        together, restarts: see `Heartbeats`.
-    """
-    on_one_host = len(set(gather(network()))) == 1
-    datagrams = open_datagrams(LOOPBACK if on_one_host else "")
-    port = None if datagrams is None else datagrams.port
-    own = Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex() if rank == 0 else "")
-    contacts: list[Contact] = gather(own)
-    if datagrams is not None and contacts[0].port is None:
-        datagrams.close()
-        datagrams = None
-    heartbeats = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
-    hub = heartbeats.hub
-    if rank != 0:
-        heartbeats.addresses = _addresses(contacts[0], local=on_one_host or heartbeats.is_local(0))
-    if hub not in (0, rank):
-        heartbeats.hub_addresses = _addresses(contacts[hub], local=on_one_host or heartbeats.is_local(hub))
-    return heartbeats
-
-
-def _addresses(contact: Contact, local: bool) -> list[Address]:
-    """Addresses at which a rank may be reached. Names are looked up only here: without a name server, a lookup takes seconds."""
-    found = []
-    for name in (LOOPBACK,) if local else [name for name in contact.names if not name.startswith("127.")]:
-        with suppress(OSError):
-            found.append((socket.gethostbyname(name), contact.port or 0))
-    return list(dict.fromkeys(found))

@@ -17,7 +17,8 @@ from typing import Literal
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, has_waited_long
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Heartbeats
+from hvdtrain.runtime.hanging import STACK_SIGNAL, describe, kill, request_stacks
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Heartbeats
 
 Pace = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
 """How fast what a rank is doing goes on. Each has its own timeout: 'unhurried' are callbacks, trackers and the end, as the user's
@@ -266,7 +267,7 @@ class Watchdog:
             return
         if self._reported_at is None:
             self._reported_at = time.monotonic()
-            if decides and (text := self._heartbeats.describe(diagnosis, own)) is not None:
+            if decides and (text := describe(self._heartbeats, diagnosis, own)) is not None:
                 _print(text)
         ends = diagnosis.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
         if self._rank in diagnosis.hanging and not self._has_printed_stacks:
@@ -277,7 +278,7 @@ class Watchdog:
         if decides and ends and not has_work and not self._has_recorded and not self._done.is_set():
             self._has_recorded = True  # before the others end: their launcher may then end this process
             hangs = f"rank {self._rank} hangs: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}"
-            self.record(self._heartbeats.describe(diagnosis, own) or hangs, bool(diagnosis.gone))
+            self.record(describe(self._heartbeats, diagnosis, own) or hangs, bool(diagnosis.gone))
         if decides:
             self._heartbeats.broadcast(replace(diagnosis, ends=ends))
         if has_work:
@@ -286,9 +287,9 @@ class Watchdog:
             if self._rank in diagnosis.hanging:
                 os._exit(self._ending.hung)
             # Not before: faulthandler reads the frames of threads that may run, which can crash a process.
-            if self._heartbeats.request_stacks(diagnosis.silent):
+            if request_stacks(self._heartbeats, diagnosis.silent):
                 self._done.wait(SECONDS_FOR_STACKS)
-            self._heartbeats.kill(diagnosis.silent)
+            kill(self._heartbeats, diagnosis.silent)
             # The launcher reports the first rank that exits: let that be one that hangs. A rank that has disconnected exits at
             # once.
             if not self._done.wait(self._ending.outlives):

@@ -49,8 +49,8 @@ from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.report.ends import append_hang, record_end, record_stop
 from hvdtrain.runtime import log
+from hvdtrain.runtime.contacts import exchange_contacts
 from hvdtrain.runtime.goodput import Goodput, steady_time
-from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import open_log
 from hvdtrain.runtime.peers import print_through_mpirun

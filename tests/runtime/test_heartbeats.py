@@ -18,8 +18,10 @@ from strangers import hostile
 from thread_ranks import on_ranks
 
 from hvdtrain.runtime import heartbeats, peers, relays
+from hvdtrain.runtime.contacts import exchange_contacts
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats, exchange_contacts
+from hvdtrain.runtime.hanging import describe
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats
 from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
 from hvdtrain.runtime.relays import Layout, ranges_text, ranks_in
 
@@ -79,11 +81,11 @@ def test_rank_0_finds_who_hangs_and_tells_it(ranks: list[Heartbeats]) -> None:
     diagnosis = Diagnosis((1,))
     until(ranks, [WAITS, HANGS, WAITS], {0: diagnosis, 1: diagnosis, 2: diagnosis})
     assert not ranks[1].decides
-    text = ranks[0].describe(diagnosis, WAITS)
+    text = describe(ranks[0], diagnosis, WAITS)
     assert text is not None
     assert text.startswith(f"rank 1 on {socket.gethostname()} hangs: no progress for 2")
     assert text.endswith("s (watchdog_timeout) in epoch 1, step 5; 2 ranks wait for it")
-    assert ranks[1].describe(diagnosis, HANGS) is None  # rank 0 says it
+    assert describe(ranks[1], diagnosis, HANGS) is None  # rank 0 says it
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})  # it came back
 
 
@@ -91,12 +93,12 @@ def test_a_rank_of_which_nothing_is_heard_is_named(ranks: list[Heartbeats], monk
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     until(ranks, [WAITS, None, WAITS], {0: Diagnosis(silent=(1,)), 2: Diagnosis(silent=(1,))})
-    text = ranks[0].describe(Diagnosis(silent=(1,)), WAITS) or ""
+    text = describe(ranks[0], Diagnosis(silent=(1,)), WAITS) or ""
     assert text.startswith(f"rank 1 on {socket.gethostname()} has sent no heartbeat for ")
     assert f"(last in epoch 1, step 5): its process {os.getpid()} is running" in text
     # The same for rank 0, which the others find out each for itself.
     until(ranks, [None, WAITS, WAITS], {1: Diagnosis(silent=(0,)), 2: Diagnosis(silent=(0,))})
-    assert "rank 0 on " in (ranks[2].describe(Diagnosis(silent=(0,)), WAITS) or "")
+    assert "rank 0 on " in (describe(ranks[2], Diagnosis(silent=(0,)), WAITS) or "")
 
 
 def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> No
     gone = Diagnosis(gone=(1,), ends=True)
     until(ranks, [FINE, None, JUST_WAITS], {0: gone, 2: gone})
     text = f"rank 1 on {socket.gethostname()} has ended: the remaining ranks are blocked on it and will exit"
-    assert ranks[0].describe(gone, FINE) == text
+    assert describe(ranks[0], gone, FINE) == text
     ranks[0].send(FAILED)
     wait_until(lambda: ranks[2].decides, lambda: ranks[2].listen(0.1))
     assert ranks[2].conclude(FINE) is None
@@ -261,12 +263,12 @@ def of_nine(special: dict[int, Heartbeat | None], others: Heartbeat = WAITS) -> 
 
 
 def test_in_a_large_job_rank_0_hears_from_relays(many: list[Heartbeats]) -> None:
-    assert [sorted(rank._last) for rank in many] == [[1, 2, 3, 6], [0], [0], [0, 4, 5], [3], [3], [0, 7, 8], [6], [6]]
+    assert [sorted(rank.last) for rank in many] == [[1, 2, 3, 6], [0], [0], [0, 4, 5], [3], [3], [0, 7, 8], [6], [6]]
     assert [many[0]._groups[relay].members for relay in (3, 6)] == [None, None]  # all is well
     diagnosis = Diagnosis((5,))
     until(many, of_nine({5: HANGS}), dict.fromkeys((0, 4, 5, 6, 8), diagnosis))
-    assert sorted(many[0]._last) == list(range(1, 9))
-    assert (many[0].describe(diagnosis, WAITS) or "").endswith(" in epoch 1, step 5; 8 ranks wait for it")
+    assert sorted(many[0].last) == list(range(1, 9))
+    assert (describe(many[0], diagnosis, WAITS) or "").endswith(" in epoch 1, step 5; 8 ranks wait for it")
     until(many, of_nine({}, FINE), dict.fromkeys(range(9)))  # it came back
 
 
@@ -282,7 +284,7 @@ def test_without_news_of_all_ranks_no_rank_is_blamed(many: list[Heartbeats], mon
 def test_ranks_behind_a_relay_that_is_stopped_go_to_rank_0(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     until(many, of_nine({3: None}), dict.fromkeys((0, 1, 4, 5, 8), Diagnosis(silent=(3,))))
-    assert (many[0].describe(Diagnosis(silent=(3,)), WAITS) or "").startswith("rank 3 on ")
+    assert (describe(many[0], Diagnosis(silent=(3,)), WAITS) or "").startswith("rank 3 on ")
     monkeypatch.setattr(heartbeats, "SILENT", 5.0)
     monkeypatch.setattr(heartbeats, "SECONDS_OF_DETAILS", 0.1)
 
@@ -291,7 +293,7 @@ def test_ranks_behind_a_relay_that_is_stopped_go_to_rank_0(many: list[Heartbeats
         monkeypatch.setattr(heartbeats, "SILENT", 1.0)
         many[0]._details_until = 0.0
 
-    wait_until(lambda: [sorted(many[rank]._last) for rank in (0, 4, 5)] == [[1, 2, 3, 6], [3], [3]], go_on)  # all is as before
+    wait_until(lambda: [sorted(many[rank].last) for rank in (0, 4, 5)] == [[1, 2, 3, 6], [3], [3]], go_on)  # all is as before
 
 
 def test_a_relay_tells_who_has_failed_or_ended_without_a_word(many: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +328,7 @@ def test_a_relay_finds_a_host_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
     four.lose(3)
     gone = Diagnosis(gone=(3,), ends=True)
     until(four.ranks, [JUST_WAITS, JUST_WAITS, JUST_WAITS, None], dict.fromkeys(range(3), gone))
-    assert (four.ranks[0].describe(gone, JUST_WAITS) or "").startswith("host3 with rank 3 has not answered for ")
+    assert (describe(four.ranks[0], gone, JUST_WAITS) or "").startswith("host3 with rank 3 has not answered for ")
     four.close()
 
 
@@ -361,7 +363,7 @@ def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
     lost.lose(1)
     gone = Diagnosis(gone=(1,), ends=True)
     until(lost.ranks, [JUST_WAITS, None, JUST_WAITS], {0: gone, 2: gone})
-    text = lost.ranks[0].describe(gone, JUST_WAITS) or ""
+    text = describe(lost.ranks[0], gone, JUST_WAITS) or ""
     assert text.startswith("host1 with rank 1 has not answered for ")
     assert text.endswith(
         " s, so it has lost power or its network connection: the remaining ranks are blocked on it and will exit"
@@ -377,14 +379,14 @@ def test_the_host_of_rank_0_is_lost(lost: Lost) -> None:
     lost.lose(0)
     gone = Diagnosis(gone=(0,), ends=True)
     until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
-    assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("host0 with rank 0 has not answered for ")
+    assert (describe(lost.ranks[2], gone, JUST_WAITS) or "").startswith("host0 with rank 0 has not answered for ")
 
 
 def test_the_host_of_rank_0_answers_that_it_has_ended(lost: Lost) -> None:
     lost.ranks[0].close()
     gone = Diagnosis(gone=(0,), ends=True)
     until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
-    assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("rank 0 on host0 has ended: ")
+    assert (describe(lost.ranks[2], gone, JUST_WAITS) or "").startswith("rank 0 on host0 has ended: ")
 
 
 def test_a_host_is_asked_before_it_is_lost(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:

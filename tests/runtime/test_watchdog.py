@@ -15,8 +15,9 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.errors import DataError
+from hvdtrain.runtime.contacts import exchange_contacts
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
-from hvdtrain.runtime.heartbeats import STACK_SIGNAL, exchange_contacts
+from hvdtrain.runtime.hanging import STACK_SIGNAL
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.watchdog import Watchdog, _is_waiting
 
@@ -212,11 +213,12 @@ def test_who_is_silent_while_another_one_waits_is_in_no_callback(tmp_path: Path)
     ended = run("""
 sys.path.insert(0, "tests")
 from thread_ranks import on_ranks
-from hvdtrain.runtime import heartbeats
+from hvdtrain.runtime import hanging, heartbeats
+from hvdtrain.runtime.contacts import exchange_contacts
 heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
-heartbeats.STACK_SIGNAL = 0  # the stacks of threads that run could crash this process before it is killed
+hanging.STACK_SIGNAL = 0  # the stacks of threads that run could crash this process before it is killed
 def exchange(comm):
-    return heartbeats.exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
+    return exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
 first, second = on_ranks(2, exchange)
 space = {"__name__": "hvdtrain.comm.horovod", "second": second, "sleep": time.sleep, "time": time.monotonic}
 space["sign"] = heartbeats.Heartbeat("on_stop of a callback", 1.0, 6, False, False)

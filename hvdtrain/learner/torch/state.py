@@ -245,7 +245,7 @@ class TorchState(StateBase):
         together = torch.cat(flat).cpu() if flat else torch.empty(0)  # one copy from a GPU, where each one waits
         return (piece.numpy().data for piece in torch.split(together, [len(one) for one in flat]))
 
-    def _wide(self, tensor: torch.Tensor) -> Array:
+    def wide(self, tensor: torch.Tensor) -> Array:
         wide: Array = tensor.to("cpu").to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True).numpy()
         return wide
 

@@ -21,7 +21,7 @@ WITHOUT_EFFECT = frozenset(
         "local_rank", "log_level", "log_level_replica", "log_on_each_node", "logging_dir", "logging_first_step",
         "logging_nan_inf_filter", "logging_steps", "logging_strategy", "overwrite_output_dir", "prediction_loss_only",
         "project", "restore_callback_states_from_checkpoint", "resume_from_checkpoint", "run_name", "save_on_each_node",
-        "save_only_model", "skip_memory_metrics", "sortish_sampler", "torch_empty_cache_steps", "use_cache", "use_cpu",
+        "save_only_model", "skip_memory_metrics", "sortish_sampler", "torch_empty_cache_steps", "use_cpu",
     }
 )  # fmt: skip
 """Arguments about how a training is distributed, read or logged, which hvdtrain has other keys for: they change no result."""
@@ -205,8 +205,8 @@ SERVED = frozenset(
         "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs",
         "optim", "optim_args", "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size",
         "predict_with_generate", "remove_unused_columns", "report_to", "save_steps", "save_strategy", "save_total_limit",
-        "seed", "torch_compile", "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "warmup_ratio",
-        "warmup_steps", "weight_decay",
+        "seed", "torch_compile", "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "use_cache",
+        "warmup_ratio", "warmup_steps", "weight_decay",
     }
 )  # fmt: skip
 """Arguments that have an effect here. All others have to have their default."""

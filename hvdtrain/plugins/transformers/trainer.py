@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import DataCollatorWithPadding, GenerationConfig, default_data_collator
+from transformers import DataCollatorWithPadding, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, default_data_collator
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import align_special_tokens
 from transformers.utils.generic import find_labels
 
 import hvdtrain
@@ -113,6 +115,7 @@ class ModelOnce:
 
     def __init__(self, given: Mapping[str, Any], args: Arguments) -> None:
         self._model, self._init, self._args = given.get("model"), given.get("model_init"), args
+        self._processing = given.get("processing_class")
         self._is_given_out = False
         if (self._model is None) == (self._init is None):
             got = "neither" if self._model is None else "both"
@@ -127,6 +130,10 @@ class ModelOnce:
                 "conflict", f"{KEY}.model: expected model_init, a function that makes it, to make it again, got the model itself"
             )
         self._is_given_out = True
+        if getattr(self._model, "config", None) is not None:  # as the Trainer, where both have an effect on the loss
+            self._model.config.use_cache = bool(self._args.use_cache)  # type: ignore[union-attr]
+            if isinstance(self._processing, (PreTrainedTokenizerBase, ProcessorMixin)):
+                align_special_tokens(self._model, self._processing)
         if self._args.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(self._args.gradient_checkpointing_kwargs)  # type: ignore[union-attr]
         return self._model
@@ -151,6 +158,9 @@ class Collate:
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], model: ModelOnce | None, label_names: Sequence[str] | None) -> None:
+        if getattr(collator, "seed", None) is not None and hasattr(collator, "create_rng"):
+            collator = copy(collator)
+            collator.seed = None  # type: ignore[attr-defined]  # a generator of its own would begin anew after a resume
         self._collator, self._model, self._labels = collator, model, label_names
         self._columns: set[str] | None = None
 
@@ -175,6 +185,7 @@ class Counting:
             it of models whose `loss_type` says so (not of GPT-2), and what it counts determines the weights.
         predicts_next: a loss with label smoothing is that of the next token.
         takes_count: forward has **kwargs, for the number of elements (`num_items_in_batch`).
+        is_smoothed: `label_smoothing_factor` has an effect, unless each label may be one of several.
         is_sum: the loss is a sum over the sequences, as CTC's unless `config.ctc_loss_reduction` is "mean".
 
     Raises:
@@ -190,6 +201,7 @@ class Counting:
         self.predicts_next = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         kinds = [one.kind for one in inspect.signature(inner.forward).parameters.values()]
         self.takes_count = getattr(inner, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
+        self.is_smoothed = getattr(config, "problem_type", None) != "multi_label_classification"
         self.is_ctc = type(inner).__name__.endswith("ForCTC")
         self._ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)  # of pictures
         self.is_sum = self.is_ctc and getattr(config, "ctc_loss_reduction", "mean") == "sum"
@@ -240,13 +252,14 @@ class TrainStep:
         counting, batch = self._counting[1], dict(extern_data)
         count = counting.count(batch)
         at_least_one = count.clamp(min=1)
-        takes_labels = self._compute_loss is None and self._smooth is None
+        smooth = self._smooth if counting.is_smoothed else None
+        takes_labels = self._compute_loss is None and smooth is None
         labels = None if takes_labels else batch.pop("labels", None)
         outputs = model(**batch, **({"num_items_in_batch": at_least_one} if counting.takes_count else {}))
         if self._compute_loss is not None:
             loss = self._compute_loss(outputs, labels, num_items_in_batch=at_least_one)
-        elif self._smooth is not None:
-            loss = self._smooth(outputs, labels, shift_labels=counting.predicts_next, num_items_in_batch=at_least_one)
+        elif smooth is not None:
+            loss = smooth(outputs, labels, shift_labels=counting.predicts_next, num_items_in_batch=at_least_one)
         else:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
         context = hvdtrain.get_run_ctx()

@@ -15,6 +15,7 @@ from hvdtrain.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+tokenizers = pytest.importorskip("tokenizers")
 from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -48,6 +49,12 @@ def make(kind: str) -> Any:
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=32, **dropout)
         return transformers.GPT2LMHeadModel(config)
+    if kind == "classes":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "num_labels": 3}
+        config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=32, **dropout)
+        return transformers.GPT2ForSequenceClassification(config)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=30, **SIZES))
     if kind == "t5":
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
         return transformers.T5ForConditionalGeneration(
@@ -60,6 +67,11 @@ def make(kind: str) -> Any:
     return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SIZES, **CONVOLUTIONS, **NO_DROPOUT_OF_SOUND, **reduction))
 
 
+def pads() -> Any:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 7}, unk_token="<pad>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+
+
 def items_of(kind: str) -> list[dict[str, Any]]:
     generator = numpy.random.default_rng(0)
     items: list[dict[str, Any]] = []
@@ -67,11 +79,11 @@ def items_of(kind: str) -> list[dict[str, Any]]:
         size = int(generator.integers(3, 9))
         tokens = generator.integers(3, 30, size).tolist()
         one: dict[str, Any] = {"input_ids": tokens, "attention_mask": [1] * size, "name": f"item {number}"}
-        if kind == "gpt2":
+        if kind in ("gpt2", "llama"):
             one["labels"] = tokens
         elif kind == "t5":
             one["labels"] = generator.integers(3, 30, int(generator.integers(2, 6))).tolist()
-        elif kind in ("bert", "own"):
+        elif kind in ("bert", "own", "classes"):
             one["labels"] = int(generator.integers(3))
         else:
             sound = generator.standard_normal(60 * size).tolist()
@@ -106,7 +118,11 @@ def trainer(model: Any, kind: str, folder: Path, arguments: dict[str, Any], **mo
     quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     args = transformers.Seq2SeqTrainingArguments(output_dir=str(folder), **{**quiet, **arguments})
     return transformers.Seq2SeqTrainer(
-        model=model, args=args, train_dataset=items_of(kind), eval_dataset=items_of(kind)[:7], data_collator=collate, **more
+        model=model,
+        args=args,
+        train_dataset=items_of(kind),
+        eval_dataset=items_of(kind)[:7],
+        **{"data_collator": collate, **more},
     )
 
 
@@ -158,6 +174,33 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     assert result.scores["dev_loss_labels"] == evaluated["eval_labels"]
     assert result.scores["dev_loss_highest"] == pytest.approx(evaluated["eval_highest"], rel=1e-5)
     check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, 4, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("classes", {"processing_class": pads(), "data_collator": None}),  # whose padding the Trainer tells the model
+        ("llama", {"data_collator": transformers.DataCollatorWithFlattening()}),  # which a model with use_cache does not see
+    ],
+)
+def test_a_model_is_prepared_as_there(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model = make(kind)
+    start = state_of(model)
+    trainer(model, kind, tmp_path, ARGUMENTS, **more).train()
+    assert difference(train(keys(kind, ARGUMENTS, **more), tmp_path / "model"), state_of(model), start) < 1e-6
+
+
+def test_a_collator_with_random_numbers_is_resumed(tmp_path: Path) -> None:
+    """Also one with a generator of its own."""
+
+    def given() -> dict[str, Any]:
+        tokenizer = pads()
+        tokenizer.add_special_tokens({"mask_token": "<mask>"})
+        collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=5, mlm_probability=0.5)
+        items = [{"input_ids": item["input_ids"]} for item in items_of("gpt2")]
+        return keys("gpt2", ARGUMENTS, data_collator=collator, train_dataset=items, eval_dataset=items)
+
+    check_resume(given, tmp_path, 4, train(given(), tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class Dataset(ABC):
         return self._read_batch(indices, keys)
 
     def _read_batch(self, indices: Array, packed: Collection[str]) -> dict[str, Padded]:
-        sequences = self.sequences(indices.tolist())
+        sequences, streams = self.sequences(indices.tolist()), self.streams
 
         def describe(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
@@ -110,9 +110,9 @@ class Dataset(ABC):
 
         made = {
             name: (pack if name in packed else pad)([sequence[name] for sequence in sequences], partial(describe, name))
-            for name in self.streams
+            for name in streams
         }
-        for name in [name for name, stream in self.streams.items() if stream.holds_items]:
+        for name in [name for name, stream in streams.items() if stream.holds_items]:
             made[name] = Items(made[name].values, self.lengths[name][indices])
         return made
 

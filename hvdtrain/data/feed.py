@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -215,17 +215,17 @@ class Feed:
             dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
-        mix = self.dataset.mix
+        mix, packed, has_items = self.dataset.mix, self.packed_keys, dataset.collate is not None
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def arrays() -> Iterator[Batch]:
             for number, indices in enumerate(batches):
                 try:
                     draws = batches.draws(number) if isinstance(batches, RankBatches) and self.dataset.is_stochastic else None
-                    batch = self._read_batch(dataset, check, indices, draws)
+                    batch = self._read_batch(dataset, check, packed, indices, draws)
                     if mix is not None:
                         batch = replace(batch, parts=BatchParts(mix.names, mix.parts_of(batch.indices)))
-                    if len(batch.indices):
+                    if has_items and len(batch.indices):
                         batch = dataset.collated(batch)
                 except StopIteration as error:
                     raise ended_iterator_error(f"{self.name}, sequences {_some(indices)}", error) from error
@@ -240,13 +240,15 @@ class Feed:
 
         return ReadAhead(arrays(), depth=ahead_of, begin=None if staging is None else staging.send)
 
-    def _read_batch(self, dataset: Dataset, check: BatchCheck, indices: Array, draws: Array | None) -> Batch:
+    def _read_batch(
+        self, dataset: Dataset, check: BatchCheck, packed: Collection[str], indices: Array, draws: Array | None
+    ) -> Batch:
         """The batch with these indices, without broken sequences if that is allowed. Raises: DataError.
 
         Args:
+            packed: the data keys without padding.
             draws: how often the epoch has each of these sequences before; None: it does not matter.
         """
-        packed = self.packed_keys
 
         def read(rows: slice | Array) -> Batch:
             around = dataset

@@ -69,14 +69,16 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     Raises:
         UnlikeError: the shapes of frames or the kinds of numbers differ: numpy would repeat, round or cut them.
     """
-    seq_lens = _lengths_of(sequences)
-    values = _empty((len(sequences), int(seq_lens.max())), sequences[0])
-    for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
-        _check_like(sequences[0], sequence, number, describe)
-        row[: len(sequence)] = sequence
-        if values.nbytes >= REUSED:
-            row[len(sequence) :] = "" if values.dtype.kind in "OU" else 0
-    return Padded(values, seq_lens)
+    first, lengths = sequences[0], list(map(len, sequences))
+    values = _empty((len(sequences), max(lengths)), first)
+    is_filled = values.nbytes < REUSED
+    for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        if sequence.dtype != first.dtype or sequence.shape[1:] != first.shape[1:]:
+            _check_like(first, sequence, number, describe)
+        values[number, :length] = sequence
+        if not is_filled:
+            values[number, length:] = "" if values.dtype.kind in "OU" else 0
+    return Padded(values, numpy.array(lengths, numpy.int32))
 
 
 def pack(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".format) -> Packed:

@@ -76,14 +76,29 @@ class StepSeeds:
         self._parts = parts
         self._first = -1
         self._seeds: Array = numpy.zeros((0, count), numpy.uint32)
+        self._numbers: list[int] = []  # the first one of each step
 
     def __getitem__(self, step: int) -> Array:
         """uint32 of shape (count,)."""
         first = step - step % STEPS
         if first != self._first:
             self._first, self._seeds = first, _mix_steps(self._count, self._parts, first)
+            self._numbers = self._seeds[:, 0].tolist() if self._count else []
         seeds: Array = self._seeds[step - first]
         return seeds
+
+    def number(self, step: int) -> int:
+        """The first one, as a number.
+
+        >>> seeds = StepSeeds(1, 42, 1)
+        >>> [seeds.number(step) == mix_seed(42, 1, step) for step in (1023, 1024, 5)]
+        [True, True, True]
+        """
+        place = step - self._first
+        if not 0 <= place < STEPS or self._first < 0:
+            self[step]
+            place = step - self._first
+        return self._numbers[place]
 
 
 def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:

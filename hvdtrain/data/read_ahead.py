@@ -112,10 +112,12 @@ fifth longer if the thread that reads is woken for every four batches instead of
 
 def ahead_of(batch: Batch) -> int:
     """How many batches like this one to read ahead."""
-    arrays = [padded.values for padded in batch.data.values()]
-    if any(values.dtype.hasobject for values in arrays):  # they may be large
-        return FEW
-    return max(FEW, min(MANY, SMALL // (1 + sum(values.nbytes for values in arrays))))
+    size = 1
+    for padded in batch.data.values():
+        if padded.values.dtype.hasobject:  # they may be large
+            return FEW
+        size += padded.values.nbytes
+    return MANY if size * MANY <= SMALL else max(FEW, SMALL // size)
 
 
 class Staging(Protocol):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -203,8 +202,11 @@ def _alone(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any
 
     @wraps(method)
     def locked(view: OneAtATime, /, *args: P.args, **more: P.kwargs) -> T:
-        with view.reader():
+        view._acquire()
+        try:
             return method(view, *args, **more)
+        finally:
+            view._lock.release()
 
     return locked
 
@@ -218,19 +220,15 @@ class OneAtATime(View):
         super().__init__(dataset)
         self._lock = threading.RLock()
 
-    @contextmanager
-    def reader(self) -> Iterator[None]:
-        """Within the `with` block, no other thread reads."""
-        if not self._lock.acquire(blocking=False):
-            if threading.current_thread() is threading.main_thread():
-                with ALONE.while_waiting():  # for the thread that reads, which may need the random generators for itself
-                    self._lock.acquire()
-            else:
+    def _acquire(self) -> None:
+        """Wait until no other thread reads."""
+        if self._lock.acquire(blocking=False):
+            return
+        if threading.current_thread() is threading.main_thread():
+            with ALONE.while_waiting():  # for the thread that reads, which may need the random generators for itself
                 self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
+        else:
+            self._lock.acquire()
 
     at_epoch = _alone(View.at_epoch)
     redrawn = _alone(View.redrawn)

@@ -43,6 +43,8 @@ class ItemForm:
 
     def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
+        if self._is_usual(item):
+            return None, dict(item)
         tag, values = tag_and_values(self._place(index), item)
         if self.streams and (tag is None) == self._has_tags:
             other = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"
@@ -68,6 +70,17 @@ class ItemForm:
                 names = tuple(labels.get(key, ()))
                 streams[key] = Stream(stream.dtype, (), max(dims.get(key, 1), len(names), 1), sparse=True, labels=names)
         return streams
+
+    def _is_usual(self, item: Any) -> bool:
+        """Whether an item is a dict of arrays that are as those of the first one, which had no name: nothing is to be done."""
+        if type(item) is not dict or self._has_tags or not self.streams or item.keys() != self.streams.keys():
+            return False
+        for key, stream in self.streams.items():
+            value = item[key]
+            is_array = type(value) is numpy.ndarray and value.ndim > 0
+            if not is_array or value.dtype != stream.dtype or value.shape[1:] != stream.shape:
+                return False
+        return True
 
     def _array(self, index: int, key: str, value: Any) -> Array:
         where = f"{self._place(index)}, {key!r}"

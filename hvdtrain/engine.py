@@ -224,7 +224,7 @@ class Engine:
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
         """This rank's next batch; None: it has none left."""
-        self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}", "steps")
+        self._session.watchdog.beat(self._phase, "steps")
         with self._timer.span("data wait"):
             batch = next(batches, None)
         if batch is None:

@@ -360,12 +360,15 @@ class Meter:
         values, done = self._transfer.read([batch.numbers for batch in batches]), 0
         for batch in batches:
             begin, middle, done = done, done + len(batch.names), done + 2 * len(batch.names)
-            totals, counts = values[begin:middle], values[middle:done]
-            for (name, loss_scale), total, count in zip(batch.names.items(), totals, counts, strict=True):
-                if batch.finite_only and not isfinite(total):
-                    continue
-                self._scores.add(name, total, count, loss_scale)
-                if loss_scale and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:
-                    broken = tuple(name for name, values in self._parameters() if not numpy.isfinite(values).all())
-                    found = NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), broken)
-                    self._not_finite.append(found)
+            for place, (name, loss_scale) in enumerate(batch.names.items()):
+                total, count = values[begin + place], values[middle + place]
+                is_finite = isfinite(total)
+                if is_finite or not batch.finite_only:
+                    self._scores.add(name, total, count, loss_scale)
+                    if not is_finite and loss_scale and len(self._not_finite) < MAX_NOT_FINITE:
+                        self._note(batch, name, total)
+
+    def _note(self, batch: _Pending, name: str, total: float) -> None:
+        """Note a loss that is not finite."""
+        broken = tuple(name for name, values in self._parameters() if not numpy.isfinite(values).all())
+        self._not_finite.append(NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), broken))

@@ -57,6 +57,11 @@ class UpdateGradients(Protocol):
         ...
 
 
+def changes_gradients(keys: LearnerKeys) -> bool:
+    """Whether `change_gradients` has anything to do."""
+    return bool(keys.gradient_noise) or keys.gradient_clip is not None or keys.gradient_clip_global_norm is not None
+
+
 def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
     """Apply to an update's gradients, between the reduction and the optimizer, the changes that the keys ask for."""
     if keys.gradient_noise:

@@ -299,7 +299,7 @@ class UpdateCounts:
     def add(self, update: FinishedUpdate) -> None:
         self.updates += 1
         planned = update.had_batch is None
-        self._own += sum(update.has_batch[rank] for rank in self._group.ranks) if planned else int(update.had_batch or False)
+        self._own += sum(map(update.has_batch.__getitem__, self._group.ranks)) if planned else int(update.had_batch or False)
         self._all = self._all + update.has_batch.count(True) if planned and self._all is not None else None
 
     def state(self) -> dict[str, int | None]:

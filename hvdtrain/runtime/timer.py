@@ -27,12 +27,16 @@ class Timer:
         self.seconds: dict[str, float] = {}
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None  # a profiler's, around every span
         self._taken: dict[str, float] = {}
+        self._spans: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since = 0.0
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Count the seconds of the `with` block under `name`."""
-        return _Span(self, name)
+        span = self._spans.get(name)
+        if span is None:
+            span = self._spans[name] = _Span(self, name)
+        return span
 
     def waits(self, name: str, values: Iterable[T]) -> Iterator[T]:
         """Yield `values`, and count the seconds spent waiting for each of them under `name`."""
@@ -79,50 +83,57 @@ class Timer:
 
 
 class _Span(AbstractContextManager[None]):
-    """A span of a timer. (Not a generator with `contextmanager`, which takes several times as long: a step has some of them.)"""
+    """The spans of a timer with one name, which may be within each other. (Not a generator with `contextmanager`, which takes
+    several times as long: a step has some of them.)"""
 
     def __init__(self, timer: Timer, name: str) -> None:
         self._timer = timer
         self._name = name
-        self._range: AbstractContextManager[Any] | None = None
+        self._ranges: list[AbstractContextManager[Any]] = []  # those that are open, if a profiler runs
 
     def __enter__(self) -> None:
-        if self._timer.ranges is not None:
-            self._range = self._timer.ranges(self._name)
-            self._range.__enter__()
-        self._timer._count()
-        self._timer._open.append(self._name)
+        timer = self._timer
+        if timer.ranges is not None:
+            self._ranges.append(timer.ranges(self._name))
+            self._ranges[-1].__enter__()
+        timer._count()
+        timer._open.append(self._name)
 
     def __exit__(self, *error: Any) -> None:
         self._timer._count()
         self._timer._open.pop()
-        if self._range is not None:
-            self._range.__exit__(*error)
+        if self._ranges:
+            self._ranges.pop().__exit__(*error)
 
 
 def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
 
 
-class CpuClock:
-    """Accumulates the wall-clock seconds within its spans."""
+class CpuClock(AbstractContextManager[None]):
+    """Accumulates the wall-clock seconds within its spans, which are not within each other."""
 
     def __init__(self) -> None:
-        self._timer = Timer()
-        self._taken = 0.0
+        self._seconds = self._taken = self._began = 0.0
 
     def span(self) -> AbstractContextManager[None]:
-        return self._timer.span("step")
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._began
 
     def take(self) -> float:
         """The seconds since the last call."""
-        seconds = self._timer.take().get("step", 0.0)
+        seconds, self._seconds = self._seconds, 0.0
         self._taken += seconds
         return seconds
 
     def known_seconds(self) -> float:
         """All seconds so far, without those of an open span."""
-        return self._taken + self._timer.seconds.get("step", 0.0)
+        return self._taken + self._seconds
 
 
 def clock_text(seconds: float) -> str:

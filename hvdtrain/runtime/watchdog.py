@@ -99,7 +99,8 @@ class Patience:
 
     def learn(self, pace: Pace, seconds: float) -> None:
         """Record an interval between two signs of progress."""
-        if pace == "finishing":
+        longest = self._longest.get(pace)
+        if pace == "finishing" or (longest is not None and seconds <= longest):
             return
         if pace in self._first or pace == "planning":
             self._longest[pace] = max(self._longest.get(pace, 0.0), seconds)
@@ -162,7 +163,7 @@ class Watchdog:
         self._beats = 0
         self._thread = threading.get_ident()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._activity = "starting"
+        self._activity: object = "starting"
         self._pace: Pace = "start-up"
         self._done = threading.Event()
         self._sending = threading.Lock()  # so that ENDED or FAILED is the last message
@@ -172,8 +173,8 @@ class Watchdog:
         self._has_printed_stacks = False
         self._has_recorded = False
 
-    def beat(self, activity: str, pace: Pace = "start-up") -> None:
-        """Reset the timeout, and record what the process is about to do, for messages."""
+    def beat(self, activity: object, pace: Pace = "start-up") -> None:
+        """Reset the timeout, and record what the process is about to do: an object whose text is asked for in messages."""
         now = time.monotonic()
         self._patience.learn(self._pace, now - self._last_beat)
         self._last_beat = now
@@ -246,7 +247,7 @@ class Watchdog:
     def _heartbeat(self) -> Heartbeat:
         idle = time.monotonic() - self._last_beat
         is_overdue = idle > self._patience.seconds(self._pace)
-        heartbeat = Heartbeat(self._activity, idle, self._beats, _is_waiting(self._thread), is_overdue)
+        heartbeat = Heartbeat(str(self._activity), idle, self._beats, _is_waiting(self._thread), is_overdue)
         # Another rank's callback may take its time, but a rank that is stopped in one never ends it.
         if self._pace == "unhurried" and heartbeat.waits and idle > self._patience.seconds_of_silence:
             overdue = replace(heartbeat, overdue=True)

@@ -98,7 +98,7 @@ def completed_share(
     last, whole = len(done) - 1, float(done[-1])
 
     def share_done(position: int) -> float:
-        return float(done[min(position, last)]) / whole if whole else 0.0
+        return done.item(position if position < last else last) / whole if whole else 0.0
 
     return share_done
 
@@ -137,6 +137,8 @@ class BatchCounts:
     def __init__(self, by_rank: Iterable[int]) -> None:
         self._by_rank = tuple(by_rank)
         self._ascending = sorted(self._by_rank)
+        self._least = self._ascending[0]
+        self._all_ranks = RanksInStep(self._by_rank, self._least - 1, len(self._by_rank))
 
     @property
     def most(self) -> int:
@@ -145,11 +147,11 @@ class BatchCounts:
 
     def ranks_in(self, step: int) -> int:
         """The number of ranks that have a batch in a step, counted from 0."""
-        return len(self._ascending) - bisect_right(self._ascending, step)
+        return len(self._by_rank) if step < self._least else len(self._ascending) - bisect_right(self._ascending, step)
 
     def in_step(self, step: int) -> RanksInStep:
         """By rank, whether it has a batch in a step."""
-        return RanksInStep(self._by_rank, step, self.ranks_in(step))
+        return self._all_ranks if step < self._least else RanksInStep(self._by_rank, step, self.ranks_in(step))
 
 
 def check_trained(comm: Communicator, trained: Mapping[str, str] | None) -> None:

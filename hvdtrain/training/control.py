@@ -93,6 +93,9 @@ class Decision(NamedTuple):
     compare: bool
 
 
+GO_ON = Decision(stop=None, save=False, evaluate=False, report=False, compare=False)
+
+
 class StopNow(Exception):
     """All ranks end what they do and stop the training.
 
@@ -149,10 +152,13 @@ class Control:
         if exchanged is not None:
             self.save.count(exchanged.save)
             self.evaluation.count(exchanged.evaluate)
+        saves = self.save.is_due(phase.step)
+        evaluates = (self._evaluates and self._training.wants_evaluation) or self.evaluation.is_due(phase.step)
+        if exchanged is None and not saves and not evaluates:
+            return GO_ON
         counted = exchanged or NONE
         status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
-        evaluate = (self._evaluates and self._training.wants_evaluation) or self.evaluation.is_due(phase.step)
-        return Decision(status, self.save.is_due(phase.step), evaluate, bool(counted.report), bool(counted.compare))
+        return Decision(status, saves, evaluates, bool(counted.report), bool(counted.compare))
 
     def evaluated(self, step: int) -> None:
         """All datasets were evaluated after a step of the whole training."""

@@ -30,6 +30,11 @@ class Phase:
         finally:
             self.dataset = before
 
+    def __str__(self) -> str:
+        """The step that is trained, in words."""
+        current = self._progress.current
+        return "training" if current is None else f"epoch {current.epoch}, step {self._progress.step - current.first_step}"
+
     @property
     def epoch(self) -> int:
         """The epoch that is being trained or evaluated, or else the last one, counted from 1."""

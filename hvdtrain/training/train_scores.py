@@ -70,8 +70,9 @@ class TrainScores:
     def add(self, batch: Batch) -> None:
         """Count a batch that this rank trains on, and its broken sequences. Raises: BrokenSequence, if there are too many."""
         self._account.add(batch.planned)
-        self._feed.broken.add(batch.broken)
-        self._left_out += batch.left_out
+        if batch.broken:
+            self._feed.broken.add(batch.broken)
+            self._left_out += batch.left_out
 
     def is_broken(self) -> bool:
         """Whether a loss of this rank that has arrived ends the training."""

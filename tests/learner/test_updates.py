@@ -19,7 +19,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.precision import Precision, ScaleOptions
-from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer
+from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer, plain_step
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
@@ -267,3 +267,23 @@ def test_ranks_that_compute_different_batch_norms_end_with_their_names(names: tu
     with pytest.raises(ConfigError, match=" on rank 0") as caught:
         on_ranks(3, train)
     assert all(f"{name or 'the end of the pass'} on rank {rank}" in str(caught.value) for rank, name in enumerate(names))
+
+
+def test_hooks_profilers_and_replaced_steps_are_not_left_out_of_an_update() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones(2)
+    called: list[str] = []
+    plain_step(optimizer)
+    assert parameter.tolist() == [0.5, 0.5]
+    handle = optimizer.register_step_pre_hook(lambda *_: called.append("hook"))
+    plain_step(optimizer)
+    handle.remove()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        plain_step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+    inner = optimizer.step
+    optimizer.step = lambda: (called.append("replaced"), inner())  # type: ignore[method-assign]
+    plain_step(optimizer)
+    assert called == ["hook", "replaced"]
+    assert parameter.tolist() == [-1.0, -1.0]

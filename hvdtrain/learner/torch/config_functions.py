@@ -34,6 +34,10 @@ from hvdtrain.learner.torch.tensors import (
 AS_FLOAT64 = partial(torch.as_tensor, dtype=torch.float64)
 
 
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 @dataclass(frozen=True)
 class ConfigFunctions:
     """The config's model and the functions that use it, on one device.
@@ -67,12 +71,12 @@ class ConfigFunctions:
         )
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
+        check_marked_losses(context.losses, is_tensor)
         if batch.collate is not None:
             context.losses.update(means_of_items(context.losses, len(batch.indices)))
         for metric in self.metrics:
             context.statistics.update(metric.states())
-        return with_statistics(context, AS_FLOAT64)
+        return with_statistics(context, AS_FLOAT64) if context.statistics else context.losses
 
     def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:
         """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""

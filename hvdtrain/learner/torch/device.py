@@ -134,6 +134,8 @@ class CudaClock:
         del self._pairs[:count]
 
 
+NOTHING = nullcontext()
+
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Creates the context in which the config's functions run."""
 
@@ -143,7 +145,7 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
 
     Raises: ConfigError, if the device does not support the type."""
     if dtype == "float32":
-        return nullcontext  # the config may use torch.autocast itself
+        return lambda: NOTHING  # the config may use torch.autocast itself
     wanted = getattr(torch, dtype)
     is_available = torch.amp.autocast_mode.is_autocast_available(device.type)
     if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
@@ -190,7 +192,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
         ConfigError: torch.compile has no such option, or the model has no such modules.
     """
     if wanted is False:
-        return nullcontext
+        return lambda: NOTHING
     options = dict(wanted) if isinstance(wanted, dict) else {}
     modules = _select_modules(model, options.pop("modules")) if "modules" in options else [model]
     takes = [name for name in inspect.signature(torch.compile).parameters if name != "model"]

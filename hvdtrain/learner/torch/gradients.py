@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
+from hvdtrain.learner.marks import Marks
 from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.gradient_stream import GradientStream
@@ -46,6 +47,7 @@ class Gradients:
         self._stream = GradientStream(trained, exchange, bucket_bytes, owners)
         self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
+        self._checked: Marks | None = None  # those of a step that were compared with it
         self._begins_epoch = True
         self._counts: Counts | None = None  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided
@@ -59,32 +61,32 @@ class Gradients:
         """The losses that are normalized may be others from the next step on."""
         self._begins_epoch = self._counts is None
 
-    def add(self, losses: dict[str, Loss] | None, scale: Factor, completes_update: bool) -> None:
+    def add(self, losses: dict[str, Loss] | None, marks: Marks | None, scale: Factor, completes_update: bool) -> None:
         """Add the gradients of one batch. Collective in the first step of an epoch and in the last of an update.
 
         Args:
-            losses: the losses that train_step marked; None: this rank has no batch.
+            losses, marks: the losses that train_step marked; None: this rank has no batch.
             scale: the factor on all losses.
 
         Raises:
             ConfigError: no loss depends on a parameter, or the normalized losses differ from those of the epoch's first step.
         """
-        normalized = self._agree(losses)
+        normalized = self._agree(losses, marks)
         if losses is not None:
             self._count(losses, normalized)
         if completes_update:
-            self._send(losses or {}, normalized, scale)
-        elif losses is not None:
-            self._accumulate(losses, normalized, scale)
+            self._send(losses, marks, normalized, scale)
+        elif losses is not None and marks is not None:
+            self._accumulate(losses, marks, normalized, scale)
 
-    def add_piece(self, losses: dict[str, Loss], scale: Factor) -> None:
+    def add_piece(self, losses: dict[str, Loss], marks: Marks, scale: Factor) -> None:
         """Add the gradients of one batch, or of a piece of it, and send none; changes nothing if memory does not suffice.
 
         Collective in the first step of an epoch. The rest is as in `add`.
         """
-        normalized = self._agree(losses)
+        normalized = self._agree(losses, marks)
         names = () if normalized.is_only_loss else normalized.names
-        sums = self._loss_gradients.compute(losses, names, scale)
+        sums = self._loss_gradients.compute(losses, marks, names, scale)
         self._count(losses, normalized)
         if names:
             self._loss_gradients.add(sums)
@@ -97,10 +99,10 @@ class Gradients:
             else:
                 parameter.grad += gradient
 
-    def compute(self, losses: dict[str, Loss], scale: Factor) -> None:
+    def compute(self, losses: dict[str, Loss], marks: Marks, scale: Factor) -> None:
         """Compute the gradients of a batch and drop them: needs the memory of a step."""
-        normalized = normalized_losses(losses)
-        self._loss_gradients.compute(losses, () if normalized.is_only_loss else normalized.names, scale)
+        normalized = marks.normalized
+        self._loss_gradients.compute(losses, marks, () if normalized.is_only_loss else normalized.names, scale)
 
     def finish(self) -> None:
         """Collective. Wait for the reduction; the gradients are then in the parameters."""
@@ -108,23 +110,23 @@ class Gradients:
         if self._count_handle is not None:
             [counts] = self._exchange.finish(self._count_handle)
             self._count_handle = None
-        if counts is not None:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            # float32: the same quotients, but a few GPU kernels instead of one for each gradient
-            dtype = torch.float32 if all(gradient.dtype == torch.float32 for gradient in gradients) else torch.float64
-            if gradients:  # else all ranks have left out their batches (skip_broken)
-                torch._foreach_div_(gradients, _divisors(counts, dtype)[0])
+        if counts is None:
+            return
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        if gradients:  # else all ranks have left out their batches (skip_broken)
+            torch._foreach_div_(gradients, _divisor(counts, gradients))
 
-    def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
+    def _agree(self, losses: dict[str, Loss] | None, marks: Marks | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch learns from the others which losses are normalized."""
         agreed = self._normalized
         if self._begins_epoch or agreed is None:
             here = None if losses is None else normalized_losses(losses, agreed.names if agreed is not None else ())
             first = self._exchange.agree(here, agreed)
             agreed = agreed if agreed is not None and agreed.names == first.names else first
-            self._normalized, self._begins_epoch = agreed, False
-        if losses is not None:
-            check_same_normalized(agreed, normalized_losses(losses), losses)
+            self._normalized, self._begins_epoch, self._checked = agreed, False, None
+        if losses is not None and marks is not None and marks is not self._checked:
+            check_same_normalized(agreed, marks.normalized, losses)
+            self._checked = marks
         return agreed
 
     def _count(self, losses: dict[str, Loss], normalized: NormalizedLosses) -> None:
@@ -133,45 +135,43 @@ class Gradients:
             counts = counts_of([losses[name] for name in normalized.names], self._device)
             self._counts = counts if self._counts is None else _added(self._counts, counts)
 
-    def _accumulate(self, losses: dict[str, Loss], normalized: NormalizedLosses, scale: Factor) -> None:
+    def _accumulate(self, losses: dict[str, Loss], marks: Marks, normalized: NormalizedLosses, scale: Factor) -> None:
         """Compute the gradients of a batch that is not the update's last."""
         if normalized.names and not normalized.is_only_loss:
-            self._loss_gradients.add(self._loss_gradients.compute(losses, normalized.names, scale))
-        elif (total := total_of(losses, {}, scale)) is not None:
-            total.backward()  # type: ignore[no-untyped-call]
-
-    def _send(self, losses: dict[str, Loss], normalized: NormalizedLosses, scale: Factor) -> None:
-        """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
-        counts = self._take_counts(normalized)
-        if self._stream.takes_counts and normalized.is_only_loss:
-            divisors = {}
+            self._loss_gradients.add(self._loss_gradients.compute(losses, marks, normalized.names, scale))
         else:
+            total_of(losses, marks.minimized, {}, scale).backward()  # type: ignore[no-untyped-call]
+
+    def _send(self, losses: dict[str, Loss] | None, marks: Marks | None, normalized: NormalizedLosses, scale: Factor) -> None:
+        """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
+        counts, divisors = self._take_counts(normalized), NO_DIVISORS
+        if counts is not None and not (normalized.is_only_loss and self._stream.takes_counts):
             divisors, counts = self._start_counts(normalized, counts), None
         self._loss_gradients.combine(divisors)
         self._stream.begin(counts)
-        if (total := total_of(losses, divisors, scale)) is not None:
-            total.backward()  # type: ignore[no-untyped-call]
+        if losses is not None and marks is not None:
+            total_of(losses, marks.minimized, divisors, scale).backward()  # type: ignore[no-untyped-call]
 
     def _take_counts(self, normalized: NormalizedLosses) -> Counts | None:
         """The numbers of elements of this rank's batches since the last update; None: no loss is normalized."""
         if not normalized.names:
             return None
         counts, self._counts = self._counts, None
-        if counts is None or (self._exchange.is_sent and isinstance(counts, list)):
+        if counts is None or (isinstance(counts, list) and self._exchange.is_sent):
             counts = torch.tensor(counts or [0.0] * len(normalized.names), dtype=torch.float64, device=self._device)
         return counts
 
-    def _start_counts(self, normalized: NormalizedLosses, counts: Counts | None) -> dict[str, torch.Tensor]:
+    def _start_counts(self, normalized: NormalizedLosses, counts: Counts) -> Mapping[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
-        if counts is None:
-            return {}
         handle = self._exchange.start([counts], name="loss_counts")
         if normalized.is_only_loss:
             self._count_handle = handle
-            return {}
+            return NO_DIVISORS
         [totals] = self._exchange.finish(handle)
-        return dict(zip(normalized.names, _divisors(totals, torch.float64), strict=True))
+        return dict(zip(normalized.names, _divisors(totals), strict=True))
 
+
+NO_DIVISORS: Mapping[str, torch.Tensor] = {}
 
 Counts = torch.Tensor | list[float]
 """Numbers of elements: float64 of shape (losses,), or numbers, on a CPU that sends them to no other rank."""
@@ -181,11 +181,20 @@ def _added(counts: Any, more: Any) -> Counts:
     return list(map(operator.add, counts, more)) if isinstance(counts, list) else counts + more
 
 
-def _divisors(counts: Counts, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """A scalar for each loss."""
+def _divisors(counts: Counts) -> Sequence[torch.Tensor]:
+    """A scalar for each loss, float64."""
     if isinstance(counts, list):
-        return [torch.tensor(max(count, TINY), dtype=dtype) for count in counts]
-    return list(counts.clamp(min=TINY).to(dtype))
+        return [torch.tensor(max(count, TINY), dtype=torch.float64) for count in counts]
+    return list(counts.clamp(min=TINY))
+
+
+def _divisor(counts: Counts, gradients: Sequence[torch.Tensor]) -> Any:
+    """That of all gradients, if there is one normalized loss."""
+    if isinstance(counts, list):
+        return max(counts[0], TINY)
+    # float32: the same quotients, but a few GPU kernels instead of one for each gradient
+    dtype = torch.float32 if all(gradient.dtype == torch.float32 for gradient in gradients) else torch.float64
+    return counts.clamp(min=TINY).to(dtype)[0]
 
 
 class LossGradients:
@@ -211,7 +220,7 @@ class LossGradients:
                     so_far += gradient
 
     def compute(
-        self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor
+        self, losses: Mapping[str, Loss], marks: Marks, names: Sequence[str], scale: Factor
     ) -> dict[str | None, list[torch.Tensor | None]]:
         """The gradients of a batch, dense, by normalized loss; None: of all other losses.
 
@@ -223,7 +232,7 @@ class LossGradients:
             ConfigError: no loss depends on a parameter.
         """
         groups: dict[str | None, torch.Tensor] = {}
-        for name, term in terms_of(losses, scale).items():
+        for name, term in terms_of(losses, marks.minimized, scale):
             key = name if name in names else None
             groups[key] = groups[key] + term if key in groups else term
         groups = {key: total for key, total in groups.items() if total.requires_grad}
@@ -248,6 +257,8 @@ class LossGradients:
 
     def combine(self, divisors: Mapping[str, torch.Tensor]) -> None:
         """Divide each normalized loss's gradients by its divisor, and add all gradients to those of the parameters."""
+        if not self._sums:
+            return
         for key, gradients in self._sums.items():
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +20,9 @@ from hvdtrain.learner.base import Exported, Layer, Learner, StepCost, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.meter import (
-    Meter,
-    Outputs,
-    minimized_losses,
-    scales_of,
-)
-from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
+from hvdtrain.learner.marks import MarksOfSteps
+from hvdtrain.learner.meter import Meter, Outputs, scales_of
+from hvdtrain.learner.optimizer import UpdateGradients, change_gradients, changes_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.splitting import BatchSplitter
@@ -118,6 +114,7 @@ class TorchLearner(Learner):
         self._gradients = gradients
         self._updater = update
         self._seeds = StepSeeds(1, *seed)
+        self._marks = MarksOfSteps()
         self._batch_norm = options.batch_norm
         self._begins_update = True
         self._device = functions.device
@@ -137,15 +134,16 @@ class TorchLearner(Learner):
         if self._is_update_due:
             await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
-                seed_all(self._device, int(self._seeds[self._step][0]))
-                losses = None
+                seed_all(self._device, self._seeds.number(self._step))
+                losses, marks = None, None
                 if batch is not None and self._splitter is not None:
                     self._splitter.run(batch, self._add_piece)
                 elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-                    self._record(losses, batch, train=True)
+                    marks = self._marks.of(losses)
+                    self._record(losses, batch, marks.scales)
                 self._finish_batch_norms(batch, forward=True)
-                self._gradients.add(losses, self._updater.loss_factor, completes_update)
+                self._gradients.add(losses, marks, self._updater.loss_factor, completes_update)
                 self._finish_batch_norms(batch, forward=False)
         self._step += 1
 
@@ -166,7 +164,7 @@ class TorchLearner(Learner):
         await_copy(batch)
         self._seed_evaluation(batch)
         with torch.no_grad(), self._functions.watch():
-            self._record(self._functions.losses(batch, self._epoch, self._step, False, self.dataset), batch, train=False)
+            self._record(self._functions.losses(batch, self._epoch, self._step, False, self.dataset), batch)
 
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         norms = dict(batch_norms_of(self.model))
@@ -174,7 +172,7 @@ class TorchLearner(Learner):
             for number, batch in enumerate(batches):
                 await_copy(batch)
                 with self._functions.watch():
-                    seed_all(self._device, int(self._seeds[self._step + number][0]))
+                    seed_all(self._device, self._seeds.number(self._step + number))
                     if batch is not None:
                         self._functions.losses(batch, self._epoch, self._step + number, train=True)
                     self._finish_batch_norms(batch, forward=True)
@@ -238,7 +236,7 @@ class TorchLearner(Learner):
 
         def step() -> None:
             losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-            self._gradients.compute(losses, self._updater.loss_factor)
+            self._gradients.compute(losses, self._marks.of(losses), self._updater.loss_factor)
 
         with nullcontext() if self._batch_norm is None else self._batch_norm.pause():
             yield step
@@ -249,14 +247,15 @@ class TorchLearner(Learner):
         buffers = self._copy_buffers()
         try:
             losses = self._functions.losses(piece, self._epoch, self._step, train=True)
-            for name, loss in minimized_losses(losses).items():
-                if self._splitter is not None and loss.count is None:
-                    self._splitter.check_loss(name, loss.value.ndim == 0, len(piece.indices))
-            self._gradients.add_piece(losses, self._updater.loss_factor)
+            marks = self._marks.of(losses)
+            for name in marks.minimized:
+                if self._splitter is not None and losses[name].count is None:
+                    self._splitter.check_loss(name, losses[name].value.ndim == 0, len(piece.indices))
+            self._gradients.add_piece(losses, marks, self._updater.loss_factor)
         except BaseException:
             self._restore_buffers(buffers)  # a piece is computed again
             raise
-        self._record({name: replace(loss, value=loss.value.detach()) for name, loss in losses.items()}, piece, train=True)
+        self._record({name: replace(loss, value=loss.value.detach()) for name, loss in losses.items()}, piece, marks.scales)
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.model.buffers()]
@@ -273,9 +272,13 @@ class TorchLearner(Learner):
     def _trainable(self) -> Iterable[tuple[str, Any]]:
         return named_trained(self.model).items()
 
-    def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
-        losses = with_parts(losses, batch)
-        self.meter.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices, train)
+    def _record(self, losses: dict[str, Loss], batch: Batch, scales: Mapping[str, float] | None = None) -> None:
+        """Count the losses and errors of a batch. `scales`: those that `losses` are minimized with; None: in an evaluation."""
+        train = scales is not None
+        if scales is None or batch.parts is not None:
+            losses = with_parts(losses, batch)
+            scales = scales_of(losses, train)
+        self.meter.add(scales, numbers_of(losses, self._device), self._step, batch.indices, train)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, if BatchNorms are synchronized. A rank without a batch takes part in the others' exchanges."""
@@ -342,7 +345,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             own_change(model=model, optimizer=optimizer)
         change_gradients(keys, gradients)
 
-    update = Update(model, optimizer, change, Skips(check, on_device), noise, seed)
+    changes = own_change is not None or changes_gradients(keys)
+    update = Update(model, optimizer, change if changes else None, Skips(check, on_device), noise, seed)
     extra_models = make_extra_models(keys.extra_models, model, device, options.position)
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
     state.writer = BackgroundWriter(options.writer)

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
+from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 
 from hvdtrain.errors import ConfigError, problem
 from hvdtrain.learner.optimizer import class_of, construct, wrapped_rf_module
@@ -213,6 +215,26 @@ def _keep_ratios(made: Any) -> None:
             group[MULTIPLIER] = group.get(MULTIPLIER, 1.0) * rate / base
         shown = ", ".join(f"{rate / base:g}" for rate in rates)
         log.info(f"optimizer: the learning rates of its groups are {shown} times that of a step, as its own are")
+
+
+HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""That of the function that PyTorch puts around each `step`: it searches for hooks within a range for profilers."""
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of an optimizer, without what is around it if nothing uses that: it takes as long as the step of a small model."""
+    step = type(optimizer).step
+    has_hooks = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or GLOBAL_PRE_HOOKS
+        or GLOBAL_POST_HOOKS
+        or torch._C._autograd._profiler_enabled()
+    )
+    if has_hooks or "step" in vars(optimizer) or getattr(step, "__code__", None) is not HOOKED:
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def complete_momentum(optimizer: torch.optim.Optimizer) -> None:

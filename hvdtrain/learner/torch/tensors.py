@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy
@@ -18,7 +17,7 @@ import torch
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array, Batch, Packed, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
+from hvdtrain.learner.meter import nothing_to_minimize
 from hvdtrain.learner.precision import widen
 from hvdtrain.learner.torch.device import is_out_of_memory
 from hvdtrain.learner.torch.packed import PackedData
@@ -93,14 +92,18 @@ class TorchData:
     raw_tensor: Any
     seq_lens: torch.Tensor
     device_seq_lens: torch.Tensor
+    _mask: torch.Tensor | None = field(default=None, init=False, repr=False)  # (a cached_property would take a lock)
 
-    @cached_property
+    @property
     def mask(self) -> torch.Tensor:
         """True where a frame is not padding; shape (batch, time), on the device."""
-        size, seq_lens = self.raw_tensor.shape[1], self.device_seq_lens
-        if seq_lens.device.type == "cpu":  # numpy takes a third of the time for so few numbers
-            return torch.from_numpy(numpy.arange(size, dtype=numpy.int32) < seq_lens.numpy()[:, None])
-        return torch.arange(size, device=seq_lens.device)[None, :] < seq_lens[:, None]
+        if self._mask is None:
+            size, seq_lens = self.raw_tensor.shape[1], self.device_seq_lens
+            if seq_lens.device.type == "cpu":  # numpy takes a third of the time for so few numbers
+                self._mask = torch.from_numpy(numpy.arange(size, dtype=numpy.int32) < seq_lens.numpy()[:, None])
+            else:
+                self._mask = torch.arange(size, device=seq_lens.device)[None, :] < seq_lens[:, None]
+        return self._mask
 
 
 Data = TorchData | PackedData
@@ -189,8 +192,8 @@ def means_of_items(losses: Mapping[str, Loss], count: int) -> dict[str, Loss]:
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor | list[float]:
     """The losses' sums, then their counts, in float64: a tensor on a GPU, which nothing waits for, and numbers on a CPU."""
-    sums = [_sum_of(loss.value) for loss in losses.values()]
-    return _together(sums + [count_of(loss) for loss in losses.values()], device)
+    marked = losses.values()
+    return _together([_sum_of(loss.value) for loss in marked] + [count_of(loss) for loss in marked], device)
 
 
 def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor | list[float]:
@@ -206,7 +209,7 @@ def count_of(loss: Loss) -> float | torch.Tensor:
 def _sum_of(values: torch.Tensor) -> float | torch.Tensor:
     """The sum in float64; a scalar where it is on the device."""
     total = values.detach().sum(dtype=torch.float64)
-    return total.item() if total.device.type == "cpu" else total
+    return total.item() if total.is_cpu else total
 
 
 def _together(numbers: list[float | torch.Tensor], device: torch.device) -> torch.Tensor | list[float]:
@@ -222,31 +225,33 @@ def _together(numbers: list[float | torch.Tensor], device: torch.device) -> torc
     )
 
 
-def terms_of(losses: Mapping[str, Loss], scale: Factor) -> dict[str, torch.Tensor]:
-    """The minimized losses: their sums, times their scales, times the scale of all losses."""
-    found = {}
-    for name, loss in minimized_losses(losses).items():
+def terms_of(losses: Mapping[str, Loss], minimized: Iterable[str], scale: Factor) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name, the minimized losses: their sums, times their scales, times the scale of all losses."""
+    for name in minimized:
+        loss = losses[name]
         total, factor = _sum(loss.value), loss.scale * scale
         is_one = isinstance(factor, (int, float)) and factor == 1  # no kernel for it, nor for its gradient
-        found[name] = total if is_one else total * factor
-    return found
+        yield name, total if is_one else total * factor
 
 
-def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: Factor) -> torch.Tensor | None:
-    """The scalar to differentiate; None if there are no losses, as on a rank without a batch.
+def total_of(
+    losses: Mapping[str, Loss], minimized: Iterable[str], divisors: Mapping[str, torch.Tensor], scale: Factor
+) -> torch.Tensor:
+    """The scalar to differentiate.
 
     Args:
+        minimized: the names of those that are.
         divisors: those of the normalized losses, by name.
 
     Raises:
         ConfigError: no loss depends on a parameter.
     """
     total: torch.Tensor | None = None
-    for name, term in terms_of(losses, scale).items():
+    for name, term in terms_of(losses, minimized, scale):
         if name in divisors:
             term = term / divisors[name].to(term.dtype)
         total = term if total is None else total + term
-    if losses and (total is None or not total.requires_grad):
+    if total is None or not total.requires_grad:
         raise nothing_to_minimize()
     return total
 

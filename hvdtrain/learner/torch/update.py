@@ -18,7 +18,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.torch.device import AsyncCopy
-from hvdtrain.learner.torch.optimizer import complete_momentum
+from hvdtrain.learner.torch.optimizer import complete_momentum, plain_step
 from hvdtrain.learner.torch.optimizer_state import check_plain
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
@@ -128,7 +128,7 @@ class Update:
     """One optimizer step, and the changes to the gradients before it.
 
     Args:
-        change: changes the gradients before they are applied.
+        change: changes the gradients before they are applied; None: nothing does.
         skips: decides whether an update is skipped.
         noise: the noise that `change` may add.
         seed: seeds the random numbers that the optimizer may draw in a step; None: it draws none.
@@ -138,7 +138,7 @@ class Update:
         self,
         model: torch.nn.Module,
         optimizer: Optimizer,
-        change: Callable[[UpdateGradients], None],
+        change: Callable[[UpdateGradients], None] | None,
         skips: Skips,
         noise: GradientNoise,
         seed: Callable[[int], None] | None = None,
@@ -153,8 +153,10 @@ class Update:
         self._seed = seed
         # That of PyTorch's optimizers does nothing else, but within a range for profilers, which takes longer than a small step's
         # backward.
+        self._inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        self._members = list(members_of(self._inner))
         self._drops_plainly = not isinstance(optimizer, ShardedOptimizer) and all(
-            getattr(type(one), "zero_grad", None) is PLAIN_ZERO_GRAD for one in members_of(optimizer)
+            getattr(type(one), "zero_grad", None) is PLAIN_ZERO_GRAD for one in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
@@ -211,12 +213,15 @@ class Update:
                 group["lr"] = learning_rate * multiplier
             if self._seed is not None:
                 self._seed(step)
-            inner = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
-            for member in members_of(inner):
+            for member in self._members:
                 complete_momentum(member)
-            self._optimizer.step()
+            if self._drops_plainly:
+                for member in self._members:
+                    plain_step(member)
+            else:
+                self._optimizer.step()
             if not self._has_applied:
-                check_plain(inner)
+                check_plain(self._inner)
             self._has_applied = True
         self._drop_gradients()
 
@@ -239,6 +244,8 @@ class Update:
         return self._check.decide(bool(finite.all()), step, self._invalid_names)
 
     def _change_gradients(self, step: int) -> None:
+        if self._change is None:
+            return
         norms = self._norms if isinstance(self._optimizer, ShardedOptimizer) else None
         gradients = TorchGradients(list(self._trained.values()), self._noise, step, norms)
         self._change(gradients)

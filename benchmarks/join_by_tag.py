@@ -19,8 +19,8 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.combine.meta import TagIndex  # noqa: E402
 from hvdtrain.data.hdf.dataset import open_hdf  # noqa: E402  # found through the line above
+from hvdtrain.plugins.combine.meta import TagIndex  # noqa: E402
 
 BLOCK = 1 << 18
 

@@ -21,19 +21,14 @@ OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/
 
 ASKING: dict[str, dict[str, list[str]]] = {
     "average": {"average_checkpoints: expected None": ["++average_checkpoints", "{'best': 2}"]},
+    "combine": {"train.class: expected one of": ["++train", "{'class': 'MetaDataset'}"]},
     "compression": {"horovod_compression: expected 'fp16' or 'bf16'": ["++horovod_compression", "powersgd"]},
     "returnn": {
         "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],
         "train.class: expected one of": ["++train", "{'class': 'ReturnnDataset'}"],
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
-    "speech": {
-        "train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"],
-        "map_seq.0: expected a function": [
-            "++train",
-            "{'class': 'MapDataset', 'dataset': 'a.hdf', 'map_seq': [{'class': 'LogMel'}]}",
-        ],
-    },
+    "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},

@@ -7,6 +7,7 @@ from typing import Any
 
 NAMES = {
     "average": "average",
+    "combine": "MetaDataset MapDataset",
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",

@@ -76,6 +76,8 @@ class DatasetKeys:
     imported when a dataset is opened."""
     scans: ClassVar[bool] = False
     """Whether the opener also gets the job's `Scanning`, as lengths may have to be found by reading."""
+    keeps_order: ClassVar[bool] = False
+    """Whether its sequences are those of the dataset inside, in the same order, which that may have fixed, or mixed."""
 
     @property
     def ordered_by(self) -> str | None:

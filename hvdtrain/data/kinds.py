@@ -12,8 +12,6 @@ from hvdtrain.data.combine.keys import (
     CombinedDatasetKeys,
     ConcatDatasetKeys,
     FilesDatasetKeys,
-    MapDatasetKeys,
-    MetaDatasetKeys,
     MixingDatasetKeys,
 )
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
@@ -68,11 +66,9 @@ KINDS: Registry[type[DatasetKeys]] = Registry(
     {
         "HDFDataset": HDFDatasetKeys,
         "FilesDataset": FilesDatasetKeys,
-        "MetaDataset": MetaDatasetKeys,
         "CombinedDataset": CombinedDatasetKeys,
         "ConcatDataset": ConcatDatasetKeys,
         "MixingDataset": MixingDatasetKeys,
-        "MapDataset": MapDatasetKeys,
         "Task12AXDataset": Task12AXDatasetKeys,
         "DummyDataset": DummyDatasetKeys,
     },

@@ -19,7 +19,6 @@ from hvdtrain.data.formats.iterable import IterableDataset, is_iterable
 from hvdtrain.data.formats.objects import Objects, ObjectsDataset
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import DataError
@@ -107,7 +106,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
         for child, spec in inside.items():
             datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-            if datasets[child].has_fixed_order and not isinstance(keys, KINDS["MapDataset"]):
+            if datasets[child].has_fixed_order and not keys.keeps_order:
                 raise DataError(
                     f"{spec.name}: expected a dataset that can be read in any order inside {name}, got one that "
                     "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
@@ -118,7 +117,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
                     f"{spec.name}: expected a dataset without collate inside {name}, got one (collate belongs to the outermost "
                     "dataset, or to those inside a ConcatDataset, CombinedDataset or MixingDataset)"
                 )
-            if datasets[child].mix is not None and not isinstance(keys, KINDS["MapDataset"]):
+            if datasets[child].mix is not None and not keys.keeps_order:
                 raise DataError(
                     f"{spec.name}: expected a MixingDataset around other datasets, or inside a MapDataset, got one inside {name} "
                     "(mix all datasets in one dict, with weights that are products)"

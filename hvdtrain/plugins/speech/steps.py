@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import numpy
 
-from hvdtrain.data.combine.steps import Draw, Step
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.combine.steps import Draw, Step
 from hvdtrain.plugins.speech.log_mel import LogMel
 from hvdtrain.plugins.speech.step_keys import (
     AddNoiseKeys,

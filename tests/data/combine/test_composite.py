@@ -18,7 +18,6 @@ from launching import ROOT
 from opened_data import opened, problems_of
 
 from hvdtrain.data.combine.files import FilesDataset
-from hvdtrain.data.combine.meta import tag_blocks
 from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.combine.workers import ThreadErrors, Workers
 from hvdtrain.data.dataset import Dataset
@@ -31,6 +30,7 @@ from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.combine.meta import tag_blocks
 
 
 def write(path: Path, count: int, first: int = 0, keys: tuple[str, ...] = ("data", "classes"), dim: int = 3) -> str:

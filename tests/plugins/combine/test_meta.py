@@ -8,15 +8,15 @@ import numpy
 import pytest
 from opened_data import problems_of
 
-from hvdtrain.data.combine import meta as meta_module
-from hvdtrain.data.combine.keys import MetaDatasetKeys
-from hvdtrain.data.combine.meta import MetaDataset, TagIndex, hashes, open_meta
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.combine import meta as meta_module
+from hvdtrain.plugins.combine.keys import MetaDatasetKeys
+from hvdtrain.plugins.combine.meta import MetaDataset, TagIndex, hashes, open_meta
 
 
 class Tagged(Dataset):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from launching import FAST, ROOT, TOY, clean_environment, hvdtrain
+from launching import ROOT, TOY, clean_environment, hvdtrain
 
 from hvdtrain.training.trace import trained_on
 
@@ -71,7 +71,7 @@ def keys_of(corpus: Path, folder: Path, **more: object) -> dict[str, object]:
         "save_interval_steps": 4,
         "trace_sequences": folder / "trace",
     }
-    return {**FAST, **keys, "log_verbosity": 3, **more}
+    return {**keys, "log_verbosity": 3, **more}
 
 
 def write_config(folder: Path) -> Path:

@@ -18,8 +18,6 @@ from hvdtrain.errors import ConfigError, Problem
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}
 TOY = ROOT / "tests" / "toy" / "config.py"
-FAST: dict[str, object] = {"starts_fast": True}
-"""With which the toy config's processes start in half of the time."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def hvdtrain(
     One rank runs in this process (inside.py), unless it is given an environment, or keys of which the process is a part.
     """
     arguments = [str(config), *options]
-    for name, value in ((FAST if config == TOY else {}) | dict(overrides)).items():
+    for name, value in overrides.items():
         arguments += [f"++{name}", str(value)]
     if ranks is None and not environment and not takes_a_process(config, overrides):
         from inside import run_inside  # here, as it imports PyTorch

@@ -9,7 +9,7 @@ LINE = re.compile(r"^([\w.]+): (.*) in the checkpoint(?:: (.*))?$", flags=re.M)
 
 
 def test_each_changed_key_is_a_line(corpus: Path, tmp_path: Path) -> None:
-    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "starts_fast": False, "gradient_clip": 5.0}
+    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "gradient_clip": 5.0}
     keys |= {"optimizer": {"class": "adam", "betas": (0.9, 0.99)}, "learning_rate_schedule": {"class": "cosine", "num_epochs": 9}}
     assert hvdtrain(TOY, {**keys, "num_epochs": 1}).status == 0
     same = hvdtrain(TOY, {**keys, "num_epochs": 1})

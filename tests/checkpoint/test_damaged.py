@@ -16,7 +16,7 @@ from launching import TOY, Finished, hvdtrain
 
 from hvdtrain.learner.integrity import damage
 
-KEYS: dict[str, object] = {"part": "two.hdf", "max_seqs": 1, "num_epochs": 2, "starts_fast": False, "log_interval": 60}
+KEYS: dict[str, object] = {"part": "two.hdf", "max_seqs": 1, "num_epochs": 2, "log_interval": 60}
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(corpus: Path,
 
 def test_another_optimizer_is_refused_and_a_new_one_begins_if_it_is_asked_for(corpus: Path, tmp_path: Path) -> None:
     """Adam to SGD, whose groups have no betas; Adam to AdamW, which has the same groups; and files of before, without a name."""
-    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "starts_fast": False}
+    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf"}
     assert hvdtrain(TOY, {**keys, "optimizer": {"class": "adam"}}).status == 0
     path = tmp_path / "model.001.opt.pt"
     for other in ("SGD", "AdamW"):

@@ -17,7 +17,6 @@ from cluster.slurm import logs_of_slurm, start_slurm, wait_until_idle
 from launching import TOY, hvdtrain
 
 PROGRAMS = "munged slurmctld slurmd srun sshd ssh-keygen ip nsenter unshare mpirun ps".split()
-STARTS_FAST = "optimizer = lambda parameters: Momentum(parameters)\n"  # the same as SGD, but for the time to import it
 HERE = Path(__file__).parent
 
 
@@ -91,7 +90,7 @@ def work(tmp_path: Path, corpus: Path) -> Path:
     """A folder with config.py, the toy config, whose corpus is there and whose model goes to exp/."""
     for part in ("train.hdf", "dev.hdf"):
         (tmp_path / part).symlink_to(corpus / part)
-    (tmp_path / "config.py").write_text(f"{TOY.read_text()}\nmodel = 'exp/model'\n{STARTS_FAST}")
+    (tmp_path / "config.py").write_text(f"{TOY.read_text()}\nmodel = 'exp/model'\n")
     return tmp_path
 
 

@@ -92,7 +92,6 @@ PARAM = {"horovod_reduce_type": "param"}
     [
         ({"learning_rate": 0.02}, "learning_rate: .* got 0.01 on rank 0 and 0.02 on rank 1", {}),
         ({"optimizer": {"class": "adam"}}, "optimizer: .* got {class: .sgd.*} on rank 0", {}),
-        ({"starts_fast": True}, "optimizer: .* and <function <lambda> in config.py> on rank 1", {}),
         ({"horovod_scale_lr": True}, "horovod_scale_lr: .* got False on rank 0 and True on rank 1", PARAM),
         (PARAM, "horovod_reduce_type", {}),
         ({"horovod_param_sync_step": 2}, "horovod_param_sync_step", PARAM),

@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from launching import FAST, TOY, Finished, hvdtrain
+from launching import TOY, Finished, hvdtrain
 
 from hvdtrain.data.files import Unchanged
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -117,7 +117,7 @@ def test_a_read_that_fails_tells_that_the_file_was_cut(tmp_path: Path) -> None:
 
 CONFIG = f"""
 import os
-# Reads the keys corpus and starts_fast.
+# Reads the key corpus.
 exec(open({str(TOY)!r}).read())
 toy_step, changed = train_step, []
 def train_step(*, model, extern_data, **_):
@@ -137,7 +137,7 @@ def train_on_a_file_that_changes_in_epoch_2(corpus: Path, folder: Path, change: 
     shutil.copy(corpus / "train.hdf", folder / "new.hdf")
     (folder / "config.py").write_text(CONFIG)
     overrides = {"use_horovod": ranks is not None, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change}
-    return hvdtrain(folder / "config.py", overrides | FAST, ranks)
+    return hvdtrain(folder / "config.py", overrides, ranks)
 
 
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
@@ -158,7 +158,7 @@ def test_data_that_changes_in_the_only_epoch_is_not_the_data_of_a_model(name: st
         shutil.copy(corpus / each, tmp_path / each)
     (tmp_path / "config.py").write_text(f"""
 import os
-# Reads the keys corpus, evaluated and starts_fast.
+# Reads the keys corpus and evaluated.
 exec(open({str(TOY)!r}).read())
 step = train_step
 def train_step(**given):
@@ -166,7 +166,7 @@ def train_step(**given):
     if not hvdtrain.get_run_ctx().train_flag:
         os.utime(corpus / {name!r}, (0, 0))  # after the plan of the evaluation was made
 """)
-    overrides = {"corpus": tmp_path, "model": tmp_path / "model", "evaluated": True, "num_epochs": 1, **FAST}
+    overrides = {"corpus": tmp_path, "model": tmp_path / "model", "evaluated": True, "num_epochs": 1}
     finished = hvdtrain(tmp_path / "config.py", overrides)
     assert finished.status == 2, finished.out
     assert f"{tmp_path}/{name}: expected the file that was opened at the start, got one that was modified at" in finished.err
@@ -179,13 +179,13 @@ def test_a_crash_says_that_the_data_was_changed_meanwhile(corpus: Path, tmp_path
     shutil.copy(corpus / "train.hdf", tmp_path / "train.hdf")
     (tmp_path / "config.py").write_text(f"""
 import os
-# Reads the keys corpus and starts_fast.
+# Reads the key corpus.
 exec(open({str(TOY)!r}).read())
 def train_step(**_):
     os.utime(corpus / "train.hdf", (0, 0))
     raise IndexError("Target 153 is out of bounds.")
 """)
-    finished = hvdtrain(tmp_path / "config.py", {"corpus": tmp_path, "model": tmp_path / "model", **FAST})
+    finished = hvdtrain(tmp_path / "config.py", {"corpus": tmp_path, "model": tmp_path / "model"})
     assert finished.status == 1
     assert "IndexError: Target 153 is out of bounds.\nin this batch: " in finished.err
     assert "\nin the meantime, the data of train was changed: " in finished.err

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import FAST, ROOT, TOY, clean_environment
+from launching import ROOT, TOY, clean_environment
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 MPIRUN = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe"]
 
 
 def command(config: Path, corpus: Path, folder: Path, **more: object) -> list[str]:
-    keys = {"corpus": corpus, "model": folder / "model", **FAST, **more}
+    keys = {"corpus": corpus, "model": folder / "model", **more}
     return [sys.executable, "-m", "hvdtrain", str(config), *(text for key in keys for text in (f"++{key}", str(keys[key])))]
 
 

@@ -1,7 +1,6 @@
 """What a job manager (i6_core's ReturnnTrainingJob) does with the folder that stands for RETURNN's: its commands, one after the
 other in one work folder, and how it reads what they leave."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import ROOT, TOY, Finished, clean_environment, finish, launch
+from launching import ROOT, Finished, clean_environment, finish, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -28,7 +27,7 @@ train = {"class": "HDFDataset", "files": [DATA], "seq_ordering": "random"}
 learning_rate = 0.1
 learning_rate_file = "learning_rates"
 max_seqs = 2
-optimizer = lambda parameters: Momentum(parameters)
+optimizer = {"class": "sgd", "momentum": 0.9}
 target = "classes"
 task = "train"
 device = "cpu"
@@ -52,7 +51,6 @@ def train_step(*, model, extern_data, **_kwargs):
 
 
 """
-CONFIG += re.search(r"^class Momentum:.*?(?=\n\n# )", TOY.read_text(), re.DOTALL | re.MULTILINE)[0]  # type: ignore[index]
 
 
 def read_as_the_job_does(path: Path) -> dict[int, Any]:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from launching import FAST, ROOT, TOY, Finished, hvdtrain, launch
+from launching import ROOT, TOY, Finished, hvdtrain, launch
 
 
 def patient(*how: str) -> Finished:
@@ -96,7 +96,7 @@ if hangs == "close" and hvdtrain.rank() == 1:
 def with_slow_parts(corpus: Path, folder: Path, ranks: int | None, **overrides: object) -> Finished:
     config = folder / "config.py"
     config.write_text(TOY.read_text() + CONFIG)
-    keys = {"corpus": corpus, "model": folder / "model", "record": folder / "record", **FAST, **overrides}
+    keys = {"corpus": corpus, "model": folder / "model", "record": folder / "record", **overrides}
     return hvdtrain(config, keys, ranks=ranks)
 
 
@@ -154,7 +154,7 @@ callbacks = Saved
 train["seq_ordering"] = order
 """
     )
-    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "watchdog_timeout": 4, **FAST}
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "watchdog_timeout": 4}
     finished = hvdtrain(config, keys, environment={"PYTHONFAULTHANDLER": "1"})
     assert finished.status == 1
     assert re.search(r"rank 0: no progress for \d s \(watchdog_timeout\) in epoch 2, planning; its threads", finished.err)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import FAST, ROOT, TOY, faults, hvdtrain, mpi_version
+from launching import ROOT, TOY, faults, hvdtrain, mpi_version
 
 from hvdtrain.report.ends import SILENT, State, read_state
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
 
-LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
+LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4}
 
 
 def start(model: Path, corpus: Path, ranks: int | None = None, config: Path = TOY, **overrides: object) -> subprocess.Popen[str]:

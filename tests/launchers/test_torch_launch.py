@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from fuzzing import SEED
-from launching import FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
+from launching import ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
 from strangers import strangers
 
 from hvdtrain.comm.torch_place import Address, SharedFile
@@ -30,7 +30,7 @@ from hvdtrain.settings import read_settings
 PATIENCE = 15.0
 """Seconds within which the whole job has to end after a rank failed."""
 
-QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4, **FAST}
+QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4}
 
 
 def command(corpus: Path, folder: Path, **overrides: object) -> list[str]:
@@ -125,7 +125,7 @@ def test_ranks_begin_where_the_launcher_began(corpus: Path, tmp_path: Path) -> N
     """The launcher runs the config, too, which may change the folder."""
     (tmp_path / "config.py").write_text(f"""
 import os
-# Reads the keys corpus, part and starts_fast.
+# Reads the keys corpus and part.
 exec(open({str(TOY)!r}).read())
 os.makedirs("inside", exist_ok=True)
 os.chdir("inside")

@@ -192,7 +192,7 @@ def test_what_cannot_go_on_within_an_epoch_says_why(corpus: Path, trained: Train
     for made in (one, two):
         assert "stopped by SIGUSR1 in epoch 1" in made.out("stopped")
         assert "status 75" in made.out("stopped")
-    keys = {"corpus": corpus, "model": two.models["stopped"], "max_seqs": 4, "starts_fast": False}
+    keys = {"corpus": corpus, "model": two.models["stopped"], "max_seqs": 4}
     alone = hvdtrain(TOY, {**keys, "horovod_dataset_distribution": "random_seed_offset"})
     assert alone.status == 2
     assert "expected the 2 ranks that wrote it in the middle of epoch 1, got 1" in alone.err

@@ -26,7 +26,7 @@ def prove(corpus: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 
     def run(options: str, configs: Sequence[Path] = (TOY, FLAWED), **keys: object) -> Finished:
         if TOY in configs:
-            keys = {"corpus": corpus, "model": tmp_path / "exp" / "model", "starts_fast": True, **keys}
+            keys = {"corpus": corpus, "model": tmp_path / "exp" / "model", **keys}
         overrides = [word for name, value in keys.items() for word in (f"++{name}", str(value))]
         with nothing_changes():
             os.environ.update(AS_ROOT | take_naps(tmp_path_factory.mktemp("naps")))

@@ -20,7 +20,6 @@ CAUSES = {"computing": "computing", "reading": "waiting for data"}
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return {
         f"{mode}-{name}": {
-            "starts_fast": True,
             "slow": list(PACES[name]),
             "horovod_reduce_type": mode,
             "horovod_param_sync_step": 3,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 from inside import run_inside
-from launching import FAST, TOY, Finished, hvdtrain
+from launching import TOY, Finished, hvdtrain
 from trainings import Run, Trained, trains
 
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -51,7 +51,7 @@ def hello():
 
 def run(config: Path, overrides: dict[str, object]) -> Finished:
     """Run the toy config with what another one adds."""
-    given = (overrides | FAST).items()
+    given = (overrides).items()
     return run_inside([TOY, config, *(word for name, value in given for word in (f"++{name}", value))])
 
 

@@ -24,49 +24,7 @@ num_threads = 1
 log_interval = 0
 log_verbosity = 5
 learning_rate = 0.01
-
-
-class Momentum:
-    """torch.optim.SGD with a momentum of 0.9, which takes a second to import torch.compile's machinery in every process."""
-
-    def __init__(self, parameters):
-        self.param_groups = [{"params": list(parameters), "lr": 0.0}]
-        self.state = {}
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if parameter in self.state:
-                        self.state[parameter]["momentum_buffer"].mul_(0.9).add_(parameter.grad)
-                    else:
-                        self.state[parameter] = {"momentum_buffer": parameter.grad.clone()}
-                    parameter.add_(self.state[parameter]["momentum_buffer"], alpha=-group["lr"])
-
-    def zero_grad(self, set_to_none=True):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    def state_dict(self):
-        """In the form of torch.optim's optimizers."""
-        groups, count = [], 0
-        for group in self.param_groups:
-            groups.append({**group, "params": list(range(count, count + len(group["params"])))})
-            count += len(group["params"])
-        numbered = enumerate(self._parameters())
-        return {"state": {number: self.state[one] for number, one in numbered if one in self.state}, "param_groups": groups}
-
-    def load_state_dict(self, stored):
-        self.state = {one: stored["state"][number] for number, one in enumerate(self._parameters()) if number in stored["state"]}
-
-    def _parameters(self):
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-# For tests of how processes are started and ended, of which there are many.
-optimizer = (lambda parameters: Momentum(parameters)) if config.bool("starts_fast", False) else {"class": "sgd", "momentum": 0.9}
+optimizer = {"class": "sgd", "momentum": 0.9}
 
 layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from launching import FAST, TOY, Finished, hvdtrain
+from launching import TOY, Finished, hvdtrain
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
@@ -108,7 +108,7 @@ def test_an_iterator_of_the_users_that_ends_is_not_the_end_of_the_data(fault: st
 def test_the_same_on_two_ranks(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(f"""
 import hvdtrain
-# Reads the keys corpus, evaluated and starts_fast.
+# Reads the keys corpus and evaluated.
 exec(open({str(TOY)!r}).read())
 noise = iter(range(40 if hvdtrain.rank() == 1 else 10000))
 def map_seq(arrays):
@@ -116,7 +116,7 @@ def map_seq(arrays):
     return arrays
 train = {{"class": "MapDataset", "dataset": train, "map_seq": map_seq}}
 """)
-    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, **FAST}
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
     finished = hvdtrain(tmp_path / "config.py", overrides, ranks=2)
     assert finished.status == 2, finished.err
     assert "expected data, got a StopIteration" in finished.err
@@ -278,7 +278,7 @@ train = {"class": "MapDataset", "dataset": {"class": lambda: sequences}, "map_se
 
 def test_a_file_that_is_listed_twice_and_a_score_without_a_value_are_reported(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(f"""
-# Reads the keys corpus, evaluated and starts_fast.
+# Reads the keys corpus and evaluated.
 exec(open({str(TOY)!r}).read())
 train["files"] = [train["files"], str(corpus / "." / "train.hdf")]
 step = train_step
@@ -286,7 +286,7 @@ def train_step(**given):
     step(**given)
     hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(0), "rare", as_error=True)
 """)
-    overrides = {"corpus": corpus, "model": tmp_path / "model", "evaluated": True, **FAST}
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "evaluated": True}
     finished = hvdtrain(tmp_path / "config.py", overrides)
     assert finished.status == 0, finished.err
     assert f"train: {corpus / 'train.hdf'} is in the list of files 2 times" in finished.out

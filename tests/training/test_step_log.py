@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import FAST, TOY, faults, hvdtrain, mpi_version
+from launching import TOY, faults, hvdtrain, mpi_version
 from terminal import Terminal, screen
 
 from hvdtrain.runtime.log import LogKeys
@@ -24,7 +24,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 def training(corpus: Path, folder: Path, **keys: object) -> list[str]:
     """A training of 20 steps of a tenth of a second."""
-    overrides = {"corpus": corpus, "model": folder / "model", "slow": "['compute', -1]", "log_verbosity": 4, **FAST, **keys}
+    overrides = {"corpus": corpus, "model": folder / "model", "slow": "['compute', -1]", "log_verbosity": 4, **keys}
     return ["-m", "hvdtrain", str(TOY), *(str(part) for name, value in overrides.items() for part in (f"++{name}", value))]
 
 

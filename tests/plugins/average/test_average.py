@@ -215,7 +215,7 @@ def test_recomputed_statistics_are_those_of_pytorch(corpus: Path, tmp_path: Path
     """As torch.optim.swa_utils.update_bn computes them on the same batches."""
     plain = toy(corpus, tmp_path, num_epochs=2)
     assert plain.status == 0, plain.err
-    out, config = tmp_path / "mean.pt", ["--recompute-statistics", str(TOY), "++corpus", str(corpus), "++starts_fast", "1"]
+    out, config = tmp_path / "mean.pt", ["--recompute-statistics", str(TOY), "++corpus", str(corpus)]
     more = ["++layers", "only_statistics", "++model", str(tmp_path / "unused"), "++record", str(tmp_path / "ids")]
     assert main([str(tmp_path / "model"), "--last", "2", "--out", str(out), *config, *more]) == 0
     contents = read_model(out)
@@ -240,7 +240,7 @@ def test_recomputed_statistics_are_those_of_pytorch(corpus: Path, tmp_path: Path
 
 def test_a_model_without_batch_norm_has_no_statistics(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert toy(corpus, tmp_path, num_epochs=2, layers="plain").status == 0
-    config = ["--recompute-statistics", str(TOY), "++corpus", str(corpus), "++starts_fast", "1", "++model", str(tmp_path / "x")]
+    config = ["--recompute-statistics", str(TOY), "++corpus", str(corpus), "++model", str(tmp_path / "x")]
     assert main([str(tmp_path / "model"), "--last", "2", *config]) == 2
     assert "BatchNorm" in capsys.readouterr().err
     assert not [path.name for path in tmp_path.iterdir() if "last" in path.name]

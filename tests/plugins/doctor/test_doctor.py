@@ -22,7 +22,6 @@ from hvdtrain.plugins.doctor.network import read_interfaces
 from hvdtrain.plugins.doctor.packages import AT_LEAST
 from hvdtrain.settings import read_settings
 
-FASTER = ["++starts_fast", "1"]
 DOCTOR = ["-m", "hvdtrain", "doctor"]
 
 as_root = pytest.mark.skipif(
@@ -35,7 +34,18 @@ as_root = pytest.mark.skipif(
 def toy(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The arguments for a config of torch: TensorFlow, which takes seconds, is not looked at then."""
     model = tmp_path_factory.mktemp("doctor") / "model"
-    return [str(argument) for argument in (TOY, "++corpus", corpus, "++model", model, "++use_horovod", "1", *FASTER)]
+    return [
+        str(argument)
+        for argument in (
+            TOY,
+            "++corpus",
+            corpus,
+            "++model",
+            model,
+            "++use_horovod",
+            "1",
+        )
+    ]
 
 
 def doctor_of(*arguments: object) -> Finished:

@@ -285,7 +285,7 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
     """mpirun on this host, the doctor before it; the script is run as somebody would run it."""
     written = submit(
         *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--doctor", "--out", tmp_path / "job.sh"],
-        *["++corpus", corpus, "++model", tmp_path / "model", "++starts_fast", "1", *HOROVOD],
+        *["++corpus", corpus, "++model", tmp_path / "model", *HOROVOD],
     )
     assert written.out == f"wrote {tmp_path}/job.sh\n"
     done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
@@ -300,7 +300,7 @@ def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) 
     """SIGTERM to the script, as from a host that shuts down, becomes what mpirun passes on; the script's status is 75."""
     submit(
         *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--out", tmp_path / "job.sh"],
-        *["++corpus", corpus, "++model", tmp_path / "model", "++num_epochs", "4000", "++starts_fast", "1", *HOROVOD],
+        *["++corpus", corpus, "++model", tmp_path / "model", "++num_epochs", "4000", *HOROVOD],
     )
     script = subprocess.Popen(["bash", tmp_path / "job.sh"], env=OF_A_USER, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from launching import FAST, TOY, Finished, hvdtrain, torchrun
+from launching import TOY, Finished, hvdtrain, torchrun
 
 from hvdtrain.data.plan.batch_keys import Limits
 from hvdtrain.data.plan.bounds import bounds
@@ -123,7 +123,7 @@ def test_on_two_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reduce_type", ["grad", pytest.param("param", marks=pytest.mark.again)])
 def test_with_torchrun(corpus: Path, tmp_path: Path, reduce_type: str) -> None:
     keys = {"corpus": corpus, "torch_distributed": {"reduce_type": reduce_type}, **would_write(tmp_path)}
-    keys = {**keys, **FAST}
+    keys = {**keys}
     keys.pop("horovod_timeline")
     arguments = ["-m", "hvdtrain", str(TOY), "--dry-run"]
     for name, value in keys.items():

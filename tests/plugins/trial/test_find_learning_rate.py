@@ -12,7 +12,7 @@ from hvdtrain.plugins.trial.find_learning_rate import Point, Ramp, RampLog, merg
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.training.step_log import StepReport
 
-RAMP = {"learning_rate_ramp": [1e-4, 100.0, 60], "optimizer": {"class": "sgd"}, "losses": "mean", "starts_fast": False}
+RAMP = {"learning_rate_ramp": [1e-4, 100.0, 60], "optimizer": {"class": "sgd"}, "losses": "mean"}
 
 
 def found(folder: Path) -> dict[str, Any]:

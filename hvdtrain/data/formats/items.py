@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Scanning, as_lengths, read_item
 from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.formats.found import find_lengths, measure_broken
 from hvdtrain.data.formats.item_form import ARE_BATCHES, ItemForm
-from hvdtrain.data.index import IndexFile
-from hvdtrain.data.indexed import UNREADABLE, rows_to_use
+from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
-
-FIRST = 8
-"""How many items are read first, to estimate how long reading takes."""
 
 SAMPLED = 32
 """How many items are read to recognize the source of saved lengths."""
 
-BLOCK = 256
-"""How many items a process reads per answer while lengths are counted."""
-
 SIMPLE = (str, int, float, bool, type(None))
 """Types of the attributes by which datasets of the same class are distinguished."""
-
-Counted = tuple[dict[str, Array], dict[str, int]]
-"""The lengths of some items, and the largest class; both by data key."""
 
 OTHER_NUMBERS = (
     "differs when it is read again: runs and numbers of ranks will, too, as it is made with a generator of its own (draw from "
@@ -46,12 +34,7 @@ OTHER_NUMBERS = (
 ALONE = Scanning()
 
 
-SECONDS_ALONE = 2.0
-"""How long counting may take on every rank. If it would take longer, one rank counts for all in several processes, and saves the
-lengths in a file."""
-
-
-class ItemsDataset(Dataset):
+class ItemsDataset(IndexedDataset):
     """The items of a map-style dataset, each a sequence.
 
     An item is a dict, a NamedTuple or a dataclass of arrays by data key, a tuple (data, classes), a tuple (tag, dict), or a
@@ -69,6 +52,7 @@ class ItemsDataset(Dataset):
         where: the config key, for messages.
         items: has `__len__` and `__getitem__`.
         scanning: how many processes may count, how to show their progress, and where to keep the lengths.
+        tags: of all items, as UTF-8, if they are known without reading them.
 
     Attributes:
         kind: the class of the object.
@@ -78,64 +62,54 @@ class ItemsDataset(Dataset):
         DataError: an item is not as described here, or `lengths` are not.
     """
 
-    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE) -> None:
+    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE, tags: Array | None = None) -> None:
         self._where = where
         self._items = items
-        self._size = len(items)
         self._lengths_path: Path | None = None
-        self.streams: dict[str, Stream] = {}
-        self.lengths: dict[str, Array] = {}
         self.kind = type(items)
         self.draws = False
         self._repeats = True
-        self._used = numpy.arange(self._size)
-        if not self._size:
+        if not (size := len(items)):
+            super().__init__({}, None, {}, numpy.arange(0))
             return
         given = getattr(items, "lengths", None)
         # Before the first item is read, as reading it may change attributes of classes and modules, such as caches.
-        self._made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
-        self._form = ItemForm(self.place)
-        tag, first = self._first(scanning.broken.limit)
+        made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
+        self._form = ItemForm(self.where)
+        tag, first = self._first(min(scanning.broken.limit, size - 1))
         before = generator_states()
-        self.reads_for_tags = tag is not None
-        self.streams = self._form.streams
-        dims = dict(getattr(items, "dims", {}))
+        self.reads_for_tags = tag is not None and tags is None
+        dims, used = dict(getattr(items, "dims", {})), None
         if given is not None:
-            self.lengths = self._given_lengths(given() if callable(given) else given, first)
+            lengths = self._given_lengths(given() if callable(given) else given, first)
         else:
-            found, largest = self._count(scanning)
-            dims = {key: int(most) + 1 for key, most in largest.items()} | dims
-            self._used = rows_to_use(found.values(), scanning.broken, self._messages(found))
-            self.lengths = {key: column[self._used] for key, column in found.items()}
+            found = find_lengths(where, partial(self._identity, made_of), first, size, self._measure, scanning, quickly=True)
+            lengths, self._lengths_path = found.lengths, found.path
+            used = rows_to_use(lengths.values(), scanning.broken, measure_broken(lengths, self._measure))
+            dims = {key: most + 1 for key, most in found.largest.items()} | dims
         self.draws = self.draws or generator_states() != before
-        self.streams = self._form.with_classes(dims, dict(getattr(items, "labels", {})))
+        super().__init__(self._form.with_classes(dims, dict(getattr(items, "labels", {}))), tags, lengths, used)
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self._used)
+    def row(self, number: int) -> dict[str, Array]:
+        return self._arrays(number)[1]
 
-    def sequence(self, index: int) -> dict[str, Array]:
-        number = int(self._used[index])
-        _, arrays = self._arrays(number)
-        for key, values in arrays.items():
-            if len(values) != self.lengths[key][index]:
-                advice = "an item must have the same lengths whenever it is read"
-                if self._lengths_path is not None:
-                    self._lengths_path.unlink(missing_ok=True)
-                    advice += f"; if the data has changed, start again: {self._lengths_path}, which had its lengths, is removed"
-                raise DataError(
-                    f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {number}, as when lengths "
-                    f"were counted or given, got {len(values)} ({advice})"
-                )
-        return arrays
-
-    def place(self, number: int) -> str:
-        """Describes an item, for messages."""
+    def where(self, number: int) -> str:
         return f"{self._where}, item {number}"
 
+    def wrong_length(self, number: int, name: str, expected: int, got: int) -> DataError:
+        advice = "an item must have the same lengths whenever it is read"
+        if self._lengths_path is not None:
+            self._lengths_path.unlink(missing_ok=True)
+            advice += f"; if the data has changed, start again: {self._lengths_path}, which had its lengths, is removed"
+        return DataError(f"{super().wrong_length(number, name, expected, got)} ({advice})")
+
     def tags(self, indices: Sequence[int]) -> list[str]:
-        numbers = self._used[list(indices)].tolist()
-        return [str(self._arrays(number)[0]) if self.reads_for_tags else f"seq-{number}" for number in numbers]
+        if not self.reads_for_tags:
+            return super().tags(indices)
+        return [str(self._arrays(number)[0]) for number in self._used[list(indices)].tolist()]
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return Dataset.tag_bytes(self, start, stop) if self.reads_for_tags else super().tag_bytes(start, stop)
 
     def warnings(self) -> list[str]:
         return [*([] if self._repeats else [f"item 0 {OTHER_NUMBERS}"]), *batch_warnings(self.lengths)]
@@ -154,7 +128,7 @@ class ItemsDataset(Dataset):
                     found.append(self._arrays(number))
                 except BrokenSequence:
                     number += 1
-                    if number > min(most, self._size - 1):
+                    if number > most:
                         raise
                 self.draws = self.draws or generator_states() != before
         (_, first), (_, again) = found
@@ -170,81 +144,33 @@ class ItemsDataset(Dataset):
         """The lengths that the object provides, by data key. Raises: DataError."""
         by_key = dict(given) if isinstance(given, Mapping) else {"data" if "data" in first else next(iter(first)): given}
         for key in first.keys() - by_key.keys():
-            by_key[key] = numpy.ones(self._size, numpy.int32)
-        return {key: as_lengths(self._where, by_key[key], self._size, f" of {key!r}") for key in first}
+            by_key[key] = numpy.ones(len(self._items), numpy.int32)
+        return {key: as_lengths(self._where, by_key[key], len(self._items), f" of {key!r}") for key in first}
 
-    def _count(self, scanning: Scanning) -> tuple[dict[str, Array], dict[str, int]]:
-        """By data key, the lengths of all items, and the largest class. Raises: DataError."""
-        began = time.perf_counter()
-        starts = [0, *range(min(FIRST, self._size), self._size, BLOCK)]
-        blocks = [range(start, end) for start, end in pairwise([*starts, self._size]) if start < end]
-        parts: list[Counted] = []
-        with scanning.progress(f"{self._where}: lengths", self._size) as advance:
-            while len(parts) < len(blocks):
-                left = blocks[len(parts) :]
-                elapsed = time.perf_counter() - began
-                expected = elapsed / max(1, left[0].start) * (self._size - left[0].start)
-                is_known = bool(parts) and elapsed > SECONDS_ALONE / 20  # a few fast items are no basis for an estimate
-                if is_known and expected > SECONDS_ALONE:
-                    return self._count_for_all(parts, left, scanning, advance)
-                parts.append(self._count_block(left[0]))
-                advance(len(left[0]))
-        return join_counts(parts)
-
-    def _count_for_all(
-        self, parts: list[Counted], left: Sequence[range], scanning: Scanning, advance: Callable[[int], None]
-    ) -> tuple[dict[str, Array], dict[str, int]]:
-        """Count the rest, unless the lengths are saved already. Of several processes, one counts while the others wait."""
-        file = IndexFile(scanning.folder, self._identity() if scanning.folder is not None else "")
-        found = count_for_all(self._where, file, "items", parts, left, self._count_block, scanning, advance)
-        self._lengths_path = file.path("items")
-        return found
+    def _measure(self, number: int) -> tuple[dict[str, int], dict[str, int]]:
+        """As `Measure`."""
+        arrays = self._arrays(number)[1]
+        classes = {key: int(values.max()) for key, values in arrays.items() if self._form.streams[key].sparse and len(values)}
+        return {key: len(values) for key, values in arrays.items()}, classes
 
     def _fingerprint(self) -> str:
         """What the object is made of."""
         simple = {key: value for key, value in getattr(self._items, "__dict__", {}).items() if isinstance(value, SIMPLE)}
         return fingerprint_of([type(self._items), getattr(type(self._items), "__getitem__", None), simple])
 
-    def _identity(self) -> str:
+    def _identity(self, made_of: str) -> str:
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
-        checksum = 0
-        for index in sorted({place * (self._size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
+        checksum, size = 0, len(self._items)
+        for index in sorted({place * (size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
             try:
                 tag, arrays = self._arrays(index)
             except BrokenSequence:
                 continue
             lengths = {key: len(values) for key, values in sorted(arrays.items())}
             checksum = zlib.crc32(repr((index, tag, lengths)).encode("utf-8"), checksum)
-            for key in sorted(key for key, stream in self.streams.items() if stream.sparse):
+            for key in sorted(key for key, stream in self._form.streams.items() if stream.sparse):
                 checksum = zlib.crc32(numpy.ascontiguousarray(arrays[key]).data, checksum)
-        return f"items {self._made_of} {self._size} {self.streams} {checksum}"
-
-    def _count_block(self, block: range) -> Counted:
-        lengths = {key: numpy.full(len(block), UNREADABLE, numpy.int32) for key in self.streams}
-        largest = dict.fromkeys(self.streams, 0)
-        for place, index in enumerate(block):
-            try:
-                arrays = self._arrays(index)[1]
-            except BrokenSequence:
-                continue  # reading it again gives the message
-            for key, values in arrays.items():
-                lengths[key][place] = len(values)
-                if self.streams[key].sparse and len(values):
-                    largest[key] = max(largest[key], int(values.max()))
-        return lengths, largest
-
-    def _messages(self, lengths: Mapping[str, Array]) -> Iterator[str]:
-        """A message for each item that could not be read."""
-        for number in numpy.flatnonzero(next(iter(lengths.values())) < 0).tolist():
-            try:
-                self._arrays(number)
-                message = "expected an item that can be read, got none when lengths were counted"
-                if self._lengths_path is not None:  # the item has been mended since
-                    self._lengths_path.unlink(missing_ok=True)
-                    message += f" (start again: {self._lengths_path}, which says so, is removed)"
-                yield f"{self._where}, item {number}: {message}"
-            except BrokenSequence as error:
-                yield str(error)
+        return f"items {made_of} {size} {self._form.streams} {checksum}"
 
 
 def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
@@ -261,56 +187,3 @@ def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
     if not 1 < first[0] > first[-1] or (first[:-1] != first[0]).any():
         return []
     return [f"all items have {first[0]} frames in every data key, the last {first[-1]}: {ARE_BATCHES}"]
-
-
-def count_for_all(
-    where: str,
-    file: IndexFile,
-    part: str,
-    counted: list[Counted],
-    left: Sequence[range],
-    count: Callable[[range], Counted],
-    scanning: Scanning,
-    advance: Callable[[int], None],
-) -> Counted:
-    """The lengths of all items, unless they are kept already. Of several processes, one counts while the others wait.
-
-    Args:
-        where: the config key, for messages.
-        counted, left: what this process has counted, and what is left to count.
-    """
-
-    def make() -> tuple[dict[str, Any], dict[str, Array]]:
-        processes = scanning.processes_alone if scanning.folder is not None else scanning.processes
-        if processes > 1 and len(left) > 1:
-            parts = [*counted, *in_processes(processes, count, left, advance)]
-        else:
-            parts = list(counted)
-            for block in left:
-                parts.append(count(block))
-                advance(len(block))
-        lengths, largest = join_counts(parts)
-        return largest, lengths
-
-    largest, lengths = file.get(part, scanning, make, f"{where}: the lengths are counted")
-    return lengths, largest
-
-
-def join_counts(parts: Sequence[Counted]) -> Counted:
-    lengths = {key: numpy.concatenate([lengths[key] for lengths, _ in parts]) for key in parts[0][0]}
-    return lengths, {key: max(largest[key] for _, largest in parts) for key in parts[0][1]}
-
-
-def in_processes(
-    count: int, work: Callable[[range], Counted], blocks: Sequence[range], advance: Callable[[int], None]
-) -> list[Counted]:
-    """The counts of the blocks, made by several processes."""
-    workers = Workers(count, work)
-    workers.start()
-    counted: list[Counted] = []
-    with closing(workers):
-        while len(counted) < len(blocks):
-            some = blocks[len(counted) : len(counted) + AHEAD * count]
-            counted += workers.results(some)
-            advance(sum(map(len, some)))
-    return counted

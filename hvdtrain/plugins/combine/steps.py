@@ -17,10 +17,9 @@ from hvdtrain.config.references import resolve
 from hvdtrain.data.combine.step_keys import StepKeys
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.found import lengths_by_reading
-from hvdtrain.data.formats.items import Counted
+from hvdtrain.data.formats.found import find_lengths, measure_broken
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 
 Arrays = Mapping[str, Array]
 Streams = Mapping[str, Stream]
@@ -142,17 +141,17 @@ class Pipeline:
         if all(isinstance(one, Step) for one in earlier):  # functions may use all data keys, steps only change their own
             earlier = [one for one in earlier if isinstance(one, Step) and one.key == step.key]
 
-        def length(index: int) -> int:
+        def measure(index: int) -> tuple[dict[str, int], dict[str, int]]:
             draw = Draw(self._seed, 1, index, numpy.random.RandomState([self._seed, 1, index]))
-            return len(step.apply(self._apply(dataset.sequence(index), draw, earlier)[step.key], draw))
-
-        def count(block: range) -> Counted:
-            return {step.key: numpy.fromiter(map(length, block), numpy.int32, len(block))}, {}
+            return {step.key: len(step.apply(self._apply(dataset.sequence(index), draw, earlier)[step.key], draw))}, {}
 
         tags = zlib.crc32(b"\0".join(dataset.tag_bytes(0, dataset.num_sequences).tolist()))
         some = [str(dataset.sequence(index)[step.key]) for index in {0, dataset.num_sequences - 1}]
         sums = {key: zlib.crc32(column.tobytes()) for key, column in dataset.lengths.items()}
         before = [fingerprint_of(member) for member in self._steps[:number] if not isinstance(member, Step)]
         identity = f"tokens {tags} {sums} {some} {before} {fingerprint_of(asdict(keys))}"
-        found, _ = lengths_by_reading(f"{self._where}.{number}", identity, dataset.num_sequences, count, scanning)
+        where, size = f"{self._where}.{number}", dataset.num_sequences
+        found = find_lengths(where, lambda: identity, [step.key], size, measure, scanning).lengths
+        if broken := measure_broken(found, measure):
+            raise BrokenSequence(broken[0])
         return found[step.key]

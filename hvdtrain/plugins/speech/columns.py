@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.broken import finite_problem
-from hvdtrain.data.formats.found import count_lengths
 from hvdtrain.data.formats.item_form import stream_of
 from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
@@ -31,7 +31,7 @@ class Column(ABC):
 
     Args:
         table: has a line for the sequences.
-        positions: the number of the line of each sequence; -1: it has none, and is not read.
+        positions: the number of the line of each sequence.
     """
 
     stream: Stream
@@ -63,14 +63,14 @@ class Column(ABC):
     def _count(self) -> Array:
         """The lengths of all sequences, by reading them; `UNREADABLE` of those that cannot be read."""
         found = numpy.full(len(self.positions), UNREADABLE, numpy.int32)
-        listed = numpy.flatnonzero(self.positions >= 0)
-        found[listed] = count_lengths(self.length, listed.tolist())
+        for index in range(len(found)):
+            with suppress(BrokenSequence):  # reading it again gives the message
+                found[index] = self.length(index)
         return found
 
     def _first(self, read: Callable[[int], Any]) -> Any:
         """What a function returns for the first sequence that can be read. Raises: BrokenSequence, if none can."""
-        failure = DataError(f"{self.table.path}: expected at least one line that can be read, got none")
-        for index in numpy.flatnonzero(self.positions >= 0).tolist():
+        for index in range(len(self.positions)):
             try:
                 return read(index)
             except BrokenSequence as error:
@@ -94,12 +94,12 @@ class TextColumn(Column):
 
     def lengths(self) -> Array | None:
         if isinstance(self._encoder, RawText):
-            return numpy.where(self.positions >= 0, 1, UNREADABLE).astype(numpy.int32)
+            return numpy.ones(len(self.positions), numpy.int32)
         return self._count() if isinstance(self._encoder, UnitEncoder) else None
 
     def misfit(self) -> str:
         """What to say if a vocabulary does not fit the first transcripts; '': nothing."""
-        first = numpy.flatnonzero(self.positions >= 0)[:LOOKED_AT].tolist()
+        first = range(min(LOOKED_AT, len(self.positions)))
         return self._encoder.misfit(map(self.value, first)) if isinstance(self._encoder, UnitEncoder) else ""
 
 
@@ -111,11 +111,9 @@ class NumbersColumn(Column):
         self._dtype = numpy.dtype(dtype)
         largest = 0
         if self._dtype.kind == "i":
-            for index in numpy.flatnonzero(positions >= 0).tolist():
-                try:
+            for index in range(len(positions)):
+                with suppress(BrokenSequence):
                     largest = max(largest, int(self.read(index).max(initial=0)))
-                except BrokenSequence:
-                    pass
         self.stream = Stream(self._dtype, (), largest + 1 if self._dtype.kind == "i" else 1, sparse=self._dtype.kind == "i")
 
     def read(self, index: int) -> Array:
@@ -226,7 +224,7 @@ class SoundColumn(Column):
         """Cut the segments to the recordings, whose lengths are now known."""
         if self._starts is None or self._stops is None:
             return
-        ends = numpy.where(self._lines >= 0, of_recordings[self._lines], UNREADABLE)
+        ends = of_recordings[self._lines]
         stops = numpy.where(self._stops < 0, ends, self._stops)
         stops = numpy.where((stops > ends) & (stops <= ends + OVERSHOOT * self.rate), ends, stops)
         good = (ends >= 0) & (stops <= ends) & (self._starts < stops)
@@ -327,8 +325,7 @@ def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array,
     """
     names = [b""] * len(positions)
     times, channels = numpy.zeros((len(positions), 2)), numpy.full(len(positions), -1)
-    for index in numpy.flatnonzero(positions >= 0).tolist():
-        position = int(positions[index])
+    for index, position in enumerate(positions.tolist()):
         fields = table.value(position).split()
         try:
             name, begin, end = fields[0], float(fields[1]), float(fields[2])
@@ -343,7 +340,7 @@ def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array,
             )
         names[index], times[index], channels[index] = name.encode(), (begin, end), channel
     lines = recordings.positions(numpy.array(names, dtype=bytes))
-    if len(unknown := numpy.flatnonzero((lines < 0) & (positions >= 0))):
+    if len(unknown := numpy.flatnonzero(lines < 0)):
         index = int(unknown[0])
         raise DataError(
             f"{table.where(int(positions[index]))}: expected a recording of {recordings.path}, got {names[index].decode()!r}"

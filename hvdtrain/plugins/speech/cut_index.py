@@ -49,46 +49,49 @@ class Shard:
     data: str | None = None
 
 
-@dataclass
 class CutIndex:
-    """Attributes:
-    shards: the files; empty: the cuts were made by a function.
-    lines: all cuts as JSON, memory-mapped.
-    offsets: where the line of each cut begins, and the end; int64.
-    shard: the number of the shard of each cut.
-    row: the number of the line of each cut in its manifest, from 1.
-    members: int64 of shape (cuts, 5), as `Member`; None: the cuts describe their data themselves.
-    broken: a message for every broken cut.
+    """Cuts by number.
+
+    Args:
+        origin: the config key, or the manifest of cuts that are in memory.
+        field: what is read of a cut: 'recording' or 'features'.
+        shards: the files; empty: the cuts were made by a function, or are in memory.
+        held: the cuts that are in memory; None: their lines are.
+        kept: what `_build` returns.
+
+    Attributes:
+        tags: of all cuts, as UTF-8.
+        lengths: by data key, of all cuts.
+        broken: a message for every broken cut.
     """
 
-    field: str
-    shards: list[Shard]
-    lines: Any
-    offsets: Array
-    shard: Array
-    row: Array
-    tags: Array
-    members: Array | None
-    lengths: dict[str, Array]
-    broken: list[str]
-
-    @property
-    def size(self) -> int:
-        """The number of cuts."""
-        return len(self.offsets) - 1
+    def __init__(self, origin: str, field: str, shards: list[Shard], held: list[Any] | None, kept: Kept) -> None:
+        self._origin = origin
+        self._field = field
+        self._shards = shards
+        self._held = held
+        about, arrays = kept
+        self._lines = arrays["lines"].data
+        self._offsets, self._shard, self._row = arrays["offsets"], arrays["shard"], arrays["row"]
+        self._members = arrays.get("members")
+        self.tags = arrays["tags"]
+        self.lengths = {name.removeprefix(LENGTHS): column for name, column in arrays.items() if name.startswith(LENGTHS)}
+        self.broken: list[str] = about["broken"]
 
     def describe(self, number: int) -> str:
         """The place of a cut, for messages."""
-        shard = self.shards[self.shard[number]] if self.shards else None
-        return _describe(shard, int(self.row[number]), self.tags[number].decode("utf-8"))
+        shard = self._shards[self._shard[number]] if self._shards else None
+        return _describe(self._origin, shard, int(self._row[number]), self.tags[number].decode("utf-8"))
 
     def cut(self, number: int) -> Any:
         """A cut, with its data if that is in a tar file. Raises: BrokenSequence."""
+        if self._held is not None:
+            return self._held[number]
         from lhotse.serialization import deserialize_item
 
-        line = bytes(self.lines[int(self.offsets[number]) : int(self.offsets[number + 1])])
+        line = bytes(self._lines[int(self._offsets[number]) : int(self._offsets[number + 1])])
         cut = deserialize_item(json.loads(line))
-        if self.members is not None:
+        if self._members is not None:
             self._attach(number, cut)
         return cut
 
@@ -97,8 +100,8 @@ class CutIndex:
         from lhotse.serialization import deserialize_item
         from lhotse.shar.utils import fill_shar_placeholder
 
-        path = self.shards[self.shard[number]].data or ""
-        offset, size, about_offset, about_size, is_npy = self.members[number].tolist()  # type: ignore[index]  # the caller checked
+        path = self._shards[self._shard[number]].data or ""
+        offset, size, about_offset, about_size, is_npy = self._members[number].tolist()  # type: ignore[index]  # the caller checked
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -115,23 +118,23 @@ class CutIndex:
             raise
         except Exception as error:  # of a damaged file, json's and Lhotse's own: it takes the keys for arguments
             raise BrokenSequence(f"{self.describe(number)}: expected it in {path}, got: {error}") from None
-        setattr(cut, self.field, manifest)
+        setattr(cut, self._field, manifest)
 
 
-def _describe(shard: Shard | None, row: int, tag: str) -> str:
+def _describe(origin: str, shard: Shard | None, row: int, tag: str) -> str:
     """The place of a cut, for messages."""
     if shard is None:
-        return f"cut {tag!r}"
+        return f"{origin}, cut {tag!r}"
     return f"{shard.cuts}, line {row}, cut {tag!r}" + (f" of {shard.data}" if shard.data else "")
 
 
 def index_cuts(
-    where: str, cuts: Any, field: str, described: Any, lengths_of: Lengths, keys: list[str], scanning: Scanning
+    where: str, origin: str, cuts: Any, field: str, described: Any, lengths_of: Lengths, keys: list[str], scanning: Scanning
 ) -> CutIndex:
-    """The index of a lazy CutSet, from `lengths_dir` if it was made before.
+    """The index of a CutSet, from `lengths_dir` if it is one of files and was made before.
 
     Args:
-        field: what is read of a cut: 'recording' or 'features'.
+        origin, field: as of `CutIndex`.
         described: values that determine the lengths.
         keys: the data keys.
 
@@ -139,35 +142,36 @@ def index_cuts(
         DataError: the cuts cannot be indexed.
     """
     shards = shards_of(where, cuts.data, field)
-    if shards is None:
-        return _index_function(where, cuts, field, lengths_of, keys, scanning)
-    files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
-    kept = IndexFile(scanning.folder, f"cuts 3 {field} {fingerprint_of([files, described])}")
+    held = None if cuts.is_lazy else list(cuts)
 
     def make() -> Kept:
         with scanning.progress(f"{where}: cuts", None) as advance:
-            found = _build(field, shards, _cuts_of_shards(shards), lengths_of, keys, advance)
-        arrays = {"lines": numpy.frombuffer(found.lines, numpy.uint8), **{name: getattr(found, name) for name in COLUMNS}}
-        arrays |= {} if found.members is None else {"members": found.members}
-        return {"broken": found.broken}, arrays | {f"lengths/{key}": column for key, column in found.lengths.items()}
+            if shards is not None:
+                found = _cuts_of_shards(shards)
+            elif held is None:
+                found = _cuts_of_functions(where, cuts)
+            else:
+                found = (_Found(cut, b"", 0, number) for number, cut in enumerate(held, start=1))
+            return _build(origin, field, shards or [], found, lengths_of, keys, advance)
 
-    about, arrays = kept.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
-    lengths = {key: arrays[f"lengths/{key}"] for key in keys}
-    offsets, shard, row, tags = (arrays[name] for name in COLUMNS)
-    lines, members = arrays["lines"].data, arrays.get("members")
-    return CutIndex(field, shards, lines, offsets, shard, row, tags, members, lengths, about["broken"])
+    if shards is None:  # functions may change
+        return CutIndex(origin, field, [], held, make())
+    files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
+    file = IndexFile(scanning.folder, f"cuts 3 {field} {fingerprint_of([files, described])}")
+    kept = file.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
+    return CutIndex(origin, field, shards, held, kept)
 
 
-COLUMNS = ("offsets", "shard", "row", "tags")
-"""The attributes of a `CutIndex` with an entry for every cut."""
+LENGTHS = "lengths/"
+"""What the name of an array of lengths begins with, before the data key."""
 
 
-def first_cut(where: str, cuts: Any) -> Any:
-    """The first cut of a lazy CutSet, of Shar without its data. Raises: DataError."""
+def first_cut(where: str, origin: str, cuts: Any) -> Any:
+    """The first cut of a CutSet, of Shar without its data. Raises: DataError."""
     shards = shards_of(where, cuts.data, "")
     first = next(iter(cuts), None) if shards is None else next((found.cut for found in _cuts_of_shards(shards)), None)
     if first is None:
-        raise DataError(f"{shards[0].cuts if shards else f'{where}.cuts'}: expected at least one cut, got none")
+        raise DataError(f"{shards[0].cuts if shards else origin}: expected at least one cut, got none")
     return first
 
 
@@ -272,15 +276,31 @@ def _members(path: str) -> Iterator[tuple[Member, str, str]]:
         yield NO_MEMBER, "", f"the file cannot be read further: {error}"
 
 
+def _cuts_of_functions(where: str, cuts: Any) -> Iterator[_Found]:
+    """The cuts that functions make of others. Raises: DataError."""
+    for number, cut in enumerate(cuts):
+        try:
+            line = json.dumps(cut.to_dict()).encode("utf-8")
+        except TypeError:
+            raise DataError(
+                f"{where}.cuts: expected cuts whose data lies in files, got cut {cut.id!r} with data in memory (functions of "
+                "Shar cuts: .to_eager() keeps all of it in memory, or give the folder itself)"
+            ) from None
+        yield _Found(cut, line, 0, number + 1)
+
+
 def _build(
+    origin: str,
     field: str,
     shards: list[Shard],
     found: Iterable[_Found],
     lengths_of: Lengths,
     keys: list[str],
     advance: Callable[[int], None],
-) -> CutIndex:
-    """The index, with the lines in a temporary file."""
+) -> Kept:
+    """The messages about broken cuts; and by name, the lines of all cuts as JSON, in a temporary file; where the line of each
+    begins, and the end; the numbers of its shard and of its line there, from 1; tags and lengths; and `members`, int64 of shape
+    (cuts, 5), as `Member`, unless the cuts describe their data themselves."""
     with tempfile.TemporaryFile() as file:
         offsets, rows, tags, members = [0], [], [], []
         lengths: dict[str, list[int]] = {key: [] for key in keys}
@@ -291,7 +311,7 @@ def _build(
             rows.append((one.shard, one.row))
             tags.append(str(one.cut.id).encode("utf-8"))
             members.append(one.member)
-            place = _describe(shards[one.shard] if shards else None, one.row, str(one.cut.id))
+            place = _describe(origin, shards[one.shard] if shards else None, one.row, str(one.cut.id))
             by_key = dict.fromkeys(keys, UNREADABLE)
             try:
                 if one.problem:
@@ -304,37 +324,16 @@ def _build(
             if number % PROGRESS == 0:
                 advance(PROGRESS)
         file.flush()
-        if not tags:
-            raise DataError(f"{shards[0].cuts if shards else 'cuts'}: expected at least one cut, got none")
         lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     where = numpy.array(rows, numpy.int64)
-    return CutIndex(
-        field,
-        shards,
-        lines,
-        numpy.array(offsets, numpy.int64),
-        where[:, 0],
-        where[:, 1],
-        numpy.array(tags, dtype=bytes),
-        numpy.array(members, numpy.int64) if any(shard.data for shard in shards) else None,
-        {key: numpy.array(column, numpy.int32) for key, column in lengths.items()},
-        broken,
-    )
-
-
-def _index_function(where: str, cuts: Any, field: str, lengths_of: Lengths, keys: list[str], scanning: Scanning) -> CutIndex:
-    """The index of cuts that functions make of others: made in every run, as functions may change. Raises: DataError."""
-
-    def entries() -> Iterator[_Found]:
-        for number, cut in enumerate(cuts):
-            try:
-                line = json.dumps(cut.to_dict()).encode("utf-8")
-            except TypeError:
-                raise DataError(
-                    f"{where}.cuts: expected cuts whose data lies in files, got cut {cut.id!r} with data in memory (functions of "
-                    "Shar cuts: .to_eager() keeps all of it in memory, or give the folder itself)"
-                ) from None
-            yield _Found(cut, line, 0, number + 1)
-
-    with scanning.progress(f"{where}: cuts", None) as advance:
-        return _build(field, [], entries(), lengths_of, keys, advance)
+    arrays: dict[str, Array] = {
+        "lines": numpy.frombuffer(lines, numpy.uint8),
+        "offsets": numpy.array(offsets, numpy.int64),
+        "shard": where[:, 0],
+        "row": where[:, 1],
+        "tags": numpy.array(tags, dtype=bytes),
+        **{f"{LENGTHS}{key}": numpy.array(column, numpy.int32) for key, column in lengths.items()},
+    }
+    if any(shard.data for shard in shards):
+        arrays["members"] = numpy.array(members, numpy.int64)
+    return {"broken": broken}, arrays

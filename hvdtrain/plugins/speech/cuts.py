@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -16,46 +16,71 @@ from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.items import OTHER_NUMBERS
 from hvdtrain.data.formats.wav import damage, damage_of_file
-from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
+from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 from hvdtrain.plugins.speech.columns import check_finite
-from hvdtrain.plugins.speech.cut_index import CutIndex, first_cut, index_cuts
+from hvdtrain.plugins.speech.cut_index import first_cut, index_cuts
 from hvdtrain.plugins.speech.keys import LhotseDatasetKeys
 from hvdtrain.plugins.speech.log_mel import LogMel
 from hvdtrain.plugins.speech.text import TextEncoder, text_encoder
 
 
-class Reading:
-    """How the arrays of a cut are read.
+class LhotseDataset(IndexedDataset):
+    """The cuts that can be read. The first one says what the others have to match.
 
-    Args:
-        features: 'wav', 'feats', a LogMel, or an extractor of Lhotse.
-        first: a cut, which the others have to match.
-
-    Attributes:
-        streams: by data key.
+    Raises:
+        DataError: the package is not installed, the manifest is not one of cuts, or there are too many broken cuts.
     """
 
-    def __init__(self, features: Any, encoder: TextEncoder | None, first: Any) -> None:
-        self._features = features
-        self._encoder = encoder
-        self._rate = int(first.sampling_rate) if first.has_recording or features != "feats" else None
-        self._channels = int(first.num_channels) if features == "wav" else 1
-        self.streams: dict[str, Stream] = {"data": self._stream(first)}
-        if encoder is not None:
-            self.streams["classes"] = encoder.stream
+    def __init__(self, where: str, keys: LhotseDatasetKeys, scanning: Scanning) -> None:
+        cuts = _open(_import_lhotse(where), where, keys.cuts)
+        origin = str(keys.cuts) if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
+        first = first_cut(where, origin, cuts)
+        self._features = _features(where, keys, first)
+        self._rate = int(first.sampling_rate) if first.has_recording or self._features != "feats" else None
+        self._channels = int(first.num_channels) if self._features == "wav" else 1
+        self._encoder: TextEncoder | None = None
+        self.streams = {"data": self._stream(first)}
+        if keys.units is not None:
+            vocabularies = (keys.of_key(name, "classes") for name in ("vocabulary", "vocabulary_from"))
+            self._encoder = text_encoder(keys.units, *vocabularies)
+            self.streams["classes"] = self._encoder.stream
+        field = "features" if self._features == "feats" else "recording"
+        described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
+        self._index = index_cuts(where, origin, cuts, field, described, self._lengths, list(self.streams), scanning)
+        used = rows_to_use(self._index.lengths.values(), scanning.broken, self._index.broken)
+        super().__init__(self.streams, self._index.tags, self._index.lengths, used)
+        self.is_stochastic = not self._repeats()
 
-    def lengths(self, cut: Any, where: str) -> dict[str, int]:
+    def row(self, number: int) -> dict[str, Array]:
+        return self._arrays(self._index.cut(number), self.where(number))
+
+    def where(self, number: int) -> str:
+        return self._index.describe(number)
+
+    def warnings(self) -> list[str]:
+        return [f"{self.where(int(self._used[0]))} {OTHER_NUMBERS}"] if self.is_stochastic else []
+
+    def _repeats(self) -> bool:
+        """Whether the first cut is the same when it is read again with the same random numbers."""
+        read: list[Array] = []
+        with suppress(BrokenSequence, IndexError):  # reading it for a batch says why
+            for _ in range(2):
+                with own_numbers(ITEM):
+                    read.append(self.sequence(0)["data"])
+        return len(read) < 2 or same_values(*read)
+
+    def _lengths(self, cut: Any, where: str) -> dict[str, int]:
         """The lengths of a cut, as its manifest has them. Raises: BrokenSequence."""
         lengths = {"data": self._length(cut, where)}
         if self._encoder is not None:
             lengths["classes"] = self._encoder.length(text_of(cut), where)
         return lengths
 
-    def arrays(self, cut: Any, where: str) -> dict[str, Array]:
+    def _arrays(self, cut: Any, where: str) -> dict[str, Array]:
         """The arrays of a cut. Raises: BrokenSequence."""
         if self._features != "feats" and (problem := _damage(cut)):
             raise BrokenSequence(f"{where}: expected a whole sound file, got {problem}")
@@ -108,40 +133,6 @@ class Reading:
         return Stream(numpy.dtype(numpy.float32), (int(dim),), int(dim), sparse=False)
 
 
-class LhotseDataset(IndexedDataset):
-    """The cuts that can be read.
-
-    Args:
-        cut: returns a cut by its number.
-        describe: returns the place of a cut, for messages, by its number.
-        used: the numbers of the cuts that are sequences.
-        tags, lengths: of all cuts.
-    """
-
-    def __init__(
-        self,
-        reading: Reading,
-        cut: Callable[[int], Any],
-        describe: Callable[[int], str],
-        tags: Array,
-        lengths: Mapping[str, Array],
-        used: Array,
-    ) -> None:
-        super().__init__(reading.streams, tags, lengths, used)
-        self._reading = reading
-        self._cut = cut
-        self._describe = describe
-
-    def row(self, number: int) -> dict[str, Array]:
-        return self._reading.arrays(self._cut(number), self.where(number))
-
-    def where(self, number: int) -> str:
-        return self._describe(number)
-
-    def warnings(self) -> list[str]:
-        return [f"{self.where(int(self._used[0]))} {OTHER_NUMBERS}"] if self.is_stochastic else []
-
-
 def _damage(cut: Any) -> str:
     """What is wrong with the files of a cut's recordings, of which Lhotse fills in up to half a second; '': nothing."""
     parts = [track.cut for track in getattr(cut, "tracks", ())] or [cut]
@@ -162,66 +153,8 @@ def text_of(cut: Any) -> str:
 
 
 def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
-    """Open a LhotseDataset.
-
-    Raises:
-        DataError: the package is not installed, the manifest is not one of cuts, or there are too many broken cuts.
-    """
-    lhotse = _import_lhotse(where)
-    cuts = _open(lhotse, where, keys.cuts)
-    encoder = None
-    if keys.units is not None:
-        encoder = text_encoder(keys.units, keys.of_key("vocabulary", "classes"), keys.of_key("vocabulary_from", "classes"))
-    of = _of_index(where, cuts, keys, encoder, scanning) if cuts.is_lazy else _of_list(where, list(cuts), keys, encoder, scanning)
-    of.is_stochastic = not _repeats(of)
-    return UserDataset(where, of, scanning)  # as transforms and extractors of Lhotse may draw random numbers
-
-
-def _repeats(dataset: LhotseDataset) -> bool:
-    """Whether the first cut is the same when it is read again with the same random numbers."""
-    read: list[Array] = []
-    with suppress(BrokenSequence, IndexError):  # reading it for a batch says why
-        for _ in range(2):
-            with own_numbers(ITEM):
-                read.append(dataset.sequence(0)["data"])
-    return len(read) < 2 or same_values(*read)
-
-
-def _of_list(
-    where: str, cuts: list[Any], keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning
-) -> LhotseDataset:
-    """The dataset of cuts in memory."""
-    origin = keys.cuts if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
-    if not cuts:
-        raise DataError(f"{origin}: expected at least one cut, got none")
-    reading = Reading(_features(where, keys, cuts[0]), encoder, cuts[0])
-
-    def describe(number: int) -> str:
-        return f"{origin}, cut {cuts[number].id!r}"
-
-    lengths = {name: numpy.full(len(cuts), UNREADABLE, numpy.int32) for name in reading.streams}
-    broken = []
-    for number, cut in enumerate(cuts):
-        try:
-            for name, length in reading.lengths(cut, describe(number)).items():
-                lengths[name][number] = length
-        except BrokenSequence as error:
-            broken.append(str(error))
-    tags = numpy.array([str(cut.id).encode("utf-8") for cut in cuts], dtype=bytes)
-    used = rows_to_use(lengths.values(), scanning.broken, broken)
-    return LhotseDataset(reading, cuts.__getitem__, describe, tags, lengths, used)
-
-
-def _of_index(where: str, cuts: Any, keys: LhotseDatasetKeys, encoder: TextEncoder | None, scanning: Scanning) -> LhotseDataset:
-    """The dataset of cuts that a file has."""
-    first = first_cut(where, cuts)
-    features = _features(where, keys, first)
-    reading = Reading(features, encoder, first)
-    field = "features" if features == "feats" else "recording"
-    described = [keys.features, keys.log_mel, keys.units, keys.vocabulary, keys.vocabulary_from]
-    index: CutIndex = index_cuts(where, cuts, field, described, reading.lengths, list(reading.streams), scanning)
-    used = rows_to_use(index.lengths.values(), scanning.broken, index.broken)
-    return LhotseDataset(reading, index.cut, index.describe, index.tags, index.lengths, used)
+    """Open a LhotseDataset; its transforms and extractors may draw random numbers. Raises: DataError."""
+    return UserDataset(where, LhotseDataset(where, keys, scanning), scanning)
 
 
 def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:

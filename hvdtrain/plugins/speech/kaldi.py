@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.found import count_lengths, lengths_by_reading
-from hvdtrain.data.formats.items import Counted
-from hvdtrain.data.indexed import UNREADABLE, IndexedDataset, rows_to_use
+from hvdtrain.data.formats.found import find_lengths, measure_broken
+from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.types import Array
-from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
 from hvdtrain.plugins.speech.keys import KaldiFolderKeys
 from hvdtrain.plugins.speech.log_mel import LogMel
@@ -29,52 +28,13 @@ MOST_ROUNDING = 0.005
 
 
 class KaldiFolder(IndexedDataset):
-    """The utterances of a folder, each a sequence whose tag is its id.
-
-    Args:
-        ids: of all utterances.
-        columns: what to read of them, by data key.
-        lengths: by data key, of all utterances.
-        used: the numbers of the utterances that are sequences: all but broken ones.
-        lengths_file: the file with lengths that were found by reading, for messages; '': there is none.
-    """
-
-    def __init__(
-        self,
-        ids: Array,
-        columns: Mapping[str, Column],
-        lengths: Mapping[str, Array],
-        used: Array,
-        lengths_file: str,
-    ) -> None:
-        super().__init__({name: column.stream for name, column in columns.items()}, ids, lengths, used)
-        self._columns = columns
-        self.advice = f" (if the data has changed, remove {lengths_file})" if lengths_file else ""
-
-    def row(self, number: int) -> dict[str, Array]:
-        return {name: column.read(number) for name, column in self._columns.items()}
-
-    def where(self, number: int) -> str:
-        return next(iter(self._columns.values())).where(number)
-
-    def warnings(self) -> list[str]:
-        texts = {name: column.misfit() for name, column in self._columns.items() if isinstance(column, TextColumn)}
-        return [f"{name!r}: {text}" for name, text in texts.items() if text]
-
-
-def open_kaldi(where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:
-    """Open a KaldiFolder.
+    """The utterances of a folder that all of its tables have, each a sequence whose tag is its id.
 
     Raises:
         DataError: a file is missing or not as Kaldi describes it, or there are too many broken utterances.
     """
-    return _Opening(where, keys, scanning).dataset()
 
-
-class _Opening:
-    """Opens a folder: joins its tables, and finds the lengths of its utterances."""
-
-    def __init__(self, where: str, keys: KaldiFolderKeys, scanning: Scanning) -> None:
+    def __init__(self, where: str, keys: KaldiFolderKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> None:
         self._where = where
         self._keys = keys
         self._scanning = scanning
@@ -86,27 +46,34 @@ class _Opening:
         self._tables: dict[str, Table] = {}
         has_sound = any(entry == ("wav.scp", "sound") for entry in self._files.values())
         self._has_segments = has_sound and (self._folder / "segments").is_file()
-        base = "segments" if self._has_segments else next(iter(self._files.values()))[0]
-        self._base = self._table(base)
-        self._ids = self._base.ids
-        self._lengths_file = ""
-
-    def dataset(self) -> KaldiFolder:
-        """The folder as a dataset."""
+        base = self._table("segments" if self._has_segments else next(iter(self._files.values()))[0])
         tables = {name: self._table("segments" if self._is_segmented(name) else file) for name, (file, _) in self._files.items()}
-        positions = {name: table.positions(self._ids) for name, table in tables.items()}
-        broken = list(self._incomplete({id(table): table for table in tables.values()}.values()))
-        used = numpy.all([column >= 0 for column in positions.values()], axis=0)
-        positions = {name: numpy.where(used, column, -1) for name, column in positions.items()}
-        self._scanning.broken.leave_out(broken, int(used.sum()))
-        if not used.any():
-            raise DataError(f"{self._base.path}: expected at least one utterance, got none")
-        columns = {name: self._column(name, tables[name], positions[name]) for name in self._files}
-        lengths = self._lengths(columns, used)
-        unreadable = numpy.any([column < 0 for column in lengths.values()], axis=0) & used
-        messages = list(self._messages(columns, lengths, numpy.flatnonzero(unreadable)))
-        chosen = rows_to_use([numpy.where(used, 0, UNREADABLE), *lengths.values()], self._scanning.broken, messages)
-        return KaldiFolder(self._ids, columns, lengths, chosen, self._lengths_file)
+        positions = {name: table.positions(base.ids) for name, table in tables.items()}
+        used = numpy.flatnonzero(numpy.all([column >= 0 for column in positions.values()], axis=0))
+        others = {id(table): table for table in tables.values() if table is not base}
+        scanning.broken.leave_out(_incomplete(base, others.values()), len(used))
+        if not len(used):
+            raise DataError(f"{base.path}: expected at least one utterance, got none")
+        self._ids = base.ids if len(used) == len(base.ids) else base.ids[used]
+        self._columns = {name: self._column(name, tables[name], positions[name][used]) for name in self._files}
+        lengths = self._lengths()
+
+        def measure(number: int) -> tuple[dict[str, int], dict[str, int]]:
+            return {name: self._columns[name].length(number) for name in lengths if lengths[name][number] < 0}, {}
+
+        rows = rows_to_use(lengths.values(), scanning.broken, measure_broken(lengths, measure))
+        super().__init__({name: column.stream for name, column in self._columns.items()}, self._ids, lengths, rows)
+        del self._tables  # those that are still needed are the columns'
+
+    def row(self, number: int) -> dict[str, Array]:
+        return {name: column.read(number) for name, column in self._columns.items()}
+
+    def where(self, number: int) -> str:
+        return next(iter(self._columns.values())).where(number)
+
+    def warnings(self) -> list[str]:
+        texts = {name: column.misfit() for name, column in self._columns.items() if isinstance(column, TextColumn)}
+        return [f"{name!r}: {text}" for name, text in texts.items() if text]
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:
@@ -118,17 +85,6 @@ class _Opening:
 
     def _is_segmented(self, name: str) -> bool:
         return self._has_segments and self._files[name] == ("wav.scp", "sound")
-
-    def _incomplete(self, tables: Iterable[Table]) -> Iterator[str]:
-        """A message for every utterance that not all tables have."""
-        for table in tables:
-            if table is self._base:
-                continue
-            for index in numpy.flatnonzero(table.positions(self._ids) < 0).tolist():
-                yield f"{self._base.where(index)}: expected a line in {table.path}, got none"
-            if not numpy.array_equal(table.ids, self._ids):
-                for position in numpy.flatnonzero(self._base.positions(table.ids) < 0).tolist():
-                    yield f"{table.where(position)}: expected a line in {self._base.path}, got none"
 
     def _column(self, name: str, table: Table, positions: Array) -> Column:
         file, kind = self._files[name]
@@ -174,18 +130,22 @@ class _Opening:
         if self._has("reco2num_samples", recordings.ids):
             sound.set_recording_lengths(self._first_numbers(self._folder / "reco2num_samples", recordings.ids))
             return
-
-        def count(block: range) -> Counted:
-            return {name: count_lengths(sound.recording_length, block)}, {}
-
-        found, self._lengths_file = lengths_by_reading(
-            f"{self._where}, recordings",
-            f"recordings {fingerprint_of([str(recordings.path), self._keys.root, sound.rate])}",
-            sound.num_recordings,
-            count,
-            self._scanning,
+        identity = f"recordings {fingerprint_of([str(recordings.path), self._keys.root, sound.rate])}"
+        size = sound.num_recordings
+        sound.set_recording_lengths(
+            self._find(f"{self._where}, recordings", identity, size, {name: sound.recording_length})[name]
         )
-        sound.set_recording_lengths(found[name])
+
+    def _find(self, where: str, identity: str, size: int, lengths: Mapping[str, Callable[[int], int]]) -> dict[str, Array]:
+        """By data key, lengths that only reading shows, by functions of a number."""
+
+        def measure(number: int) -> tuple[dict[str, int], dict[str, int]]:
+            return {name: length(number) for name, length in lengths.items()}, {}
+
+        found = find_lengths(where, lambda: identity, lengths, size, measure, self._scanning)
+        if found.path is not None:
+            self.advice = f" (if the data has changed, remove {found.path})"
+        return found.lengths
 
     def _has(self, file: str, ids: Array) -> bool:
         """Whether the folder has a table with a line for each of these ids."""
@@ -210,10 +170,10 @@ class _Opening:
         decimals = min(decimals, DIGITS_OF_KALDI - len(str(int(seconds.max()))))
         return numpy.rint(seconds * rate).astype(numpy.int64), int(0.5 * 10.0**-decimals * rate) + 1
 
-    def _lengths(self, columns: Mapping[str, Column], used: Array) -> dict[str, Array]:
+    def _lengths(self) -> dict[str, Array]:
         """By data key, the lengths of all utterances, found by reading where no file has them."""
         lengths: dict[str, Array] = {}
-        for name, column in columns.items():
+        for name, column in self._columns.items():
             file, kind = self._files[name]
             known = column.lengths()
             if known is None and name in self._keys.shapes:
@@ -222,31 +182,21 @@ class _Opening:
                 known = self._first_numbers(self._folder / "utt2num_frames", self._ids)
             if known is not None:
                 lengths[name] = known
-        unknown = {name: column for name, column in columns.items() if name not in lengths}
+        unknown = {name: column.length for name, column in self._columns.items() if name not in lengths}
         if not unknown:
             return lengths
-        numbers = numpy.flatnonzero(used)
-
-        def count(block: range) -> Counted:
-            some = numbers[block.start : block.stop].tolist()
-            return {name: count_lengths(column.length, some) for name, column in unknown.items()}, {}
-
         keys = self._keys
         described = {name: [*self._files[name], keys.of_key("vocabulary", name), keys.features] for name in unknown}
-        tables = sorted({str(column.table.path) for column in columns.values()})
+        tables = sorted({str(column.table.path) for column in self._columns.values()})
         identity = f"kaldi {fingerprint_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
-        found, self._lengths_file = lengths_by_reading(self._where, identity, len(numbers), count, self._scanning)
-        for name in unknown:
-            lengths[name] = numpy.full(len(used), UNREADABLE, numpy.int32)
-            lengths[name][numbers] = found[name]
-        return lengths
+        return lengths | self._find(self._where, identity, len(self._ids), unknown)
 
-    def _messages(self, columns: Mapping[str, Column], lengths: dict[str, Array], indices: Array) -> Iterator[str]:
-        """A message for each utterance that could not be read; its length is set if it can be read now."""
-        for index in indices.tolist():
-            try:
-                for name, column in columns.items():
-                    if lengths[name][index] < 0:
-                        lengths[name][index] = column.length(index)
-            except BrokenSequence as error:
-                yield str(error)
+
+def _incomplete(base: Table, others: Iterable[Table]) -> Iterator[str]:
+    """A message for every utterance that not all tables have."""
+    for table in others:
+        for index in numpy.flatnonzero(table.positions(base.ids) < 0).tolist():
+            yield f"{base.where(index)}: expected a line in {table.path}, got none"
+        if not numpy.array_equal(table.ids, base.ids):
+            for position in numpy.flatnonzero(base.positions(table.ids) < 0).tolist():
+                yield f"{table.where(position)}: expected a line in {base.path}, got none"

@@ -75,7 +75,7 @@ class TranscriptKeys(DatasetKeys):
 class KaldiFolderKeys(TranscriptKeys):
     """Keys of a dataset dict with `"class": "KaldiFolder"`: a data folder of Kaldi or a dump folder of ESPnet."""
 
-    opener: ClassVar[str] = "hvdtrain.plugins.speech.kaldi:open_kaldi"
+    opener: ClassVar[str] = "hvdtrain.plugins.speech.kaldi:KaldiFolder"
     scans: ClassVar[bool] = True
 
     folder: str = key(REQUIRED, "the folder with wav.scp, segments, feats.scp, text and so on")

@@ -26,6 +26,7 @@ class Shards(SequenceSource, Sequence[Item]):
     Attributes:
         paths: the files.
         bounds: the index of the first item of every file, then the number of items: int64 of shape (files + 1,).
+        tags: of the items, as UTF-8: numpy bytes; None: they are named after their numbers.
         lengths: by data key, the lengths of all items, if they are known without reading them; else None.
         texts: by data key, how its texts become classes.
     """
@@ -40,7 +41,7 @@ class Shards(SequenceSource, Sequence[Item]):
         """
         self.paths = list(paths)
         self.bounds = numpy.cumsum([0, *sizes], dtype=numpy.int64)
-        self._tags = None if tags is None else numpy.concatenate(tags)
+        self.tags = None if tags is None else numpy.concatenate(tags)
 
     @abstractmethod
     def row(self, shard: int, row: int) -> dict[str, Array]:
@@ -56,24 +57,18 @@ class Shards(SequenceSource, Sequence[Item]):
     def __getitem__(self, index: slice) -> list[Item]: ...
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        numbers = range(len(self))[index]  # also handles negative numbers, and raises IndexError
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        shard = bisect_right(self.bounds, numbers) - 1
+        number = range(len(self))[index]  # also handles negative numbers, and raises IndexError
+        if isinstance(number, range):
+            return [self[each] for each in number]
+        shard = bisect_right(self.bounds, number) - 1
         try:
-            return self.tags([numbers])[0], self.row(shard, numbers - int(self.bounds[shard]))
+            return self.tag(number), self.row(shard, number - int(self.bounds[shard]))
         except DataError as error:  # the others can be read: their places are known
             raise BrokenSequence(str(error)) from None
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        """The names of some items."""
-        if self._tags is None:
-            return [f"row-{index}" for index in indices]
-        return [tag.decode("utf-8") for tag in self._tags[numpy.asarray(indices, dtype=numpy.int64)].tolist()]
-
-    def tag_bytes(self, indices: Array) -> Array:
-        """The names of some items as UTF-8: numpy bytes."""
-        return numpy.array(self.tags(indices.tolist()), dtype=bytes) if self._tags is None else self._tags[indices]
+    def tag(self, number: int) -> str:
+        """The name of an item."""
+        return f"row-{number}" if self.tags is None else self.tags[number].decode("utf-8")
 
     def identity(self) -> str:
         """A text that differs if the files do."""
@@ -106,20 +101,16 @@ class Shards(SequenceSource, Sequence[Item]):
 class ShardedItems(ItemsDataset):
     """The items of shards as a dataset: their tags and files are known without reading them."""
 
+    unnamed = "row"
+
     def __init__(self, where: str, shards: Shards, scanning: Scanning) -> None:
         self._shards = shards
-        super().__init__(where, shards, scanning)
+        super().__init__(where, shards, scanning, shards.tags)
         self.reads_for_tags = False
 
-    def place(self, number: int) -> str:
+    def where(self, number: int) -> str:
         path = self._shards.paths[bisect_right(self._shards.bounds, number) - 1]
-        return f"{super().place(number)} ({path}, {self._shards.tags([number])[0]!r})"
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._shards.tags(self._used[list(indices)].tolist())
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._shards.tag_bytes(self._used[start:stop])
+        return f"{super().where(number)} ({path}, {self._shards.tag(number)!r})"
 
     def file_bounds(self) -> Array:
         return numpy.searchsorted(self._used, self._shards.bounds)
@@ -130,8 +121,8 @@ class ShardedItems(ItemsDataset):
     def warnings(self) -> list[str]:
         return super().warnings() + self._shards.warnings()
 
-    def _identity(self) -> str:
-        return f"{self._shards.identity()} {super()._identity()}"
+    def _identity(self, made_of: str) -> str:
+        return f"{self._shards.identity()} {super()._identity(made_of)}"
 
 
 def text_conversions(vocabulary: Mapping[str, str], units: Units) -> dict[str, TextClasses]:

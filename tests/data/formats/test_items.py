@@ -16,7 +16,8 @@ from documented import blocks_of, section
 from hvdtrain.config.source import load
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats import items as counting
+from hvdtrain.data.formats import found as counting
+from hvdtrain.data.formats import items as item_counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.identity import DatasetPart, changes, identify
 from hvdtrain.data.of_config import parse
@@ -147,9 +148,9 @@ def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeyp
 
     with ThreadPoolExecutor(3) as ranks:
         found = list(ranks.map(lambda rank: counted(words)[1], range(3)))
-    few = 2 + counting.FIRST + counting.SAMPLED
+    few = 2 + counting.FIRST + item_counting.SAMPLED
     assert sorted(found) == [few, few, few + 1000 - counting.FIRST]
-    [kept] = tmp_path.glob("*.items.index")
+    [kept] = tmp_path.glob("*.lengths.index")
     assert counted(words)[1] == few
     assert counted(words, None)[1] == 2 + 1000
     file = tmp_path / "file"
@@ -186,12 +187,11 @@ def test_lengths_are_kept_though_reading_changes_a_class_until_a_broken_item_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr(counting, "SAMPLED", 2)
+    monkeypatch.setattr(item_counting, "SAMPLED", 2)
     for broken, used, number in (
         ([30], 39, 2 + 40 + 2 + 1),
         ([30], 39, 2 + 8 + 2 + 1),
-        ([], 39, 2 + 8 + 2 + 1),
-        ([], 40, 2 + 40 + 2),
+        ([], 40, 2 + 8 + 2 + 1),
     ):
         Remembering.read.clear()  # as in a new process
         items = Remembering(broken)
@@ -206,7 +206,7 @@ def test_lengths_in_a_list_that_is_read_slowly_are_kept_too(items: Any, tmp_path
     monkeypatch.setattr(counting, "FIRST", 1)
     lengths = [len(item) for item in items]
     assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
-    assert len(list(tmp_path.glob("*.items.index"))) == 1
+    assert len(list(tmp_path.glob("*.lengths.index"))) == 1
     assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
 
 
@@ -304,7 +304,7 @@ def test_what_is_wrong_is_reported(value: Any, message: str) -> None:
 def test_lengths_that_change_are_reported() -> None:
     dataset = ItemsDataset("dev", Changing())
     with pytest.raises(
-        DataError, match=re.escape("dev: expected 4 frames of 'data' in item 1, as when lengths were counted or given, got 6")
+        DataError, match=re.escape("dev, item 1: expected 4 frames in 'data', as its length was given or found, got 6")
     ):
         dataset.sequence(1)
 

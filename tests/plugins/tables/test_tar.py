@@ -19,7 +19,7 @@ from hdf_files import free_descriptors
 
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.formats import items
 from hvdtrain.data.of_config import parse
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.hdf_tools.dump import main as dump
@@ -83,7 +83,7 @@ def test_samples_are_those_that_webdataset_reads(shards: list[str]) -> None:
 
 
 def test_lengths_come_from_headers_if_that_is_enough(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ItemsDataset, "_count", lambda *_: pytest.fail("all items were read"))
+    monkeypatch.setattr(items, "find_lengths", lambda *_, **more: pytest.fail("all items were read"))
     dataset = opened(shards, entries={"data": "npy", "classes": "cls"})
     assert {key: column.tolist() for key, column in dataset.lengths.items()} == {"data": list(LENGTHS), "classes": [1] * 7}
     assert dataset.streams["classes"].dim == 5

@@ -83,6 +83,10 @@ class ItemForm:
         return True
 
     def _array(self, index: int, key: str, value: Any) -> Array:
+        stream = self.streams.get(key)
+        if type(value) is numpy.ndarray and stream is not None and value.ndim:  # most values: without the checks of others
+            if value.dtype == stream.dtype and value.shape[1:] == stream.shape:
+                return value
         where = f"{self._place(index)}, {key!r}"
         try:
             array = numpy.asarray(value)
@@ -107,7 +111,6 @@ class ItemForm:
                 raise DataError(f"{where}: expected integers that a type of numpy holds, got up to {numpy.max(value)}")
             array = array.astype(numpy.float32)
         array = array.reshape(1) if array.ndim == 0 else array
-        stream = self.streams.get(key)
         if stream is None or (array.dtype == stream.dtype and array.shape[1:] == stream.shape):
             return array
         if len(array) == 0:

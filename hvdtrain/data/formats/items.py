@@ -77,6 +77,7 @@ class ItemsDataset(IndexedDataset):
         made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
         self._form = ItemForm(self.where)
         tag, first = self._first(min(scanning.broken.limit, size - 1))
+        self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
         before = generator_states()
         self.reads_for_tags = tag is not None and tags is None
         dims, used = dict(getattr(items, "dims", {})), None
@@ -150,7 +151,7 @@ class ItemsDataset(IndexedDataset):
     def _measure(self, number: int) -> tuple[dict[str, int], dict[str, int]]:
         """As `Measure`."""
         arrays = self._arrays(number)[1]
-        classes = {key: int(values.max()) for key, values in arrays.items() if self._form.streams[key].sparse and len(values)}
+        classes = {key: int(arrays[key].max()) for key in self._sparse if len(arrays[key])}
         return {key: len(values) for key, values in arrays.items()}, classes
 
     def _fingerprint(self) -> str:
@@ -168,7 +169,7 @@ class ItemsDataset(IndexedDataset):
                 continue
             lengths = {key: len(values) for key, values in sorted(arrays.items())}
             checksum = zlib.crc32(repr((index, tag, lengths)).encode("utf-8"), checksum)
-            for key in sorted(key for key, stream in self._form.streams.items() if stream.sparse):
+            for key in sorted(self._sparse):
                 checksum = zlib.crc32(numpy.ascontiguousarray(arrays[key]).data, checksum)
         return f"items {made_of} {size} {self._form.streams} {checksum}"
 

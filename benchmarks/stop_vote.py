@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.comm.base import all_reduce  # noqa: E402
-from hvdtrain.comm.horovod import open_horovod  # noqa: E402
+from hvdtrain.plugins.horovod.communicator import open_horovod  # noqa: E402
 from hvdtrain.training import vote  # noqa: E402  # found through the line above
 
 ROUNDS, STEPS = 40, 50

@@ -23,10 +23,10 @@ import sys
 import time
 
 from hvdtrain.comm.base import all_reduce
-from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.comm.launch import cores, launch
 from hvdtrain.comm.mpi import open_peers
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.plugins.horovod.communicator import open_horovod
 
 # The variables that affect how the processes connect and how fast they communicate. Launchers set many more.
 RELEVANT_VARIABLES = (

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from hvdtrain.comm.base import run_with_heartbeat
-from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.horovod.communicator import open_horovod
 from hvdtrain.runtime.watchdog import Watchdog
 
 PATIENCE = 1.0

@@ -29,6 +29,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
+    "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},
@@ -61,17 +62,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entries(plugin: Plugin) -> set[str]:
     """The names that a config or a command line can have."""
-    tables = (
-        plugin.backends,
-        plugin.compressions,
-        plugin.tasks,
-        plugin.sources,
-        plugin.datasets,
-        plugin.steps,
-        plugin.commands,
-        plugin.templates,
-    )
-    return {name for table in tables for name in table}
+    kinds = ("backends", "transports", "compressions", "tasks", "sources", "datasets", "steps", "commands", "templates")
+    return {name for kind in kinds for name in getattr(plugin, kind)}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -141,7 +141,7 @@ MUTATIONS = [
     # The ranks
     Mutation(
         "Horovod's averages are sums",
-        "comm/horovod.py",
+        "plugins/horovod/communicator.py",
         'self._hvd.Average if op == "average" and divisor is None else self._hvd.Sum',
         "self._hvd.Sum",
         ("tests/ranks/test_contract.py", "tests/ranks/test_collectives.py"),

@@ -12,6 +12,7 @@ NAMES = {
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
     "hdf_tools": "dump check",
+    "horovod": "horovod",
     "init": "init",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "prove": "prove",
@@ -27,7 +28,7 @@ NAMES = {
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, compressions, classes of datasets and of steps, tasks and commands."""
+"""By plug-in, its keys, backends, transports, compressions, classes of datasets and of steps, tasks and commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 Kind = Literal[
     "datasets",
     "backends",
+    "transports",
     "reducers",
     "compressions",
     "schedulers",
@@ -60,6 +61,8 @@ class Plugin:
         sources: by the `class` of a dataset's dict, a subclass of `SequenceSource` whose arguments are the other entries.
         steps: by the `class` of a step of a MapDataset's `map_seq`, the subclass of `StepKeys` with its opener.
         backends: by the value of the key `backend`, a `Framework`.
+        transports: by name, a function of the settings, and of whether the process may connect its ranks again, which connects
+            them: `start_up/ranks.py`.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
         compressions: by the value of the key `horovod_compression`, a `Compression`.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
@@ -88,6 +91,7 @@ class Plugin:
     sources: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
+    transports: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
     compressions: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.comm.groups import single_rank
+from hvdtrain.config.absent import absent
 from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import Problem, problem
@@ -241,6 +242,8 @@ class ReduceKeys(ReducerKeys, RankKeys):
                 "conflict",
                 "use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)",
             )
+        if self.use_horovod and (hint := absent("horovod")):
+            found += problem("unsupported", f"use_horovod: expected False, got True{hint}")
         if self.reduce_type == "grad":
             kind = others.spelling(ReduceKeys, "reduce_type")
             changed = [

@@ -30,7 +30,14 @@ UNKNOWN = 1800.0
 SECOND = 300.0
 """The least that is allowed while only the first interval is known, in which frameworks compile."""
 
-WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "tensorflow.python.eager.")
+WAITS_IN = (
+    "horovod.",
+    "hvdtrain.comm.",
+    "hvdtrain.plugins.horovod.",
+    "torch.distributed.",
+    "torch.cuda.",
+    "tensorflow.python.eager.",
+)
 """The modules in which a rank waits for others. TensorFlow runs the collectives inside its graphs."""
 
 SECONDS_TO_END = 1.0

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import check_variables
+from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import HvdtrainError, LaunchError
-from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.settings import Settings
+
+Connection = tuple[Communicator, AbstractContextManager[None]]
+"""The ranks, and what surrounds the work with them."""
+
+
+def _connect_torch(settings: Settings, stays: bool) -> Connection:
+    from hvdtrain.comm.torch_dist import leaving, open_torch_distributed  # imports the framework
+
+    keys = settings.torch_distributed
+    if keys is None:
+        raise LaunchError("torch_distributed: expected a dict, got None")
+    comm = open_torch_distributed(keys.backend, keys.init_method, keys.timeout_sec, stays)
+    return comm, leaving() if stays else nullcontext()
+
+
+TRANSPORTS: Registry[Callable[[Settings, bool], Connection]] = Registry("transports", {"torch.distributed": _connect_torch})
+"""By name, a function of the settings, and of whether the process may connect its ranks again."""
 
 
 @contextmanager
@@ -28,20 +46,11 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     check_variables(launch.environment())
     prepare(settings)
     started = launch.launch()
-    comm: Communicator
+    comm: Communicator = SingleCommunicator()
     inside: AbstractContextManager[None] = nullcontext()
-    torch_keys, stays = settings.torch_distributed, not settings.process.is_own
-    if settings.reduce.use_horovod:
-        from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
-
-        inside = peer_failures()  # TensorFlow's graphs contain collectives that are not called through `comm`
-        binding, in_sets = library_of(settings.run.backend), settings.reduce.group is not None
-        comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
-    elif torch_keys is not None:
-        from hvdtrain.comm.torch_dist import leaving, open_torch_distributed
-
-        inside = leaving() if stays else inside
-        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec, stays)
+    transport = "horovod" if settings.reduce.use_horovod else "torch.distributed"
+    if settings.reduce.use_horovod or settings.torch_distributed is not None:
+        comm, inside = TRANSPORTS[transport](settings, not settings.process.is_own)
     elif started.size > 1:
         raise LaunchError(
             f"expected use_horovod or torch_distributed to connect the {started.size} processes that {started.launcher} started, "
@@ -49,8 +58,6 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
             "(add ++use_horovod 1 to the command, or ++torch_distributed {}; without a launcher, unset "
             f"{launch.launcher().place.partition('=')[0]})"
         ).on_all_ranks()
-    else:
-        comm = SingleCommunicator()
     try:
         with inside, use_communicator(comm):
             yield comm

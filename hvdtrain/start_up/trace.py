@@ -6,13 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 from hvdtrain.training.trace import Profile, RankProfiler, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
+
+
+@runtime_checkable
+class WithTimeline(Protocol):
+    """A communicator that writes when each collective ran."""
+
+    def start_timeline(self, file: Path) -> None: ...
+
+    def stop_timeline(self) -> None: ...
 
 
 def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
@@ -48,8 +57,8 @@ def profile_steps(settings: Settings, session: Session, note: StepRecorder) -> I
 
 
 def switch_timeline(comm: Communicator, file: Path, on: bool) -> None:
-    """Start or stop Horovod's timeline, if Horovod connects the ranks."""
-    if isinstance(comm, HorovodCommunicator) and comm.rank == 0:
+    """Start or stop the timeline of the transport, if it has one, as Horovod does."""
+    if isinstance(comm, WithTimeline) and comm.rank == 0:
         if on:
             comm.start_timeline(file)
         else:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from horovod.runner.http.http_server import RendezvousHTTPServer
 
-from hvdtrain.comm.horovod_gloo import Job, address_of, find, gloo_environment, interface_towards, read_job, serve
 from hvdtrain.errors import LaunchError
+from hvdtrain.plugins.horovod.gloo import Job, address_of, find, gloo_environment, interface_towards, read_job, serve
 
 TASK = {
     "SLURM_JOB_ID": "17",

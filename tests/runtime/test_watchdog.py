@@ -168,7 +168,7 @@ with watchdog.Watchdog(0.5, 3) as dog:
     [
         ("horovod.torch.mpi_ops", True),
         ("torch.cuda", True),
-        ("hvdtrain.comm.horovod", True),
+        ("hvdtrain.plugins.horovod.communicator", True),
         ("hvdtrain.commands", False),
         ("loss", False),
         (None, False),
@@ -220,7 +220,7 @@ hanging.STACK_SIGNAL = 0  # the stacks of threads that run could crash this proc
 def exchange(comm):
     return exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
 first, second = on_ranks(2, exchange)
-space = {"__name__": "hvdtrain.comm.horovod", "second": second, "sleep": time.sleep, "time": time.monotonic}
+space = {"__name__": "hvdtrain.plugins.horovod.communicator", "second": second, "sleep": time.sleep, "time": time.monotonic}
 space["sign"] = heartbeats.Heartbeat("on_stop of a callback", 1.0, 6, False, False)
 exec('''
 def wait():

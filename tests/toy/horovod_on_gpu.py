@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 from gpu_training import few_steps  # noqa: E402
 
-from hvdtrain.comm.horovod import HorovodCommunicator  # noqa: E402
+from hvdtrain.plugins.horovod.communicator import HorovodCommunicator  # noqa: E402
 
 hvd.init()
 torch.cuda.set_device(0)

@@ -15,7 +15,6 @@ from types import TracebackType
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, together
-from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import HvdtrainError
@@ -65,6 +64,8 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
 
         comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)
     else:
+        from hvdtrain.plugins.horovod.communicator import open_horovod
+
         comm = open_horovod(framework)
     yield comm
     comm.close()

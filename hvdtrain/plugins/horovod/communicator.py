@@ -21,8 +21,11 @@ from hvdtrain.comm.base import (
     Tensor,
     num_bytes,
 )
-from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
+from hvdtrain.learner.frameworks import library_of
+from hvdtrain.plugins.horovod.gloo import gloo_environment
+from hvdtrain.settings import Settings
+from hvdtrain.start_up.ranks import Connection
 
 T = TypeVar("T")
 
@@ -84,6 +87,17 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
             binding.shutdown()
         return SingleCommunicator()
     return HorovodCommunicator(binding, stays)
+
+
+def connect(settings: Settings, stays: bool) -> Connection:
+    """Connect the ranks as the config says. Raises: LaunchError.
+
+    Args:
+        stays: see `open_horovod`.
+    """
+    binding, in_sets = library_of(settings.run.backend), settings.reduce.group is not None
+    comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
+    return comm, peer_failures()  # also around TensorFlow's graphs, whose collectives are not called through `comm`
 
 
 class HorovodCommunicator:

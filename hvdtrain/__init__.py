@@ -17,10 +17,11 @@ from hvdtrain.version import __version__
 if TYPE_CHECKING:
     from hvdtrain.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
     from hvdtrain.config.plugins import Plugin
+    from hvdtrain.learner.torch.other_trainer import OtherTrainer
 
 __all__ = [
-    "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "Plugin", "Result", "SavePretrained", "__version__",
-    "all_gather", "all_reduce", "evaluate", "forward", "get_run_ctx", "load_model", "rank",
+    "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "OtherTrainer", "Plugin", "Result", "SavePretrained",
+    "__version__", "all_gather", "all_reduce", "evaluate", "forward", "get_run_ctx", "load_model", "rank",
     "run_on_main", "size", "train",
 ]  # fmt: skip
 
@@ -37,11 +38,15 @@ def __getattr__(name: str) -> Any:
         from hvdtrain.config.plugins import Plugin
 
         return Plugin
+    if name == "OtherTrainer":
+        from hvdtrain.learner.torch.other_trainer import OtherTrainer
+
+        return OtherTrainer
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *FOR_PROGRAMS, "Plugin"})
+    return sorted({*globals(), *FOR_PROGRAMS, "OtherTrainer", "Plugin"})
 
 
 def rank() -> int:

@@ -11,6 +11,7 @@ import torch
 import hvdtrain
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.other_trainer import OtherTrainer
 
 KEY = "espnet_model"
 
@@ -37,36 +38,30 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
             f"{KEY}: expected a function that makes the model, or a dict with it as 'model' and with 'inputs', got "
             f"{unknown or given}",
         )
-    steps = Steps(given.get("inputs") or {})
-    return {"get_model": Maker(make), "train_step": steps.train, "forward_step": steps.forward}
+    return EspnetModel(make, given.get("inputs") or {}).keys()
 
 
-class Maker:
-    """The key get_model."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-
-    def __call__(self, **_: Any) -> Any:
-        return self._make()
-
-
-class Steps:
-    """The keys train_step and forward_step.
+class EspnetModel(OtherTrainer):
+    """A model whose forward returns a loss, statistics and their weight.
 
     Args:
+        make: returns it.
         named: by the name of an input of the model's forward, its data key.
     """
 
-    def __init__(self, named: Mapping[str, str]) -> None:
+    def __init__(self, make: Callable[[], Any], named: Mapping[str, str]) -> None:
+        self._make = make
         self._named = dict(named)
         self._inputs: dict[Any, dict[str, str]] = {}
         self._takes_tags = False
 
-    def train(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
+    def get_model(self, **_: Any) -> Any:
+        return self._make()
+
+    def train(self, batch: Mapping[str, Any]) -> None:
         """The loss and the statistics of a batch, each a mean with the batch's weight. Raises: ConfigError."""
         context = hvdtrain.get_run_ctx()
-        result = model(**self._batch(model, model.forward, extern_data))
+        result = self.model(**self._batch(self.model, self.model.forward, batch))
         if isinstance(result, Mapping):
             if result.get("optim_idx") is not None:
                 raise ConfigError.of(
@@ -89,7 +84,7 @@ class Steps:
                 sums = torch.where(counts > 0, value * weight, torch.zeros((), device=loss.device)).sum()
                 context.mark_as_loss(sums, name, as_error=True, custom_inv_norm_factor=counts.sum())
 
-    def forward(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
+    def forward_step(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
         """The features of a batch, by the model's `collect_feats`. Raises: ConfigError, if there are none."""
         found = dict(model.collect_feats(**self._batch(model, model.forward, extern_data)))
         names = [name for name in found if not name.endswith("_lengths")]

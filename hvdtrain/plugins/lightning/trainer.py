@@ -8,6 +8,7 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.errors import ConfigError, Problem
+from hvdtrain.plugins.lightning.loaders import accumulated
 
 
 class Refused(ConfigError, AttributeError):
@@ -98,16 +99,16 @@ class Trainer:
 
     @property
     def max_epochs(self) -> int:
-        number = int(self._job.values.get("num_epochs") or 5)
+        number = int(self._job.given.values.get("num_epochs") or 5)
         return -1 if self.max_steps >= 0 and number >= self.max_steps else number
 
     @property
     def accumulate_grad_batches(self) -> int:
-        return int(self._job.values.get("accum_grad_multiple_step") or 1)
+        return accumulated(self._job.given.values)
 
     @property
     def num_training_batches(self) -> int:
-        return int(self._job.num_batches)
+        return int(self._job.loaders.num_batches)
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -122,7 +123,7 @@ class Trainer:
 
     @property
     def datamodule(self) -> Any:
-        return self._job.datamodule
+        return self._job.given.datamodule
 
     @property
     def lightning_module(self) -> Any:
@@ -132,7 +133,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> Any:
-        return self._job.callbacks
+        return self._job.given.callbacks
 
     @property
     def optimizers(self) -> list[Any]:
@@ -140,7 +141,7 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> Any:
-        return self._job.schedulers
+        return self._job.schedules.configs
 
     @property
     def loggers(self) -> list[Any]:
@@ -152,16 +153,16 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> Any:
-        return self._job.loaders("train")[0]
+        return self._job.loaders.of("train")[0]
 
     @property
     def val_dataloaders(self) -> Any:
-        loaders = self._job.loaders("val")
+        loaders = self._job.loaders.of("val")
         return loaders[0] if len(loaders) == 1 else loaders
 
     @property
     def default_root_dir(self) -> str:
-        return str(Path(self._job.values["model"]).parent)
+        return str(Path(self._job.given.values["model"]).parent)
 
     @property
     def should_stop(self) -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from speechbrain import Brain, Stage
+from speechbrain import Brain
 from speechbrain.dataio.batch import PaddedBatch
 
-import hvdtrain
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.torch.other_trainer import overridden
 from hvdtrain.plugins.speechbrain.ranks import as_one_job
 from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from
@@ -56,19 +55,10 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     maker = Maker(values[KEY], int(values.get("random_seed") or 42))
     brain = maker.first()
     hparams = vars(getattr(brain, "hparams", None) or Nothing())
-    stages = Stages(maker)
-    steps = Steps(maker, stages)
-    found: dict[str, Any] = {
-        "get_model": maker.get_model,
-        "optimizer": maker.optimizer,
-        "learning_rate": 1.0,
-        "dynamic_learning_rate": steps.rate,
-        "train_step": steps.train,
+    found = Stages(maker).keys()
+    found |= {
         "gradient_clip_global_norm": brain.max_grad_norm,
         "accum_grad_multiple_step": brain.grad_accumulation_factor,
-        "callbacks": [stages],
-        "epoch_scores": {"brain": stages},
-        "checkpoint_reader": maker.read,
     }
     found |= {} if brain.precision == "fp32" else {"mixed_precision": {"bf16": "bfloat16", "fp16": "float16"}[brain.precision]}
     if brain.ckpt_interval_minutes > 0:
@@ -97,11 +87,9 @@ class Maker:
         has_their_batches: whether the batches of an epoch are those of SpeechBrain.
         is_read: whether a checkpoint of SpeechBrain's was loaded.
         sums: those over the ranks within a step.
-        resumed: how many batches were done in the epoch in which a checkpoint was written.
     """
 
     has_their_batches = is_read = False
-    resumed = 0
 
     def __init__(self, given: Any, seed: int) -> None:
         self.given = dict(given) if isinstance(given, Mapping) else {"make": given}
@@ -134,8 +122,8 @@ class Maker:
         self.sums.of(self.brain.modules)
         return self.brain.modules  # type: ignore[no-any-return]
 
-    def optimizer(self, _: Any) -> torch.optim.Optimizer:
-        """As the key optimizer: the Brain's. Raises: ConfigError, if it has several, or several rates."""
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The Brain's. Raises: ConfigError, if it has several, or several rates."""
         brain = self.brain
         brain.optimizers_dict = None
         brain.init_optimizers()
@@ -162,7 +150,6 @@ class Maker:
                     f"{path}: expected a checkpoint from the end of an epoch, or its batches, got one from within an "
                     f"epoch, {where} (SpeechBrain's batches need the class's datasets and batch_size unchanged)"
                 )
-            self.resumed = batches
         return found
 
     def _make(self) -> Any:
@@ -170,8 +157,7 @@ class Maker:
         brain = self.given["make"]() if "make" in self.given else self._of_class()
         if not isinstance(brain, Brain):
             raise ConfigError.of("wrong-result", f"{KEY}: expected a Brain, got a {type(brain).__name__}")
-        own = [name for name in THEIR_LOOP if getattr(type(brain), name) is not getattr(Brain, name)]
-        if own:
+        if own := overridden(type(brain), Brain, THEIR_LOOP):
             raise ConfigError.of(
                 "unsupported", f"{KEY}: expected a Brain with SpeechBrain's own {own[0]}, got that of {type(brain).__name__}"
             )
@@ -208,33 +194,6 @@ class Maker:
         hparams = dict(hparams)
         arguments = {name: hparams.get(name) for name in ("modules", "opt_class", "checkpointer")}
         return self.given["class"](hparams=hparams, run_opts=self.given.get("run_opts"), **arguments)
-
-
-class Steps:
-    """The keys train_step and dynamic_learning_rate."""
-
-    def __init__(self, maker: Maker, stages: Stages) -> None:
-        self._maker, self._stages = maker, stages
-
-    def rate(self, **_: Any) -> float:
-        """The rate that the Brain's optimizer has, which its hooks may have changed."""
-        return float(self._maker.brain.optimizer.param_groups[0]["lr"])
-
-    def train(self, *, extern_data: Any, **_: Any) -> None:
-        """The loss of a batch, which is the mean over its items."""
-        brain, stages, context = self._maker.brain, self._stages, hvdtrain.get_run_ctx()
-        step = self._maker.sums.step(context.train_flag)
-        if context.train_flag:
-            stages.train(context.step, context.epoch)
-            with step:
-                outputs = brain.compute_forward(extern_data, Stage.TRAIN)
-                loss = brain.compute_objectives(outputs, extern_data, Stage.TRAIN)
-            stages.note(extern_data, outputs, loss)
-        else:
-            stage, is_wide = stages.evaluate(), brain.eval_precision == "fp32"
-            with step, torch.autocast(torch.device(brain.device).type, enabled=False) if is_wide else nullcontext():
-                loss = brain.evaluate_batch(extern_data, stage)
-        context.mark_as_loss(loss, "loss")  # one number: the mean over the items of a batch that was collated
 
 
 def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]:

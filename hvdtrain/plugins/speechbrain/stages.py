@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -14,20 +15,22 @@ from speechbrain.utils.metric_stats import ErrorRateStats, MetricStats
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.other_trainer import OtherTrainer
 from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
 
 
-class Stages:
-    """A callback, and an entry of `epoch_scores`.
+class Stages(OtherTrainer):
+    """A Brain, whose stages are hvdtrain's phases.
 
     What it keeps in checkpoints is what hooks have changed: the learning rate, schedulers, counters. While an epoch's datasets
     are evaluated it is what it was before, as a training that is resumed there evaluates again.
     """
 
+    name = "brain"
+
     def __init__(self, maker: Any) -> None:
         self._maker = maker
-        self._first_step = 0
-        self._epoch = 0
+        self.get_model, self.read = maker.get_model, maker.read
         self._before: dict[str, Any] | None = None
         self._last: tuple[Any, Any, Any] | None = None
         self._stage: Stage | None = None
@@ -37,10 +40,14 @@ class Stages:
     def brain(self) -> Any:
         return self._maker.brain
 
+    def make_optimizer(self, _: Any) -> torch.optim.Optimizer:
+        self.optimizer = optimizer = self._maker.optimizer()
+        return optimizer  # type: ignore[no-any-return]
+
+    def on_train_begin(self, training: Any) -> None:
+        self.training = training
+
     def on_epoch_begin(self, training: Any) -> None:
-        if self._epoch != training.epoch:
-            self._epoch, self._first_step = training.epoch, training.step - -(-self._maker.resumed // hvdtrain.size())
-            self._maker.resumed = 0
         counter = getattr(getattr(self.brain, "hparams", None), "epoch_counter", None)
         if counter is not None:
             counter.current = training.epoch
@@ -81,31 +88,34 @@ class Stages:
     def on_epoch_end(self, _: Any) -> None:
         self._before = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return self._before if self._before is not None else self._state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for group in self.brain.optimizer.param_groups:
+    def load(self, state: Mapping[str, Any]) -> None:
+        for group in self.optimizer.param_groups:
             group["lr"] = state["learning_rate"]
-        self._epoch, self._first_step = state["epoch"], state["first_step"]
         restore(self.brain, state["recoverables"])
 
-    def train(self, step: int, epoch: int) -> None:
-        """Before a training step: the numbers that the Brain has for it.
-
-        Args:
-            step: the number of steps done in the whole training.
-        """
+    def train(self, batch: Any) -> None:
+        brain, context = self.brain, hvdtrain.get_run_ctx()
         if self._stage is not Stage.TRAIN:
-            self._begin(Stage.TRAIN, epoch)  # a step that is tried before the training
-        self.brain.step = step - self._first_step + 1
-        self.brain.optimizer_step = step // self.brain.grad_accumulation_factor
+            self._begin(Stage.TRAIN, context.epoch)  # a step that is tried before the training
+        brain.step = 1 if self.training is None else self.training.epoch_step + 1
+        brain.optimizer_step = context.step // brain.grad_accumulation_factor
+        with self._maker.sums.step(is_training=True):
+            outputs = brain.compute_forward(batch, Stage.TRAIN)
+            loss = brain.compute_objectives(outputs, batch, Stage.TRAIN)
+        self._last = batch, outputs, loss.detach()  # for on_fit_batch_end
+        context.mark_as_loss(loss, "loss")  # one number: the mean over the items of a batch that was collated
 
-    def note(self, batch: Any, outputs: Any, loss: torch.Tensor) -> None:
-        """What on_fit_batch_end gets after the update."""
-        self._last = batch, outputs, loss.detach()
+    def evaluate(self, batch: Any) -> None:
+        brain, stage = self.brain, self._evaluated_stage()
+        without = torch.autocast(torch.device(brain.device).type, enabled=False)
+        with self._maker.sums.step(is_training=False), without if brain.eval_precision == "fp32" else nullcontext():
+            loss = brain.evaluate_batch(batch, stage)
+        hvdtrain.get_run_ctx().mark_as_loss(loss, "loss")
 
-    def evaluate(self) -> Stage:
+    def _evaluated_stage(self) -> Stage:
         """The stage of an evaluation. One outside of a training, whose hooks must not change schedules, is a test."""
         if self._stage is None and not self._maker.is_read and (named := own_states(self.brain)):
             raise ConfigError.of(
@@ -124,13 +134,7 @@ class Stages:
         self.brain.on_stage_start(stage, epoch)
 
     def _state(self) -> dict[str, Any]:
-        rate = float(self.brain.optimizer.param_groups[0]["lr"])
-        return {
-            "learning_rate": rate,
-            "epoch": self._epoch,
-            "first_step": self._first_step,
-            "recoverables": states_of(self.brain),
-        }
+        return {"learning_rate": self.rate_of_optimizer(), "recoverables": states_of(self.brain)}
 
     def _gather(self) -> dict[str, float]:
         """Collective. Let each statistic of the Brain have what all ranks collected; returns their summaries by name."""

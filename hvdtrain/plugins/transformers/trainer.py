@@ -19,6 +19,7 @@ from transformers.utils.generic import find_labels
 import hvdtrain
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.other_trainer import OtherTrainer
 from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, items_in_update, rates, refuse
 from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
@@ -57,11 +58,8 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     metrics = (
         Metrics(given["compute_metrics"], given.get("preprocess_logits_for_metrics")) if "compute_metrics" in given else None
     )
-    found = args.keys | {
-        "get_model": model.get,
-        "train_step": TrainStep(args, given.get("compute_loss_func"), metrics),
-        "forward_step": partial(forward_step, args=args),
-    }
+    step = TrainStep(model.get, args, given.get("compute_loss_func"), metrics)
+    found = args.keys | step.keys()
     found |= {} if metrics is None else {"epoch_scores": {"compute_metrics": metrics}}
     train, dev, size = given.get("train_dataset"), given.get("eval_dataset"), hvdtrain.size()
     keys = {**args.keys, **{name: value for name, value in values.items() if value is not None}}
@@ -238,18 +236,22 @@ class Counting:
         return number
 
 
-class TrainStep:
-    """The key train_step: the loss of a batch, weighted by the number of its elements on all ranks and in all its batches."""
+class TrainStep(OtherTrainer):
+    """The loss of a batch, weighted by the number of its elements on all ranks and in all its batches."""
 
-    def __init__(self, args: Arguments, compute_loss: Callable[..., Any] | None, metrics: Metrics | None) -> None:
+    def __init__(
+        self, get_model: Callable[..., Any], args: Arguments, compute_loss: Callable[..., Any] | None, metrics: Metrics | None
+    ) -> None:
+        self.get_model, self.forward_step = get_model, partial(forward_step, args=args)
         self._args, self._compute_loss, self._metrics = args, compute_loss, metrics
         self._smooth = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
         self._counting: tuple[Any, Counting] | None = None
 
-    def __call__(self, *, model: Any, extern_data: Any, **_: Any) -> None:
+    def train(self, inputs: Any) -> None:
+        model = self.model
         if self._counting is None or self._counting[0] is not model:
             self._counting = model, Counting(model, self._args.label_names)
-        counting, batch = self._counting[1], dict(extern_data)
+        counting, batch = self._counting[1], dict(inputs)
         count = counting.count(batch)
         at_least_one = count.clamp(min=1)
         smooth = self._smooth if counting.is_smoothed else None
@@ -266,10 +268,10 @@ class TrainStep:
         if counting.is_sum and takes_labels:
             context.mark_as_loss(loss, "loss", custom_inv_norm_factor=count)
         else:
-            context.mark_as_loss(loss * count, "loss", use_normalized_loss=True, custom_inv_norm_factor=count)
+            self.mark_mean("loss", loss, count)
         if self._metrics is not None and not context.train_flag:
             predicted = generate(model, {**batch}, self._args)[0] if self._args.predict_with_generate else outputs
-            self._metrics.add(predicted, labels_of(extern_data, counting.labels), getattr(model, "config", None))
+            self._metrics.add(predicted, labels_of(inputs, counting.labels), getattr(model, "config", None))
 
 
 def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> None:

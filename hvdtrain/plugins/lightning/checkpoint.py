@@ -1,0 +1,106 @@
+"""The .ckpt of Lightning: what hooks add to it, and how it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+import hvdtrain
+from hvdtrain.errors import CheckpointError
+from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.runtime import log
+
+
+def hook_state(given: Given, trainer: Any, contents: dict[str, Any]) -> dict[str, Any]:
+    """What the module, the datamodule and the callbacks add to a checkpoint."""
+    named = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "callbacks": {}, **contents}
+    for callback in given.callbacks:
+        if state := callback.state_dict():
+            named["callbacks"][callback.state_key] = state
+        callback.on_save_checkpoint(trainer, given.module, named)
+    if given.datamodule is not None and (state := given.datamodule.state_dict()):
+        named[type(given.datamodule).__qualname__] = state
+    given.module.on_save_checkpoint(named)
+    return named
+
+
+def load_hooks(given: Given, trainer: Any, contents: dict[str, Any]) -> None:
+    """Give the module, the datamodule and the callbacks what `hook_state` returned."""
+    given.module.on_load_checkpoint(contents)
+    if given.datamodule is not None and type(given.datamodule).__qualname__ in contents:
+        given.datamodule.load_state_dict(contents[type(given.datamodule).__qualname__])
+    for callback in given.callbacks:
+        callback.on_load_checkpoint(trainer, given.module, contents)
+        if callback.state_key in contents.get("callbacks", {}):
+            callback.load_state_dict(contents["callbacks"][callback.state_key])
+
+
+def read_ckpt(path: Path, given: Given, trainer: Any) -> dict[str, Any]:
+    """What the key checkpoint_reader returns of a .ckpt, whose optimizer, schedulers and states of hooks are taken over here.
+
+    Raises:
+        CheckpointError: it has more than tensors and plain values, or is of another optimizer.
+    """
+    module = given.module
+    try:
+        contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        load_hooks(given, trainer, contents)
+        if trainer.optimizers and contents.get("optimizer_states"):
+            trainer.optimizers[0].load_state_dict(contents["optimizer_states"][0])
+            for config, state in zip(trainer.lr_scheduler_configs, contents["lr_schedulers"], strict=True):
+                config.scheduler.load_state_dict(state)
+        model = contents["state_dict"]
+    except (KeyError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path}: expected a .ckpt of Lightning's with tensors and plain values, of this module and its optimizer, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    trainer.global_step = contents.get("global_step", 0)
+    if not module.strict_loading:
+        own = module.state_dict()
+        model = {**own, **{name: value for name, value in model.items() if name in own}}
+    return {"model": model, **position(path, contents, trainer.accumulate_grad_batches)}
+
+
+def position(path: Path, contents: Mapping[str, Any], accumulated: int) -> dict[str, int]:
+    """The finished epochs and the steps of a training whose .ckpt this is, and the batches that it has done of the next one, if
+    each step had as many items as now.
+
+    Raises:
+        CheckpointError: it was written between two updates.
+    """
+    if not (loop := contents.get("loops", {}).get("fit_loop")):
+        epoch, step = contents.get("finished_epoch", contents.get("epoch", 0)), contents.get("global_step", 0)
+        return {"epoch": int(epoch), "step": int(step) * accumulated}
+    batches = loop["epoch_loop.batch_progress"]
+    begun, finished = (int(loop["epoch_progress"]["current"][name]) for name in ("ready", "completed"))
+    steps, done = int(batches["total"]["processed"]), int(batches["current"]["processed"])
+    if begun == finished:
+        return {"epoch": finished, "step": steps}
+    if done % accumulated and not batches["is_last_batch"]:
+        raise CheckpointError(f"{path}: expected one with whole updates of {accumulated} batches, got one after batch {done}")
+    log.info(f"{path} is from within epoch {begun}, which goes on after {done} of its batches on each rank.")
+    return {"epoch": finished, "step": steps, "batches": done * hvdtrain.size()}
+
+
+def write_ckpt(file: Path, given: Given, trainer: Any, finished_epoch: int) -> None:
+    """Write what `load_from_checkpoint` reads."""
+    module, datamodule = given.module, given.datamodule
+    contents = {
+        "pytorch-lightning_version": import_module(given.lightning.partition(".")[0]).__version__,
+        "state_dict": module.state_dict(),
+        "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "loops": {},
+        "finished_epoch": finished_epoch,
+    }
+    if module.hparams:
+        contents |= {"hparams_name": module._hparams_name, "hyper_parameters": dict(module.hparams)}
+    if datamodule is not None and datamodule.hparams:
+        contents["datamodule_hyper_parameters"] = dict(datamodule.hparams)
+    torch.save(hook_state(given, trainer, contents), file)

@@ -1,0 +1,133 @@
+"""What a config gives of Lightning: the module, the datamodule and the callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from importlib import import_module
+from itertools import takewhile
+from typing import Any
+
+from hvdtrain.config.references import resolve
+from hvdtrain.errors import ConfigError
+
+REFUSED = {
+    "optimizer_step": "hvdtrain updates the parameters, after the gradients of all ranks are added up",
+    "optimizer_zero_grad": "hvdtrain drops the gradients after each update",
+    "backward": "hvdtrain computes the gradients, and sends them meanwhile",
+    "configure_gradient_clipping": "gradient_clip and gradient_clip_global_norm clip, on_before_optimizer_step may change them",
+    "transfer_batch_to_device": "batches come on the device",
+    "configure_sharded_model": "hvdtrain has no sharded models",
+}
+"""Methods that a module may not override, and why."""
+
+
+OF_HVDTRAIN = {
+    *("Checkpoint", "ProgressBar", "StochasticWeightAveraging", "WeightAveraging", "GradientAccumulationScheduler"),
+    *("LearningRateMonitor", "LearningRateFinder", "BatchSizeFinder", "BaseFinetuning"),
+}
+"""Callbacks of Lightning, and classes derived from them, that would change what hvdtrain does."""
+
+
+class Given:
+    """The objects, which are made when they are first asked for.
+
+    Args:
+        values: the config's.
+        trainer: what they see as their trainer.
+    """
+
+    def __init__(self, values: Mapping[str, Any], trainer: Any) -> None:
+        self.values = values
+        self._trainer = trainer
+
+    def defines(self, loader: str, step: str) -> bool:
+        """Whether the classes that the config gives have these methods; True for a function, whose result is not known yet."""
+        given = [self.values[name] for name in ("lightning_module", "datamodule") if self.values.get(name) is not None]
+        found = [resolved(one) for one in given]
+        kinds = [one if isinstance(one, type) else getattr(one, "kind", type(one)) for one in found]
+        if not all(hasattr(kind, "prepare_data") for kind in kinds):
+            return True
+        own = [{name for one in takewhile(lambda one: not is_base(one), kind.__mro__) for name in vars(one)} for kind in kinds]
+        return step in own[0] and (self.values.get("dev") is not None or any(loader in names for names in own))
+
+    @cached_property
+    def module(self) -> Any:
+        """The module, attached to the trainer. Raises: ConfigError, if it is none, or one that cannot be trained here."""
+        module = made(self.values["lightning_module"], "lightning_module")
+        base = next((one for one in type(module).__mro__ if one.__name__ == "LightningModule"), None)
+        if base is None:
+            raise ConfigError.of("wrong-type", f"lightning_module: expected a LightningModule, got {type(module).__name__}")
+        self.lightning = base.__module__.removesuffix(".core.module")  # lightning.pytorch, or pytorch_lightning
+        if not module.automatic_optimization:
+            raise ConfigError.of(
+                "unsupported",
+                f"lightning_module: expected automatic optimization, got {type(module).__name__}, whose training_step itself "
+                "updates (hvdtrain first adds up the gradients of all ranks; losses of a GAN have scales of zero in turn, in a "
+                "train_step: docs/cookbook.md)",
+            )
+        for name, reason in REFUSED.items():
+            if self.overrides(name, module):
+                raise ConfigError.of(
+                    "unsupported", f"lightning_module: expected a module without {name}, got {type(module).__name__} ({reason})"
+                )
+        module.trainer = self._trainer
+        return module
+
+    @cached_property
+    def datamodule(self) -> Any:
+        """The datamodule; None: the module has the loaders."""
+        given = self.values.get("datamodule")
+        datamodule = None if given is None else made(given, "datamodule")
+        if datamodule is not None:
+            datamodule.trainer = self._trainer
+        return datamodule
+
+    @cached_property
+    def callbacks(self) -> list[Any]:
+        """The user's callbacks of Lightning, with those of the module. Raises: ConfigError, if one does what hvdtrain does."""
+        own = self.module.configure_callbacks()
+        callbacks = [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]
+        for callback in callbacks:
+            kinds = {one.__name__ for one in type(callback).__mro__}
+            if kinds & OF_HVDTRAIN:
+                raise ConfigError.of(
+                    "unsupported",
+                    f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
+                    "saves, shows, averages, accumulates and finds rates: cleanup_old_models, ema_decay, "
+                    "accum_grad_multiple_step, --find-learning-rate; instead of BaseFinetuning, give all parameters to the "
+                    "optimizer and set requires_grad in on_train_epoch_start)",
+                )
+        return callbacks
+
+    def overrides(self, name: str, one: Any) -> bool:
+        """Whether an object overrides a method of Lightning's."""
+        base = next((kind for kind in type(one).__mro__ if is_base(kind)), object)
+        method = getattr(one, name, None)
+        return method is not None and getattr(method, "__func__", method) is not getattr(base, name, None)
+
+    def of_lightning(self, name: str) -> Any:
+        """A module of the Lightning that the user's class is made with."""
+        return import_module(f"{self.lightning}.{name}")
+
+
+def resolved(given: Any) -> Any:
+    """A value, or what 'file.py:Class' names. Raises: ConfigError."""
+    try:
+        return resolve(given) if isinstance(given, str) else given
+    except (ImportError, ValueError) as error:
+        raise ConfigError.of(
+            "cannot-import", f"lightning_module: expected a name as 'file.py:Class', got {given!r}: {error}"
+        ) from error
+
+
+def is_base(kind: type) -> bool:
+    """Whether a class is one that users derive theirs from."""
+    return kind.__name__ in ("LightningModule", "LightningDataModule", "Callback") and "lightning" in kind.__module__
+
+
+def made(given: Any, key: str) -> Any:
+    """The object of a value: itself, or what a class or function returns. Raises: ConfigError."""
+    value = resolved(given)
+    is_maker = isinstance(value, type) or (callable(value) and not hasattr(value, "prepare_data"))
+    return value() if is_maker else value

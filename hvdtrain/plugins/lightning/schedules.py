@@ -1,0 +1,101 @@
+"""The optimizer of a module, and the rates that its schedulers set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.lightning.given import Given
+
+
+class Schedules:
+    """The only optimizer of `configure_optimizers`, whose groups have the rates of its schedulers in every step.
+
+    Args:
+        trainer: has the values that schedulers look at.
+
+    Attributes:
+        optimizer: None until it is made.
+        configs: Lightning's `LRSchedulerConfig`s.
+        rates: of the optimizer's groups, as the schedulers have set them.
+        epoch: the last one in which the schedulers of epochs have set the rates.
+    """
+
+    def __init__(self, given: Given, trainer: Any) -> None:
+        self._given, self._trainer = given, trainer
+        self.optimizer: Any = None
+        self.configs: list[Any] = []
+        self.rates: list[float] = []
+        self.epoch = 0
+
+    def make(self, configured: Any, parameters: Any) -> Any:
+        """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are others."""
+        core = self._given.of_lightning("core.optimizer")
+        optimizers, schedulers, monitor = ([], [], None) if configured is None else core._configure_optimizers(configured)
+        if len(optimizers) != 1:
+            raise ConfigError.of(
+                "unsupported", f"lightning_module: expected one optimizer from configure_optimizers, got {len(optimizers)}"
+            )
+        self.optimizer = optimizer = optimizers[0]
+        self.configs = core._configure_schedulers_automatic_opt(schedulers, monitor)
+        core._validate_scheduler_api(self.configs, self._given.module)
+        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for parameter in parameters:
+            if id(parameter) not in trained:
+                parameter.requires_grad_(False)
+        optimizer.register_step_pre_hook(lambda *_: self._set_rates())
+        self.note_rates()
+        return optimizer
+
+    def note_rates(self) -> None:
+        """Take over the rates of the optimizer's groups, which a hook of the module's may have set."""
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _set_rates(self) -> None:
+        """Set the rates of the optimizer's groups, each its own."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+
+    def check_groups(self) -> None:
+        """Raises: ConfigError, if the module has added groups of parameters."""
+        if len(self.optimizer.param_groups) != len(self.rates):
+            raise ConfigError.of(
+                "wrong-result",
+                f"lightning_module: expected the {len(self.rates)} groups of parameters that configure_optimizers made, got "
+                f"{len(self.optimizer.param_groups)} (give all groups to the optimizer, and set requires_grad)",
+            )
+
+    def step(self, interval: str, on_plateau: bool, number: int) -> None:
+        """Let the schedulers of an interval set the rates. `number`: that of the batch or epoch, counted from 1."""
+        due = [one for one in self.configs if one.interval == interval and one.reduce_on_plateau == on_plateau]
+        for config in due:
+            if number % config.frequency:
+                continue
+            value = self._trainer.callback_metrics.get(config.monitor) if on_plateau else None
+            if on_plateau and value is None:
+                if config.strict:
+                    known = ", ".join(self._trainer.callback_metrics)
+                    raise ConfigError.of(
+                        "unknown-value",
+                        f"lr_scheduler: expected a monitor that was logged, got {config.monitor!r}, only: {known}",
+                    )
+                continue
+            self._given.module.lr_scheduler_step(config.scheduler, value)
+            self.note_rates()
+
+    def step_epoch(self, epoch: int) -> None:
+        """Let the schedulers of epochs set the rates, once in an epoch."""
+        if self.epoch < epoch:
+            self.epoch = epoch
+            self.step("epoch", False, epoch)
+
+    def state(self) -> dict[str, Any]:
+        self.note_rates()  # a hook after the last update may have set them
+        return {"schedulers": [one.scheduler.state_dict() for one in self.configs], "rates": self.rates, "epoch": self.epoch}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for config, one in zip(self.configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(one)
+        self.rates, self.epoch = list(state["rates"]), state["epoch"]
+        self._set_rates()

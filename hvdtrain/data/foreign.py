@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from hvdtrain.data.dataset import Dataset, Item, SequenceSource, T
-from hvdtrain.data.types import Array, Padded
+from hvdtrain.data.dataset import Dataset, Item, SequenceSource
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 
@@ -57,6 +58,18 @@ def as_source(where: str, opened: Any, convert: Callable[[int, Any], Item]) -> S
     return ForeignSource(opened, convert)
 
 
+METHODS = (
+    *(("close",), ("release",), ("sequences",), ("padded",), ("packed",), ("how_read",), ("warnings",)),
+    *(("tag_bytes", "all_tags"), ("file_bounds", "group_bounds"), ("selected", "drawn")),
+)
+"""The optional methods of a `Dataset`, each with its name of earlier releases if that was another one."""
+
+
+def _value(value: Any, *_: Any) -> Any:
+    """The result of a method that the user's class has as an attribute."""
+    return value
+
+
 class ForeignDataset(Dataset):
     """An object with the members of a `Dataset` whose class does not derive from it.
 
@@ -76,6 +89,10 @@ class ForeignDataset(Dataset):
         self.reads_for_tags = bool(self._member("reads_for_tags"))
         self.window = self._member("window")
         self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded", "packed"))
+        for names in METHODS:
+            found = self._member(*names)
+            if found is not None:
+                setattr(self, names[0], found if callable(found) else partial(_value, found))
 
     @property
     def num_sequences(self) -> int:
@@ -87,49 +104,14 @@ class ForeignDataset(Dataset):
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._inner.tags(indices)  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        self._call(super().close, "close")
-
-    def release(self) -> None:
-        self._call(super().release, "release")
-
-    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._call(super().sequences, "sequences", arguments=(indices,))
-
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        return self._call(super().padded, "padded", arguments=(indices,))
-
-    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        return self._call(super().packed, "packed", arguments=(indices, keys))
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._call(super().tag_bytes, "tag_bytes", "all_tags", arguments=(start, stop))
-
-    def file_bounds(self) -> Array:
-        return self._call(super().file_bounds, "file_bounds", "group_bounds")
-
     def at_epoch(self, epoch: int) -> Dataset:
-        changed: Any = self._call(super().at_epoch, "at_epoch", arguments=(epoch,))
+        of_epoch = self._member("at_epoch")
+        changed = self if of_epoch is None else of_epoch(epoch)
         return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
-
-    def selected(self, full_epoch: int) -> Array | None:
-        return self._call(super().selected, "selected", "drawn", arguments=(full_epoch,))
-
-    def how_read(self) -> str:
-        return str(self._call(super().how_read, "how_read"))
-
-    def warnings(self) -> list[str]:
-        return self._call(super().warnings, "warnings")
 
     def _member(self, *names: str) -> Any:
         """What the object has under the first of these names that it has; None: it has none of them."""
         return next((getattr(self._inner, name) for name in names if hasattr(self._inner, name)), None)
-
-    def _call(self, default: Callable[..., T], *names: str, arguments: tuple[Any, ...] = ()) -> T:
-        """The result of the object's method or attribute; of the default if it has neither."""
-        found = self._member(*names)
-        found = default if found is None else found
-        return found(*arguments) if callable(found) else found
 
 
 class ForeignSource(SequenceSource):

@@ -1,13 +1,13 @@
-"""Which files are open: few at a time, and for one thread at a time."""
+"""Which files are open: few at a time. As of all that reads, one thread at a time uses them (`OneAtATime` in views.py)."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from typing import Any, Protocol
+
+from hvdtrain.data.files import why_not_opened
 
 MOST_OPEN = 64
 
@@ -35,7 +35,7 @@ class File(Protocol):
     """What can be opened."""
 
     def open(self) -> Opened:
-        """The file, open. Raises: DataError."""
+        """The file, open. Raises: DataError; OSError, of files that may wait until fewer are open."""
         ...
 
 
@@ -48,7 +48,6 @@ class Handles:
     def __init__(self, most: int | None = None) -> None:
         self.most = most or MOST_OPEN
         self._process = os.getpid()
-        self._lock = threading.RLock()
         self._open: OrderedDict[int, Opened] = OrderedDict()  # by id, so that files without a user are closed at once
 
     @property
@@ -56,22 +55,24 @@ class Handles:
         """The number of files that are open now."""
         return len(self._open)
 
-    @contextmanager
-    def use(self, file: File) -> Iterator[Opened]:
-        """An open file, which no other thread closes inside the `with` block. Raises: DataError."""
+    def opened(self, file: File) -> Opened:
+        """A file, open until others take its place. Raises: DataError."""
         if self._process != os.getpid():
             for inherited in self._open.values():
                 inherited.pop_all()
             Handles.__init__(self, self.most)
-        with self._lock:
-            if id(file) not in self._open:
-                while len(self._open) >= self.most:
-                    self._open.popitem(last=False)[1].close()
+        while id(file) not in self._open:
+            while len(self._open) >= self.most:
+                self._open.popitem(last=False)[1].close()
+            try:
                 self._open[id(file)] = file.open()
-            self._open.move_to_end(id(file))
-            yield self._open[id(file)]
+            except OSError as error:
+                if not why_not_opened(error) or not self._open:
+                    raise
+                self._open.popitem(last=False)[1].close()  # a process may open fewer files
+        self._open.move_to_end(id(file))
+        return self._open[id(file)]
 
     def close(self, file: File) -> None:
-        if self._process == os.getpid():
-            with self._lock, suppress(KeyError):
-                self._open.pop(id(file)).close()
+        if self._process == os.getpid() and id(file) in self._open:
+            self._open.pop(id(file)).close()

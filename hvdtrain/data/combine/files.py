@@ -61,25 +61,23 @@ class ReopenedFile(Dataset):
     def num_sequences(self) -> int:
         return self._size
 
+    def _file(self) -> Dataset:
+        return self._pool.opened(self).handle  # type: ignore[no-any-return]  # what `open` put there
+
     def sequence(self, index: int) -> dict[str, Array]:
-        with self._pool.use(self) as opened:
-            return opened.handle.sequence(index)  # type: ignore[no-any-return]  # here and below: a dataset's
+        return self._file().sequence(index)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        with self._pool.use(self) as opened:
-            return opened.handle.padded(indices)  # type: ignore[no-any-return]
+        return self._file().padded(indices)
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        with self._pool.use(self) as opened:
-            return opened.handle.packed(indices, keys)  # type: ignore[no-any-return]
+        return self._file().packed(indices, keys)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        with self._pool.use(self) as opened:
-            return opened.handle.tags(indices)  # type: ignore[no-any-return]
+        return self._file().tags(indices)
 
     def tag_bytes(self, start: int, stop: int) -> Array:
-        with self._pool.use(self) as opened:
-            return opened.handle.tag_bytes(start, stop)  # type: ignore[no-any-return]
+        return self._file().tag_bytes(start, stop)
 
     def how_read(self) -> str:
         return f"up to {self._pool.most} files open at a time"

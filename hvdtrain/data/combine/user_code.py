@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
 from abc import abstractmethod
@@ -225,21 +224,19 @@ class _Processes:
         self.draws = num_workers > 0
         self.collate_draws = False
         self._epoch: int | None = None
-        self._lock = threading.Lock()  # tags are read by the thread that trains
         self._workers: Workers[Question] = Workers(max(1, num_workers), work)
 
     def start(self) -> None:
         self._workers.start()
 
     def ask(self, questions: list[Question]) -> list[Any]:
-        with self._lock:
-            if questions and not self.num_workers and self._epoch != questions[0][1]:
-                self._workers.close()
-                self._workers.start()
-                self._epoch = questions[0][1]
-            if questions and questions[0][-1] is not None:  # large ones, which a process must have taken before it answers
-                return [self._workers.results([question])[0] for question in questions]
-            return self._workers.results(questions)
+        if questions and not self.num_workers and self._epoch != questions[0][1]:
+            self._workers.close()
+            self._workers.start()
+            self._epoch = questions[0][1]
+        if questions and questions[0][-1] is not None:  # large ones, which a process must have taken before it answers
+            return [self._workers.results([question])[0] for question in questions]
+        return self._workers.results(questions)
 
     def close(self) -> None:
         self._workers.close()

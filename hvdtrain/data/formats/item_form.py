@@ -84,9 +84,6 @@ class ItemForm:
 
     def _array(self, index: int, key: str, value: Any) -> Array:
         stream = self.streams.get(key)
-        if type(value) is numpy.ndarray and stream is not None and value.ndim:  # most values: without the checks of others
-            if value.dtype == stream.dtype and value.shape[1:] == stream.shape:
-                return value
         where = f"{self._place(index)}, {key!r}"
         try:
             array = numpy.asarray(value)

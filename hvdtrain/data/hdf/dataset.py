@@ -161,17 +161,17 @@ class HDFFile(MappedFile):
     @contextmanager
     def _reading(self, what: str) -> Iterator[Opened]:
         """The open file. Raises: DataError, also for a failed read: the file was replaced or changed, or is damaged."""
-        with self._handles.use(self) as file:
+        file = self._handles.opened(self)
+        try:
+            if self._parts:  # HDF5 needs a descriptor, if only for a moment, to open a part; else it reads zeros
+                os.close(os.dup(file.handle.id.get_vfd_handle()))
+            yield file
+        except OSError as error:
             try:
-                if self._parts:  # HDF5 needs a descriptor, if only for a moment, to open a part; else it reads zeros
-                    os.close(os.dup(file.handle.id.get_vfd_handle()))
-                yield file
-            except OSError as error:
-                try:
-                    check_same(self.path, self._identity, identity(self.path.stat()))
-                except OSError as gone:
-                    raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
-                raise BrokenSequence(f"{self.path}: cannot read {what}: {error}") from None
+                check_same(self.path, self._identity, identity(self.path.stat()))
+            except OSError as gone:
+                raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
+            raise BrokenSequence(f"{self.path}: cannot read {what}: {error}") from None
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""

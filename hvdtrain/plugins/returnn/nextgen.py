@@ -70,7 +70,8 @@ class NextGenFile(IndexedDataset):
         return opened
 
     def row(self, number: int) -> dict[str, Array]:
-        with self._handles.use(self) as file, self._readable_errors():
+        file = self._handles.opened(self)
+        with self._readable_errors():
             return {key: _values(self._sources[key], self._dataset(file, key, number)[:]) for key in self.streams}
 
     def where(self, number: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
@@ -179,7 +178,6 @@ class Rows:
         self._columns = columns
         self._groups: OrderedDict[tuple[int, int], Group] = OrderedDict()
         self._widths: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def value(self, number: int, row: int, name: str) -> Any:
         """As `Group.value`; a row without frames has the width that others have. Raises: DataError."""
@@ -195,16 +193,14 @@ class Rows:
         """The group with a row of a file. Raises: DataError."""
         file = self._files[number]
         place = number, int(numpy.searchsorted(file.bounds, row, side="right")) - 1
-        with self._lock:
-            group = self._groups.get(place)
-            if group is not None:
-                self._groups.move_to_end(place)
-                return group
+        group = self._groups.get(place)
+        if group is None:
             group = Group(file.path, int(file.bounds[place[1]]), file.read(place[1], self._columns))
             self._groups[place] = group
             while len(self._groups) > 1 and sum(each.num_bytes for each in self._groups.values()) > KEPT:
                 self._groups.popitem(last=False)
-            return group
+        self._groups.move_to_end(place)
+        return group
 
 
 class RowFile(ABC):

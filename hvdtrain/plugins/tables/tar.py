@@ -14,7 +14,6 @@ import math
 import os
 import re
 import tarfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import numpy
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.files import why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
+from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -54,9 +54,6 @@ HEADER = 256
 NOWHERE = (-1, 0)
 """The place of a link to what an archive does not have, which matters only if it is read."""
 
-OPEN_FILES = 64
-"""The number of archives that are open at a time."""
-
 
 @dataclass(frozen=True)
 class TarIndex:
@@ -74,6 +71,19 @@ class TarIndex:
     sizes: Array
     frames: Array
     largest: Array
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """An archive, which is open while files of it are read."""
+
+    path: str
+
+    def open(self) -> Opened:
+        """Raises: OSError."""
+        opened = Opened()
+        opened.handle = opened.enter_context(open(self.path, "rb", buffering=0))  # noqa: SIM115
+        return opened
 
 
 class TarShards(Shards):
@@ -109,7 +119,8 @@ class TarShards(Shards):
         for path in (*paths[first:], *paths[:first]):
             found[path] = _stored_index(path, list(read.values()), scanning)
         self._indices = [found[path] for path in paths]
-        self._open: OrderedDict[int, BinaryIO] = OrderedDict()
+        self._archives = [_Archive(path) for path in paths]
+        self._handles = Handles()
         super().__init__(paths, [len(index.tags) for index in self._indices], [index.tags for index in self._indices])
         frames = numpy.concatenate([index.frames for index in self._indices])
         if (frames >= 0).all():
@@ -138,29 +149,12 @@ class TarShards(Shards):
     def _bytes(self, shard: int, row: int, column: int) -> bytes:
         """The content of a file. Raises: DataError."""
         index = self._indices[shard]
-        return _read(self.paths[shard], self._file(shard), int(index.starts[row, column]), int(index.sizes[row, column]))
-
-    def _file(self, shard: int) -> BinaryIO:
-        """An archive; a file that is closed while another thread reads from it stays open until that thread is done.
-
-        Raises:
-            DataError: it cannot be opened.
-        """
-        file = self._open.pop(shard, None)
-        while file is None:
-            try:
-                file = open(self.paths[shard], "rb", buffering=0)  # noqa: SIM115
-            except OSError as error:
-                reason = why_not_opened(error)
-                if not reason or not self._open:
-                    raise DataError(
-                        f"{self.paths[shard]}: expected a tar file that can be read, got: {reason or error.strerror}"
-                    ) from None
-                self._open.popitem(last=False)  # a process may open fewer files
-        self._open[shard] = file
-        if len(self._open) > OPEN_FILES:
-            self._open.popitem(last=False)
-        return file
+        try:
+            file = self._handles.opened(self._archives[shard]).handle
+        except OSError as error:
+            got = why_not_opened(error) or error.strerror
+            raise DataError(f"{self.paths[shard]}: expected a tar file that can be read, got: {got}") from None
+        return _read(self.paths[shard], file, int(index.starts[row, column]), int(index.sizes[row, column]))
 
     def _name(self, shard: int, row: int) -> str:
         return bytes(self._indices[shard].tags[row]).decode("utf-8")

@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,29 @@ OVERRIDING = (COMMAND_LINE, CALL)
 """Origins of overrides: text from the command line, Python objects from a program that calls hvdtrain."""
 
 
+@dataclass(frozen=True)
+class Code:
+    """What the text of a Python file says.
+
+    Attributes:
+        constants: the names to which it assigns only constants.
+        imports: from which modules it imports names.
+    """
+
+    tree: ast.Module
+    constants: Collection[str]
+    imports: Sequence[ast.ImportFrom]
+
+    @classmethod
+    @cache
+    def of(cls, text: str, path: str) -> Code:
+        """Raises: SyntaxError."""
+        tree = ast.parse(text, path)
+        return cls(tree, constants_of(tree), [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)])
+
+
 def override(
-    names: dict[str, Any], tree: ast.Module, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
+    names: dict[str, Any], code: Code, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
 ) -> set[str]:
     """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports,
     which are returned.
@@ -34,19 +57,18 @@ def override(
     Raises:
         ConfigError: an override that only such functions can read does not reach them.
     """
-    constants, reached = constants_of(tree), set[str]()
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)] if overrides else []
+    reached = set[str]()
     for name, value in overrides.items():
-        if name in constants:
+        if name in code.constants:
             names[name] = value
-        for module in _imported_from(imports, name, names.get("__package__")):
+        for module in _imported_from(code.imports, name, names.get("__package__")):
             inner = vars(sys.modules.get(module, object))
             found = inner.get(name)
             if found is None or callable(found):
                 continue
             file = Path(inner.get("__file__") or "")
             if module not in known and file.suffix == ".py":
-                inside = ast.parse(file.read_text(encoding="utf-8"), str(file))
+                inside = Code.of(file.read_text(encoding="utf-8"), str(file))
                 override(inner, inside, {name: value}, known, keys)
             if inner[name] is value or found == value:
                 names[name] = value

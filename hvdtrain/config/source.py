@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import os
@@ -24,7 +23,7 @@ from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.convert import text_value
 from hvdtrain.config.large_imports import file_of
 from hvdtrain.config.missing import import_failure
-from hvdtrain.config.overrides import COMMAND_LINE, constants_of, line_in, lines_that_read, override, set_nested
+from hvdtrain.config.overrides import COMMAND_LINE, Code, line_in, lines_that_read, override, set_nested
 from hvdtrain.errors import ConfigError, Problem
 
 MODULE_NAME = "__hvdtrain_config__"
@@ -68,14 +67,19 @@ class Source:
 
     def asks_for(self, name: str) -> bool:
         """Whether the code of a config file has `config.value(NAME, ...)`, or `config.typed_dict[NAME]`."""
-        asked = rf"\bconfig\.\w+(\.get)?[(\[]\s*[\"']{re.escape(name)}[\"']"
-        return any(re.search(asked, text) for text in self.texts.values())
+        return any(name in _names_asked_for(text) for text in self.texts.values())
 
 
 @cache
 def _words(text: str) -> Counter[str]:
     """How often a text has each word."""
     return Counter(re.findall(r"\w+", text))
+
+
+@cache
+def _names_asked_for(text: str) -> frozenset[str]:
+    """What a text has in quotes in `config.value(NAME, ...)` and the like."""
+    return frozenset(re.findall(r"\bconfig\.\w+(?:\.get)?[(\[]\s*[\"']([^\"']+)[\"']", text))
 
 
 @cache
@@ -99,14 +103,12 @@ class PythonFile:
 
     Attributes:
         names: what its functions see.
-        constants: the names to which it assigns only constants.
         had: the overrides that it had while it ran.
     """
 
     name: str
-    tree: ast.Module
+    code: Code
     names: dict[str, Any]
-    constants: set[str]
     had: set[str]
 
 
@@ -167,15 +169,15 @@ def load(
             loaded = _parse_json(path, text)
         else:
             known = set(sys.modules)
-            loaded, names, tree = _run_python(path, text, values, top, builtins)
+            loaded, names, code = _run_python(path, text, values, top, builtins)
             had = {name for name in top if name in names and names[name] == top[name]}
-            imported |= override(names, tree, top, known, types)
+            imported |= override(names, code, top, known, types)
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier in files:
-                later = {name: value for name, value in loaded.items() if name in earlier.constants and name not in top}
+                later = {name: value for name, value in loaded.items() if name in earlier.code.constants and name not in top}
                 earlier.names.update(later)
-            files.append(PythonFile(path.name, tree, names, constants_of(tree), had))
+            files.append(PythonFile(path.name, code, names, had))
         values = {**_without_spellings(values, _given(loaded, spellings)), **loaded}
         origins.update(dict.fromkeys(loaded, path.name))
     mentioned = {*values, *(word for text in texts.values() for word in _words(text))}
@@ -211,14 +213,14 @@ def _computed_before(source: Source, files: Sequence[PythonFile], name: str, is_
         ConfigError: nothing else reads the name, so the override would have no effect.
     """
     first, dot, _ = name.partition(".")
-    if not any(first in file.constants for file in files):
+    if not any(first in file.code.constants for file in files):
         return None
     is_read = is_key or source.asks_for(first) or first in source.imported
     before: list[str] = []
     for file in files:
-        at_once, later = lines_that_read(file.tree, first)
+        at_once, later = lines_that_read(file.code.tree, first)
         is_read = is_read or later
-        if at_once and name not in file.had and first in file.constants:
+        if at_once and name not in file.had and first in file.code.constants:
             before.append(f"{file.name}, line {', '.join(map(str, at_once))}")
         else:
             is_read = is_read or bool(at_once)
@@ -310,14 +312,14 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
 
 def _run_python(
     path: Path, text: str, before: Mapping[str, Any], overrides: Mapping[str, Any], builtins: Builtins | None
-) -> tuple[dict[str, Any], dict[str, Any], ast.Module]:
+) -> tuple[dict[str, Any], dict[str, Any], Code]:
     """Run the file as a module, so that its classes and functions behave as in any other module.
 
     Args:
         before: the values of earlier files.
 
     Returns:
-        The values of the file, the names that its functions see, and its parsed text.
+        The values of the file, the names that its functions see, and what its text says.
     """
     visible = {**before, **overrides}
     module = ModuleType(MODULE_NAME)
@@ -333,8 +335,8 @@ def _run_python(
     if builtins is not None:
         names["__builtins__"] = builtins(names)
     try:
-        tree = ast.parse(text, str(path))
-        exec(compile(tree, str(path), "exec", dont_inherit=True), names)  # not with the __future__ imports of this file
+        code = Code.of(text, str(path))
+        exec(compile(code.tree, str(path), "exec", dont_inherit=True), names)  # not with the __future__ imports of this file
     except ConfigError:
         raise
     except SystemExit as error:
@@ -354,4 +356,4 @@ def _run_python(
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
-    return loaded, names, tree
+    return loaded, names, code

@@ -269,7 +269,7 @@ def _numbers(values: Array) -> list[float]:
 
 def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether what `_numbers` returned is of the same values."""
-    if len(one) != len(other) or len(one) < 2:
+    if [*one] == [*other] or len(one) != len(other) or len(one) < 2:
         return [*one] == [*other]
     if not numpy.allclose(one[:2], other[:2], rtol=1e-3, atol=1e-6, equal_nan=True):
         return False

@@ -86,8 +86,7 @@ class EvaluationLines:
 
 def as_step_line(record: StepRecord) -> dict[str, Any]:
     """A record as it is written to the file; numbers that are not finite become strings."""
-    line = asdict(record)
-    del line["global_step"]
+    line = {name: value for name, value in vars(record).items() if name != "global_step"}
     scores = {name: _finite(value) for name, value in record.scores.items()}
     return {**line, "scores": scores, "gradient_norm": _finite(record.gradient_norm)}
 

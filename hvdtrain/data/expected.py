@@ -6,6 +6,7 @@ no file, or carry on with data that was cut, repeated, or of another kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,7 +140,11 @@ def _size(value: Any) -> int | None:
 
 
 def check_streams(name: str, streams: Mapping[str, Stream], files: Sequence[str], expected: Mapping[str, Expected]) -> None:
-    """Compare the streams of a dataset with `extern_data`. Raises: DataError."""
+    """Compare the streams of a dataset with what tensors can hold, and with `extern_data`. Raises: DataError."""
+    for key, stream in streams.items():
+        if stream.dtype.kind not in "biufcOU" or stream.dtype.itemsize > {"f": 8, "c": 16}.get(stream.dtype.kind, math.inf):
+            what = "numbers of a type that tensors have, such as float64, or texts"
+            raise DataError(f"{source_of(name, files)}: expected {what}, got {stream.dtype} in {key!r}")
     for key, wanted in expected.items():
         if key in streams and (misfit := wanted.misfit(streams[key])) is not None:
             raise DataError(f"{source_of(name, files)}: {misfit} in {key!r} (according to extern_data.{key})")

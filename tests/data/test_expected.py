@@ -11,7 +11,7 @@ from hdf_files import write
 from launching import Finished, faults, hvdtrain
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.expected import BatchCheck, check_lengths, expected_of
+from hvdtrain.data.expected import BatchCheck, check_lengths, check_streams, expected_of
 from hvdtrain.data.types import Array, Batch, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -210,3 +210,10 @@ def test_lengths_of_a_users_dataset_that_are_none(what: str) -> None:
     lengths, message = LENGTHS[what]
     with pytest.raises(DataError, match=message):
         check_lengths("train", Corpus(lengths={"data": lengths}))
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble", "S3", "datetime64[s]", "V4"])
+def test_types_that_tensors_do_not_have(dtype: str) -> None:
+    streams = {"data": Stream(numpy.dtype(dtype), (), 1, False)}
+    with pytest.raises(DataError, match=r"^train \(a.hdf\): expected numbers of a type that tensors have.*, got .* in 'data'"):
+        check_streams("train", streams, ["a.hdf"], {})

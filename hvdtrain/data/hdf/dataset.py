@@ -105,7 +105,7 @@ class HDFFile(MappedFile):
         name = self._names[key]
         with self._reading(f"sequence {index} of {name}") as file:
             values: Array = file.member(name)[start:stop]
-        return numpy.array(texts_of(self.path, name, values), dtype=object) if values.dtype == object else values
+        return values if self.streams[key].dtype != object else numpy.array(texts_of(self.path, name, values), dtype=object)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         return self.packed(indices, ())

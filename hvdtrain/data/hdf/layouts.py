@@ -217,7 +217,10 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
         dim = _integer(path, f"{key} of /targets/size", size)
         labels = f"targets/labels/{key}"
     names = tuple(texts_of(path, f"/{labels}", strings_in(path, file, labels)[:])) if labels in file else ()
-    dtype = dataset.dtype.newbyteorder("=") if dataset.dtype.kind in "biufc" else dataset.dtype  # as in batches; see `pad`
+    if dataset.dtype.kind not in "biufc" and dataset.ndim > 1:
+        raise DataError(f"{path}: expected texts of shape (frames,) in {name_of(file, key)}, got the shape {dataset.shape}")
+    # As in batches; see `pad`. Texts are as such, whether HDF5 stores them with one length or each with its own.
+    dtype = dataset.dtype.newbyteorder("=") if dataset.dtype.kind in "biufc" else numpy.dtype(object)
     return Stream(dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
@@ -226,7 +229,7 @@ def mapped_array(path: Path, dataset: h5py.Dataset, maps: dict[Path, mmap.mmap])
     if (
         dataset.external
         or dataset.is_virtual
-        or dataset.dtype.hasobject
+        or dataset.dtype.kind not in "biufc"
         or not dataset.dtype.isnative
         or dataset.chunks is not None
     ):

@@ -221,11 +221,18 @@ def test_mapped_sequences_are_read_only_views(tmp_path: Path) -> None:
     assert values.tolist() == EXPECTED[0][1]["data"]
 
 
-def test_strings_of_variable_length_come_as_text(tmp_path: Path) -> None:
-    dataset = open_hdf([write(tmp_path / "file.hdf", put("targets/data/classes", ["ä", "b", "", "日本"]))])
-    assert dataset.sequence(1)["classes"].tolist() == ["b", "", "日本"]
-    assert dataset.sequence(1)["classes"].dtype == object
-    assert not dataset.streams["classes"].sparse
+def test_strings_come_as_text_whether_they_have_one_length_or_each_its_own(tmp_path: Path) -> None:
+    texts = ["ä", "b", "", "日本"]
+    paths = [
+        write(tmp_path / "variable.hdf", put("targets/data/classes", texts)),
+        write(tmp_path / "fixed.hdf", put("targets/data/classes", numpy.array([text.encode() for text in texts]))),
+    ]
+    for dataset in (*(open_hdf([path]) for path in paths), open_hdf(paths), open_hdf(paths[::-1])):
+        for index in range(1, dataset.num_sequences, 2):
+            assert dataset.sequence(index)["classes"].tolist() == ["b", "", "日本"]
+            assert dataset.sequence(index)["classes"].dtype == object
+        assert dataset.padded(numpy.array([0, 1]))["classes"].values.tolist() == [["ä", "", ""], ["b", "", "日本"]]
+        assert not dataset.streams["classes"].sparse
 
 
 def test_sequences_of_no_frames(tmp_path: Path) -> None:
@@ -462,6 +469,10 @@ MALFORMED: dict[str, tuple[Change, str]] = {
         "expected strings of shape (number,) in /targets/labels/classes, got int64 (4,)",
     ),
     "scalar data": (put("inputs", 3.0), "expected /inputs to have a first axis to count on, got a scalar"),
+    "texts with two axes": (
+        put("inputs", numpy.full((5, 2), b"a")),
+        "expected texts of shape (frames,) in /inputs, got the shape",
+    ),
     "records as data": (put("inputs", numpy.zeros(5, [("a", "i4")])), "expected numbers or strings in /inputs, got dtype"),
     "lists as data": (lists, "expected numbers or strings in /inputs, got dtype object"),
     "inputs are a group": (group("inputs"), "expected /inputs to be a dataset, got a group"),

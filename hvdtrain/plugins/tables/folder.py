@@ -80,7 +80,7 @@ class FolderDataset(Shards):
         if not self._names:
             raise DataError(f"{transcript or folder}: expected at least one sequence, got none")
 
-        tags = numpy.array([tag.encode("utf-8", "surrogateescape") for tag in self._names])
+        tags = numpy.array([tag.encode("utf-8") for tag in self._names])
         super().__init__([folder], [len(self._names)], [tags])
 
     def row(self, shard: int, row: int) -> dict[str, Array]:
@@ -119,6 +119,10 @@ def _files(folder: Path) -> dict[str, Path]:
     for path in _walk(folder):
         if path.suffix.lower() in SUFFIXES and path.is_file():
             tag = path.relative_to(folder).with_suffix("").as_posix()
+            try:
+                tag.encode("utf-8")
+            except UnicodeEncodeError:
+                raise DataError(f"{folder}: expected names of files in UTF-8, got {os.fsencode(tag)!r}") from None
             if tag in files:
                 raise DataError(f"{folder}: expected one file for {tag!r}, got {files[tag].name} and {path.name}")
             files[tag] = path

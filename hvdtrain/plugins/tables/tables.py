@@ -247,7 +247,7 @@ class ParquetFile(RowFile):
     def _open(self, about: Any = None) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.path, memory_map=True, metadata=about)
+        return pyarrow.parquet.ParquetFile(self.path, memory_map=True, metadata=about, page_checksum_verification=True)
 
     def _read(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow

@@ -156,6 +156,8 @@ def test_files_that_are_not_what_they_are_called(arrays: Path) -> None:
     (folder / "zz.wav").unlink()
     numpy.save(folder / "zz.npy", numpy.array([{}]))
     assert "zz.npy: expected a .npy file of numbers, got: " in refused(folder=str(folder))
+    (folder / os.fsdecode(b"\xff.npy")).touch()
+    assert refused(folder=str(folder)).endswith(r"expected names of files in UTF-8, got b'\xff'")
 
 
 def test_the_rate_is_that_of_the_first_file_that_can_be_read(tmp_path: Path) -> None:

@@ -317,6 +317,13 @@ def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"bad.parquet: expected a whole row group 1, got: "):
         opened(str(path), columns={"data": "lists"})
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(pyarrow.table({"data": numpy.arange(999.0)}), path, **options)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # of one number, which looks like any other
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad.parquet: expected a whole row group 0, got: .*checksum"):
+        opened(str(path))
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -328,7 +335,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "train.columns.data: expected a column of numbers, lists .*, got list<.*> in column 'lists' of .*a.parquet",
     ),
     "missing": (
-        {"single": ([1, 2, 3, 4, 5, None, 7], pyarrow.int16())},
+        {"single": ([1, 2, 3, 4, 0, None, 2], pyarrow.int16())},
         {"data": "single"},
         "a.parquet, column 'single', row 5: expected a value, got none",
     ),

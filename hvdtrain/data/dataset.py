@@ -258,7 +258,10 @@ def as_lengths(where: str, given: Any, size: int, of: str = "") -> Array:
     import numpy
 
     try:
-        lengths = numpy.asarray(given).astype(numpy.int32, casting="same_kind")
+        lengths = numpy.asarray(given)
+        if lengths.size and lengths.max() >= 2**31:
+            raise ValueError(f"{lengths.max()}, which is not below 2**31")
+        lengths = lengths.astype(numpy.int32, casting="same_kind")
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: expected whole numbers in lengths{of}, got: {error}") from None
     if lengths.shape != (size,) or lengths.min(initial=0) < 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.sources import check_dataset, is_for_returnn, is_function
+from hvdtrain.data.sources import check_dataset, class_name, is_for_returnn, is_function
 from hvdtrain.errors import Problem, problem
 
 
@@ -71,7 +71,7 @@ def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
     if (
         not isinstance(value, dict)
         or is_for_returnn(value)
-        or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset")
+        or ("class" in value and class_name(value) not in (*KINDS, "MultiProcDataset"))
     ):
         return value, []
     problems: list[Problem] = []

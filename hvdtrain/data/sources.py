@@ -59,7 +59,7 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
         value, problems = _as_dict(name, value)
         if problems:
             return None, problems
-    if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
+    if class_name(value) == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
         return check_dataset(name, _inner_of_multi_proc(value), defaults)
     if is_for_returnn(value):
         # The defaults of train are keys of the config; RETURNN must not get the others.
@@ -110,7 +110,7 @@ def _check_class(
     """Check the dict of a class or function of the config, or of one in `SOURCES`."""
     order_values = _pop_order(options, [])
     kind, collating, collate_problems = _pop_collate(name, kind, options)
-    has_fixed_order = kind == SOURCES.entries.get("ReturnnDataset")
+    has_fixed_order = isinstance(kind, str) and kind == SOURCES.entries.get("ReturnnDataset")
     order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
     problems += collate_problems
     if has_fixed_order and order is not None:
@@ -123,7 +123,9 @@ def _check_class(
         ]
     if not (callable(kind) or is_reference(kind)):
         similar = closest(kind, [*KINDS, *SOURCES, *BY_RETURNN]) if isinstance(kind, str) else None
-        hint = absent(kind) or (f" (did you mean {similar}? see docs/datasets.md)" if similar else "")
+        hint = (absent(kind) if isinstance(kind, str) else "") or (
+            f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
+        )
         problems += problem(
             "unknown-value",
             f"{name}.class: expected one of {', '.join([*KINDS, *SOURCES])}, a class, a function, or the name of one as "
@@ -184,11 +186,15 @@ def is_dataset(value: Any) -> bool:
     return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
 
+def class_name(value: Mapping[str, Any]) -> str | None:
+    """The class of a dataset dict, if it is a text. Items in its place may compare themselves with one number by number."""
+    return kind if isinstance(kind := value.get("class"), str) else None
+
+
 def is_for_returnn(value: Any) -> bool:
     """Whether a dataset, or one inside it, has a class that only RETURNN has: RETURNN then reads all of it."""
-    if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
+    if not isinstance(value, dict) or (kind := class_name(value)) == "ReturnnDataset":
         return False
-    kind = value.get("class")
     if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
         return True
     return kind not in ONE_BY_ONE and any(is_for_returnn(child) for _, child in _inner_datasets(value).values())

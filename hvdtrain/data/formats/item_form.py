@@ -107,6 +107,7 @@ class ItemForm:
             if numpy.abs(array).max(initial=0) >= 2**63 and all(isinstance(one, int) for one in numpy.array(value, object).flat):
                 raise DataError(f"{where}: expected integers that a type of numpy holds, got up to {numpy.max(value)}")
             array = array.astype(numpy.float32)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # frameworks only have tensors in this byte order
         array = array.reshape(1) if array.ndim == 0 else array
         if stream is None or (array.dtype == stream.dtype and array.shape[1:] == stream.shape):
             return array

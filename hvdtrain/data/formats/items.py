@@ -34,6 +34,17 @@ OTHER_NUMBERS = (
 ALONE = Scanning()
 
 
+ROWS_OF_TABLES = "to_dict('records') of pandas, to_dicts() of polars, to_pylist() of pyarrow, or a ParquetDataset"
+
+
+def is_table(items: Any) -> bool:
+    """Whether numbers stand for columns, or several columns for one array: a table of pandas, polars or pyarrow."""
+    names = {(each.__module__.partition(".")[0], each.__name__) for each in type(items).__mro__}
+    return not names.isdisjoint(
+        {("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")}
+    )
+
+
 class ItemsDataset(IndexedDataset):
     """The items of a map-style dataset, each a sequence.
 
@@ -63,6 +74,10 @@ class ItemsDataset(IndexedDataset):
     """
 
     def __init__(self, where: str, items: Any, scanning: Scanning = ALONE, tags: Array | None = None) -> None:
+        if is_table(items):
+            raise DataError(
+                f"{where}: expected items, got a {type(items).__name__} with columns (give its rows: {ROWS_OF_TABLES})"
+            )
         self._where = where
         self._items = items
         self._lengths_path: Path | None = None
@@ -80,16 +95,22 @@ class ItemsDataset(IndexedDataset):
         self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
         before = generator_states()
         self.reads_for_tags = tag is not None and tags is None
-        dims, used = dict(getattr(items, "dims", {})), None
+        dims, labels, used = dict(getattr(items, "dims", {})), dict(getattr(items, "labels", {})), None
         if given is not None:
             lengths = self._given_lengths(given() if callable(given) else given, first)
         else:
             found = find_lengths(where, partial(self._identity, made_of), first, size, self._measure, scanning, quickly=True)
             lengths, self._lengths_path = found.lengths, found.path
             used = rows_to_use(lengths.values(), scanning.broken, measure_broken(lengths, self._measure))
+            for key, names in labels.items():
+                if names and key not in dims and (most := found.largest.get(key, 0)) >= len(names):
+                    rows = (row for row in numpy.flatnonzero(lengths[key] > 0).tolist() if most in self._arrays(row)[1][key])
+                    raise DataError(
+                        f"{self.where(next(rows, 0))}, {key!r}: expected classes of its {len(names)} labels, got {most}"
+                    )
             dims = {key: most + 1 for key, most in found.largest.items()} | dims
         self.draws = self.draws or generator_states() != before
-        super().__init__(self._form.with_classes(dims, dict(getattr(items, "labels", {}))), tags, lengths, used)
+        super().__init__(self._form.with_classes(dims, labels), tags, lengths, used)
 
     def row(self, number: int) -> dict[str, Array]:
         return self._arrays(number)[1]

@@ -105,7 +105,12 @@ class MapDataset(Mapped):
         what = f"{self._where}.map_seq"
         if name not in made:
             raise DataError(f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, made))} for sequence {index}")
-        values, stream = numpy.asarray(made[name]), self.streams[name]
+        stream = self.streams[name]
+        try:
+            values = numpy.asarray(made[name])
+        except (TypeError, ValueError, RuntimeError) as error:  # as of a tensor on a GPU, or of a type that numpy does not have
+            got = f"{type(made[name]).__name__} for sequence {index}: {error}"
+            raise DataError(f"{what}: expected an array in {name!r}, got {got}") from None
         if values.ndim == 0 or values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
             got = f"{values.dtype} of shape {values.shape[1:]}" if values.ndim else f"the number {values}"
             raise DataError(

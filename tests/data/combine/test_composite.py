@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from documented import blocks_of
 from launching import ROOT
 from opened_data import opened, problems_of
@@ -310,6 +311,10 @@ def test_the_order_keys_of_the_dataset_inside_hold_but_not_its_own_seed() -> Non
     ("map_seq", "message"),
     [
         (lambda arrays: None, r"^train.map_seq: expected a dict of arrays, got NoneType for sequence 8"),
+        (
+            lambda arrays: arrays | {"data": torch.tensor(arrays["data"], requires_grad=True)},
+            r"^train.map_seq: expected an array in 'data', got Tensor for sequence 8: Can't call numpy\(\)",
+        ),
         (lambda arrays: {"data": arrays["data"]}, r"expected the data key 'classes', got only 'data' for sequence 8"),
         (
             lambda arrays: {**arrays, "data": arrays["data"][:0]},

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy
 import opened_data
+import pandas
+import pyarrow
 import pytest
 import torch
 from documented import blocks_of, section
@@ -44,6 +46,7 @@ class Utterance:
         {"data": FRAMES, "classes": 2},
         {"data": torch.tensor(FRAMES), "classes": torch.tensor(2)},
         (FRAMES, numpy.array([2])),
+        (FRAMES.astype(">f4"), numpy.array([2], ">i8")),
         (FRAMES.tolist(), 2),
         Pair(FRAMES, [2]),
         Utterance(FRAMES, numpy.int64(2)),
@@ -91,6 +94,12 @@ class Words(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.read += 1
         return {"data": torch.tensor(self.words[index]), "rest": index % 3, "seq_tag": f"{self.names} {index}"}
+
+
+class Labelled(Words):
+    """With fewer names than classes."""
+
+    labels = {"rest": ["a", "b"]}
 
 
 class Measured(Words):
@@ -291,10 +300,20 @@ class Changing:
         ),
         (Changing(lengths=[1, 2]), "train: expected 3 lengths of 'data', none below 0, got an array of shape (2,)"),
         (Changing(lengths=[1.5, 2, 3]), "train: expected whole numbers in lengths of 'data', got:"),
+        (
+            Changing(lengths=[2**32 + 1, 2, 3]),
+            "train: expected whole numbers in lengths of 'data', got: 4294967297, which is not",
+        ),
+        (Labelled(9), "train, item 2, 'rest': expected classes of its 2 labels, got 2"),
+        (
+            pandas.DataFrame([[1, 2], [3, 4]]),
+            "train: expected items, got a DataFrame with columns (give its rows: to_dict('records')",
+        ),
+        (pyarrow.table({"a": [1, 2], "b": [3, 4]}), "train: expected items, got a Table with columns (give its rows: "),
     ],
 )
 def test_what_is_wrong_is_reported(value: Any, message: str) -> None:
-    if value == []:
+    if isinstance(value, list) and not value:
         value = Words(0)
     with pytest.raises(DataError) as caught:
         opened(value)
@@ -374,13 +393,14 @@ def with_argument(part: str) -> list[float]:
         (broken, "ZeroDivisionError: division by zero (test_items.py, line "),
         (5, "int"),
         (Lengthless(), "Lengthless without __len__"),
+        ({"class": FRAMES}, "array("),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_is_no_dataset_is_reported(value: Any, got: str) -> None:
     spec, [problem] = parse("train", value, {})
     assert spec is None
-    assert problem.key == "train"
+    assert problem.key.startswith("train")
     assert got in str(problem).partition(", got ")[2]
 
 

@@ -191,12 +191,29 @@ class Iterated:
         return iter(items(self.corpus))
 
 
+def of_epoch(corpus: int, *, epoch: int) -> Iterator[Item]:
+    """The same in all epochs, which only the user knows."""
+    return iter(items(corpus))
+
+
 def kaldi(folder: Path, corpus: int) -> dict[str, Any]:
     write_folder(folder / "train")
     return {"class": "KaldiFolder", "folder": str(folder / "train"), "vocabulary_from": str(folder / "train" / "text")}
 
 
-def cuts(folder: Path, corpus: int) -> dict[str, Any]:
+def segments(folder: Path, corpus: int) -> dict[str, Any]:
+    """Parts of recordings, whose lengths are found by reading; the last one ends with its recording."""
+    value = kaldi(folder, corpus)
+    lines = [
+        f"utt{number:02}-{part} utt{number:02} {part * 0.03} {0.03 * part + 0.03}\n" for number in range(4) for part in (0, 1)
+    ]
+    (folder / "train" / "segments").write_text("".join([*lines, "utt05-0 utt05 0.02 -1\n"]))
+    names = [line.split()[0] for line in (folder / "train" / "segments").read_text().splitlines()]
+    (folder / "train" / "text").write_text("".join(f"{name} {'one two'[: 2 + number]}\n" for number, name in enumerate(names)))
+    return value
+
+
+def cuts(folder: Path, corpus: int, kind: Literal["lines", "memory", "shar"] = "lines") -> dict[str, Any]:
     """The sound and the texts of a Kaldi folder as cuts of Lhotse."""
     write_folder(folder / "train")
     texts = [line.partition(" ") for line in (folder / "train" / "text").read_text().splitlines()]
@@ -205,13 +222,16 @@ def cuts(folder: Path, corpus: int) -> dict[str, Any]:
         lhotse.SupervisionSegment(id=name, recording_id=name, start=0, duration=recordings[name].duration, text=text)
         for name, _, text in texts
     ]
-    segments = lhotse.SupervisionSet.from_segments(supervisions)
-    lhotse.CutSet.from_manifests(recordings, segments).to_file(folder / "cuts.jsonl")
-    return {
-        "class": "LhotseDataset",
-        "cuts": str(folder / "cuts.jsonl"),
-        "vocabulary_from": str(folder / "train" / "text"),
-    }
+    made = lhotse.CutSet.from_manifests(recordings, lhotse.SupervisionSet.from_segments(supervisions)).to_eager()
+    value: Any = made
+    if kind == "lines":
+        value = str(folder / "cuts.jsonl")
+        made.to_file(value)
+    elif kind == "shar":
+        value = str(folder / "shar")
+        (folder / "shar").mkdir()
+        made.to_shar(folder / "shar", fields={"recording": "wav"}, shard_size=4)
+    return {"class": "LhotseDataset", "cuts": value, "vocabulary_from": str(folder / "train" / "text")}
 
 
 def next_gen(folder: Path, corpus: int) -> dict[str, Any]:
@@ -257,20 +277,29 @@ SOURCES: dict[str, Callable[[Path, int], Any]] = {
     "items with tags": lambda folder, corpus: {"class": Items, "corpus": corpus, "named": True},
     "foreign": lambda folder, corpus: {"class": Foreign, "corpus": corpus},
     "iterable": lambda folder, corpus: {"class": "IterableDataset", "iterable": Iterated(corpus)},
+    "iterable of an epoch": lambda folder, corpus: {"class": of_epoch, "corpus": corpus},
     "KaldiFolder": kaldi,
+    "KaldiFolder, segments": segments,
     "LhotseDataset": cuts,
+    "LhotseDataset, in memory": lambda folder, corpus: cuts(folder, corpus, "memory"),
+    "LhotseDataset, Shar": lambda folder, corpus: cuts(folder, corpus, "shar"),
     "NextGenHDFDataset": next_gen,
     "ReturnnDataset": lambda folder, corpus: {
         "class": "ReturnnDataset",
         "dataset": {"class": "HDFDataset", "files": files(folder, corpus)},
     },
+    "ReturnnDataset, in order": lambda folder, corpus: {
+        "class": "ReturnnDataset",
+        "dataset": {"class": "PostprocessingDataset", "dataset": {"class": "HDFDataset", "files": files(folder, corpus)}}
+        | {"map_seq": lambda sequence, **_: sequence},
+    },
 }
 """By name, a function that writes one of two corpora into a folder, with the same names, and returns the dataset of a config."""
 
-OTHER_VALUES = ("KaldiFolder", "LhotseDataset", "FolderDataset")
+OTHER_VALUES = (*(name for name in SOURCES if name.startswith(("Kaldi", "Lhotse"))), "FolderDataset")
 """Those that do not have the sequences of `items`, or not with the same types."""
 
-UNNAMED = ("items", "iterable")
+UNNAMED = ("items",)
 """Those without names of sequences."""
 
 
@@ -300,7 +329,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     },
     "MixingDataset": lambda inside: {"class": "MixingDataset", "datasets": {"one": inside}},
 }
-READ_IN_ORDER = dict.fromkeys(("iterable", "ReturnnDataset"), ("alone", "MapDataset"))
+READ_IN_ORDER = dict.fromkeys((name for name in SOURCES if name.startswith(("iterable", "Returnn"))), ("alone", "MapDataset"))
 """The views that a source can be in that is read from beginning to end."""
 
 ROWS = [(source, view) for source in SOURCES for view in VIEWS if view in READ_IN_ORDER.get(source, VIEWS)]

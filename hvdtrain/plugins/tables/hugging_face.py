@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.formats.vocabulary import Units
-from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.tables.conversions import Convert, TextClasses, numbers, sound
-from hvdtrain.plugins.tables.shards import Shards, text_conversions
-from hvdtrain.plugins.tables.tables import FEW, Group, RowFile, Rows
+from hvdtrain.plugins.tables.shards import text_conversions
+from hvdtrain.plugins.tables.tables import FEW, Group, RowFile, Rows, RowShards
 
 
-@dataclass(frozen=True)
-class Column:
-    """How a column becomes a data key.
-
-    Attributes:
-        name: of the column.
-        convert: turns the value of a row into an array; also gets a description of the row for messages. Raises: DataError.
-        labels: the names of the classes, if the column has them.
-    """
-
-    name: str
-    convert: Convert
-    labels: tuple[str, ...] = ()
-
-
-class HuggingFaceDataset(Shards):
+class HuggingFaceDataset(RowShards):
     """The rows of a folder that `save_to_disk` wrote, each a sequence.
 
     The type of a column determines its arrays: integers and lists of them, class indices (a ClassLabel has the names of the
@@ -80,11 +63,13 @@ class HuggingFaceDataset(Shards):
             if key not in columns:
                 raise DataError(f"vocabulary: expected data keys ({', '.join(columns)}), got {key!r} in {folder}")
         self.texts = text_conversions(vocabulary or {}, units)
-        self._columns = {key: _column(folder, rows.features[name], name, self.texts.get(key)) for key, name in columns.items()}
-        self.labels = {key: list(column.labels) for key, column in self._columns.items() if column.labels}
+        self.columns = columns
+        found = {key: _conversion(folder, rows.features[name], name, self.texts.get(key)) for key, name in columns.items()}
+        self.convert = {key: convert for key, (convert, _) in found.items()}
+        self.labels = {key: labels for key, (_, labels) in found.items() if labels}
         # In Arrow's form: the package's conversion to numpy makes numbers of missing values, and float32 of float64.
         table = rows.data.table.select(sorted({*columns.values(), *([tag] if tag is not None else [])}))
-        self._rows = Rows([_Batches(folder, table)], table.column_names)
+        self.rows = Rows([_Batches(folder, table)], table.column_names)
         tags = None
         if tag is not None:
             _check_tags(folder, tag, rows.features[tag])
@@ -93,18 +78,8 @@ class HuggingFaceDataset(Shards):
             tags = [numpy.array([value.encode("utf-8") for value in values], dtype=bytes)]
         super().__init__([folder], [len(table)], tags)
 
-    def row(self, shard: int, row: int) -> dict[str, Array]:
-        group = self._rows.group(shard, row)
-        return {
-            key: column.convert(self._rows.value(shard, row, column.name), group.describe(column.name, row))
-            for key, column in self._columns.items()
-        }
-
     def files(self) -> Sequence[str]:
         return self._stored or self.paths
-
-    def identity(self) -> str:
-        return f"{super().identity()} {sorted((key, column.name) for key, column in self._columns.items())}"
 
 
 class _Batches(RowFile):
@@ -149,8 +124,9 @@ def _check_tags(folder: str, name: str, feature: Any) -> None:
         raise DataError(f"tag: expected a column of strings or integers, got {feature} in column {name!r} of {folder}")
 
 
-def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> Column:
-    """How a column of some type is converted. Raises: DataError, if the type is not supported."""
+def _conversion(folder: str, feature: Any, name: str, text: TextClasses | None) -> tuple[Convert, list[str]]:
+    """How a column of some type is converted, and the names of its classes, if it has them. Raises: DataError, if the type is not
+    supported."""
     import datasets
 
     axes, inner = 0, feature
@@ -162,15 +138,15 @@ def _column(folder: str, feature: Any, name: str, text: TextClasses | None) -> C
     if text is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
     if isinstance(inner, datasets.Audio) and axes == 0:
-        return Column(name, sound(inner.sampling_rate, getattr(inner, "num_channels", None)))
+        return sound(inner.sampling_rate, getattr(inner, "num_channels", None)), []
     if isinstance(inner, datasets.ClassLabel) and axes < 2:
-        return Column(name, numbers(max(axes, 1), "int32"), tuple(inner.names))
+        return numbers(max(axes, 1), "int32"), list(inner.names)
     if is_text and axes < 2:
         if text is None:
-            return Column(name, lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object))
-        return Column(name, text, tuple(text.labels))
+            return lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object), []
+        return text, text.labels
     if isinstance(inner, datasets.Value) and inner.dtype.startswith(("int", "uint", "float", "bool")):
-        return Column(name, numbers(max(axes, 1), inner.dtype))
+        return numbers(max(axes, 1), inner.dtype), []
     raise DataError(
         f"columns: expected columns of numbers, lists and lists of lists of numbers, ClassLabel, strings, lists of strings or "
         f"Audio, got {feature} in column {name!r} of {folder} ('columns' names those to take)"

@@ -124,7 +124,32 @@ class Group:
         return Column(_numbers(numbers), frames[starts], width, problems)
 
 
-class TableShards(Shards):
+class RowShards(Shards):
+    """Rows of tables. A subclass sets what follows.
+
+    Attributes:
+        columns: by data key, the name of the column.
+        convert: by data key, turns the value of a row into an array, given its place for messages; without an entry, it is one.
+        rows: of all shards.
+    """
+
+    columns: Mapping[str, str]
+    convert: Mapping[str, Convert]
+    rows: Rows
+
+    def row(self, shard: int, row: int) -> dict[str, Array]:
+        group = self.rows.group(shard, row)
+        arrays = {}
+        for key, name in self.columns.items():
+            value = self.rows.value(shard, row, name)
+            arrays[key] = self.convert[key](value, group.describe(name, row)) if key in self.convert else value
+        return arrays
+
+    def identity(self) -> str:
+        return f"{super().identity()} {fingerprint_of([self.columns])}"
+
+
+class TableShards(RowShards):
     """The rows of parquet or Arrow files.
 
     Args:
@@ -138,36 +163,25 @@ class TableShards(Shards):
         paths = keys.data_files()
         files = [_open_file(path, is_arrow=isinstance(keys, ArrowDatasetKeys)) for path in paths]
         names = files[0].schema.names
-        self._columns = dict(keys.columns) or {name: name for name in names if name != keys.tag}
-        used = {f"columns.{key}": name for key, name in self._columns.items()} | ({"tag": keys.tag} if keys.tag else {})
+        self.columns = dict(keys.columns) or {name: name for name in names if name != keys.tag}
+        used = {f"columns.{key}": name for key, name in self.columns.items()} | ({"tag": keys.tag} if keys.tag else {})
         for path, file in zip(paths, files, strict=True):
             for option, name in used.items():
                 _check_column(f"{where}.{option}", path, file.schema, files[0].schema, paths[0], str(name))
-        types = {key: _plain_type(files[0].schema.field(name).type) for key, name in self._columns.items()}
+        types = {key: _plain_type(files[0].schema.field(name).type) for key, name in self.columns.items()}
         check_vocabulary(where, keys.vocabulary, [key for key, kind in types.items() if _is_texts(kind)], list(types))
         self.texts = text_conversions(keys.vocabulary, keys.units)
-        self._convert: dict[str, Convert] = {**self.texts, **{key: sound() for key, kind in types.items() if _is_sound(kind)}}
+        self.convert: dict[str, Convert] = {**self.texts, **{key: sound() for key, kind in types.items() if _is_sound(kind)}}
         self.labels: dict[str, list[str]] = {}
-        for key, feature in _features(files, self._columns).items():
+        for key, feature in _features(files, self.columns).items():
             if feature["names"] is not None:
                 self.labels[key] = list(feature["names"])
-            elif key in self._convert and key not in self.texts:
-                self._convert[key] = sound(feature["sampling_rate"], feature["num_channels"])
+            elif key in self.convert and key not in self.texts:
+                self.convert[key] = sound(feature["sampling_rate"], feature["num_channels"])
         self.labels |= {key: text.labels for key, text in self.texts.items()}
-        self._rows = Rows(files, sorted(set(self._columns.values())))
+        self.rows = Rows(files, sorted(set(self.columns.values())))
         tags = None if keys.tag is None else [_tags(path, file, keys.tag) for path, file in zip(paths, files, strict=True)]
         super().__init__(paths, [file.bounds[-1] for file in files], tags)
-
-    def row(self, shard: int, row: int) -> dict[str, Array]:
-        group = self._rows.group(shard, row)
-        arrays = {}
-        for key, name in self._columns.items():
-            value = self._rows.value(shard, row, name)
-            arrays[key] = self._convert[key](value, group.describe(name, row)) if key in self._convert else value
-        return arrays
-
-    def identity(self) -> str:
-        return f"{super().identity()} {fingerprint_of([self._columns])}"
 
 
 class Rows:

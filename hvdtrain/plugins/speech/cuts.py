@@ -20,11 +20,11 @@ from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.columns import check_finite
 from hvdtrain.plugins.speech.cut_index import first_cut, index_cuts
 from hvdtrain.plugins.speech.keys import LhotseDatasetKeys
-from hvdtrain.plugins.speech.log_mel import LogMel
+from hvdtrain.plugins.speech.log_mel import LogMel, log_mel_of
 from hvdtrain.plugins.speech.text import TextEncoder, text_encoder
 
 
@@ -167,10 +167,7 @@ def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:
     if features != "feats" and not first.has_recording:
         raise DataError(f"{where}.features: expected recordings in the cuts, got none in {first.id!r}")
     if features == "fbank":
-        try:
-            return LogMel(**{"sample_rate": int(first.sampling_rate), **keys.log_mel})
-        except TypeError as error:
-            raise ConfigError.of("unknown-key", f"{where}.log_mel: expected arguments of LogMel, got: {error}") from None
+        return log_mel_of(where, int(first.sampling_rate), keys.log_mel)
     return features
 
 

@@ -12,10 +12,10 @@ from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.found import find_lengths, measure_broken
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.types import Array
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import DataError
 from hvdtrain.plugins.speech.columns import ArrayColumn, Column, FbankColumn, NumbersColumn, SoundColumn, TextColumn
 from hvdtrain.plugins.speech.keys import KaldiFolderKeys
-from hvdtrain.plugins.speech.log_mel import LogMel
+from hvdtrain.plugins.speech.log_mel import log_mel_of
 from hvdtrain.plugins.speech.sound import SoundReader
 from hvdtrain.plugins.speech.tables import Table
 from hvdtrain.plugins.speech.text import text_encoder
@@ -95,7 +95,7 @@ class KaldiFolder(IndexedDataset):
             sound = SoundColumn(table, positions, recordings, SoundReader(root, keys.allow_commands), keys.sample_rate)
             self._give_samples(name, sound)
             if name == "data" and keys.features == "fbank":
-                return FbankColumn(sound, self._log_mel(sound.rate))
+                return FbankColumn(sound, log_mel_of(self._where, sound.rate, keys.log_mel))
             return sound
         if kind in ("kaldi_ark", "npy"):
             return ArrayColumn(table, positions, root, kind, keys.allow_commands)
@@ -104,12 +104,6 @@ class KaldiFolder(IndexedDataset):
         return TextColumn(
             table, positions, text_encoder(kind, keys.of_key("vocabulary", name), keys.of_key("vocabulary_from", name))
         )
-
-    def _log_mel(self, rate: int) -> LogMel:
-        try:
-            return LogMel(**{"sample_rate": rate, **self._keys.log_mel})
-        except TypeError as error:
-            raise ConfigError.of("unknown-key", f"{self._where}.log_mel: expected arguments of LogMel, got: {error}") from None
 
     def _give_samples(self, name: str, sound: SoundColumn) -> None:
         """Give a column of sound its lengths in samples, if the folder has them; for segments, those of their recordings."""

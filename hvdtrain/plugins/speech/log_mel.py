@@ -118,3 +118,11 @@ def _filters(num_mels: int, fft: int, sample_rate: int, low: float, high: float)
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
     triangles: Array = numpy.minimum((bins - left) / (center - left), (right - bins) / (right - center))
     return triangles.clip(min=0.0).astype(numpy.float32)
+
+
+def log_mel_of(where: str, rate: int, arguments: Mapping[str, Any]) -> LogMel:
+    """That of the key `log_mel` of a dataset, given the rate of its sound. Raises: ConfigError."""
+    try:
+        return LogMel(**{"sample_rate": rate, **arguments})
+    except TypeError as error:
+        raise ConfigError.of("unknown-key", f"{where}.log_mel: expected arguments of LogMel, got: {error}") from None

@@ -114,9 +114,7 @@ class Reader:
                 self._pool = self._start(1)
             self.file = IndexFile(scanning.folder, identity)
             self._varies = (path := self.file.path(VARIES)) is not None and path.exists()
-            # That of the properties of the source, and of the first epoch or the corpus.
-            self.first_part = "varying-1" if self._varies else "epoch-1"
-            self.about, first = self._kept(self.first_part, self._inspect)
+            self.about, first = self._kept(self.part(1), self._inspect)
             if self.about.by_corpus:
                 self._corpus = first
             else:
@@ -131,6 +129,10 @@ class Reader:
         workers = Workers[Question](count, self.source)
         workers.start()
         return workers
+
+    def part(self, epoch: int) -> str:
+        """The part whose file has an epoch; that of the first one has the corpus instead, if there is one."""
+        return f"{'varying' if self._varies else 'epoch'}-{epoch}"
 
     def epoch(self, epoch: int) -> SequenceTable:
         """The sequences of an epoch, which is scanned if their lengths are unknown. Raises: DataError."""
@@ -253,13 +255,13 @@ class Reader:
     def _corpus_epoch(self, epoch: int) -> SequenceTable:
         answer = self._ask("order", epoch)
         if answer is None or answer[1] != _checksum_of(self._corpus):
-            self.about = replace(self.about, by_corpus=False)
+            self.about, self._varies = replace(self.about, by_corpus=False), True
             return self._scanned_epoch(epoch)
         order = answer[0]
         if (found := self._corpus.select(order)).is_complete:
             return found
         with self.file.turn(self._scanning.waiting, HEAD_START if self._scanning.rank else 0.0):
-            if (kept := self.file.load(self.first_part)) is not None:  # including what other processes have found meanwhile
+            if (kept := self.file.load(self.part(1))) is not None:  # including what other processes have found meanwhile
                 self._corpus = SequenceTable(kept[1].pop(""), kept[1])
             if not self._corpus.select(order).is_complete:
                 read, _ = self._scan(epoch)
@@ -268,11 +270,11 @@ class Reader:
                     raise DataError(f"{what}, got {len(read.tags)}")
                 for key, column in read.lengths.items():
                     self._corpus.lengths[key][order] = column
-                self.file.save(self.first_part, self.about.as_json(), {"": self._corpus.tags, **self._corpus.lengths})
+                self.file.save(self.part(1), self.about.as_json(), {"": self._corpus.tags, **self._corpus.lengths})
         return self._corpus.select(order)
 
     def _scanned_epoch(self, epoch: int) -> SequenceTable:
-        return self._kept(f"epoch-{epoch}", lambda: (self.about, self._scan(epoch)[0]))[1]
+        return self._kept(self.part(epoch), lambda: (self.about, self._scan(epoch)[0]))[1]
 
     def _scan(self, epoch: int) -> tuple[SequenceTable, list[int]]:
         """Read an epoch for its lengths and the checksums of its sequences."""
@@ -364,8 +366,8 @@ class StreamedDataset(IndexedDataset):
     def _advice(self, same: bool) -> str:
         """What to do about a sequence (the same one, or another) whose length has changed."""
         by_corpus = self._reader.about.by_corpus
-        is_first = by_corpus or self._reader.source.constant or self._epoch == 1
-        file = self._reader.file.path(self._reader.first_part if is_first else f"epoch-{self._epoch}")
+        epoch = 1 if by_corpus or self._reader.source.constant else self._epoch
+        file = self._reader.file.path(self._reader.part(epoch))
         if file is None:
             return "its lengths were found by reading it once before; if they differ between epochs, set lengths_dir"
         found = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"

@@ -50,7 +50,7 @@ class Output:
     seq_lens: Any | None
 
 
-@dataclass
+@dataclass(slots=True)
 class RunContext:
     """One call of `train_step` or `forward_step`. With TensorFlow, one tracing of it, in which epoch and step are tensors.
 

@@ -302,7 +302,11 @@ class Meter:
             indices: the batch's sequences in the dataset.
             train: whether it is a step of training.
         """
-        self._pending.append(_Pending(train and self._finite_only, names, self._transfer.start(numbers), step, indices))
+        batch = _Pending(train and self._finite_only, names, self._transfer.start(numbers), step, indices)
+        if self._transfer.max_pending == 1:
+            self._count(batch, self._transfer.read([batch.numbers]))
+            return
+        self._pending.append(batch)
         if len(self._pending) >= self._transfer.max_pending:
             self.fetch()
         elif self._transfer.has_arrived is not None:
@@ -359,14 +363,19 @@ class Meter:
         batches, self._pending = self._pending[:num_batches], self._pending[num_batches:]
         values, done = self._transfer.read([batch.numbers for batch in batches]), 0
         for batch in batches:
-            begin, middle, done = done, done + len(batch.names), done + 2 * len(batch.names)
-            for place, (name, loss_scale) in enumerate(batch.names.items()):
-                total, count = values[begin + place], values[middle + place]
-                is_finite = isfinite(total)
-                if is_finite or not batch.finite_only:
-                    self._scores.add(name, total, count, loss_scale)
-                    if not is_finite and loss_scale and len(self._not_finite) < MAX_NOT_FINITE:
-                        self._note(batch, name, total)
+            begin, done = done, done + 2 * len(batch.names)
+            self._count(batch, values[begin:done])
+
+    def _count(self, batch: _Pending, values: Sequence[float]) -> None:
+        """Add a batch's sums and counts."""
+        middle = len(batch.names)
+        for place, (name, loss_scale) in enumerate(batch.names.items()):
+            total = values[place]
+            is_finite = isfinite(total)
+            if is_finite or not batch.finite_only:
+                self._scores.add(name, total, values[middle + place], loss_scale)
+                if not is_finite and loss_scale and len(self._not_finite) < MAX_NOT_FINITE:
+                    self._note(batch, name, total)
 
     def _note(self, batch: _Pending, name: str, total: float) -> None:
         """Note a loss that is not finite."""

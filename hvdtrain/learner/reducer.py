@@ -75,6 +75,7 @@ class GradientExchange:
 
     Attributes:
         is_active: whether gradients are exchanged for the next update, so that ranks without a batch apply it as well.
+        is_sent: whether gradients of the next update go to other ranks.
     """
 
     def __init__(
@@ -95,6 +96,15 @@ class GradientExchange:
         self.is_active = steps != 0
 
     @property
+    def is_active(self) -> bool:
+        return self._is_active
+
+    @is_active.setter
+    def is_active(self, value: bool) -> None:
+        self._is_active = value
+        self.is_sent = self._comm.size > 1 and value
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return self._comm.size
@@ -103,11 +113,6 @@ class GradientExchange:
     def is_shared(self) -> bool:
         """Whether there are several ranks, and gradients are exchanged at least in some steps."""
         return self._comm.size > 1 and self.steps != 0
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether gradients of the next update go to other ranks."""
-        return self._comm.size > 1 and self.is_active
 
     @property
     def keeps_ranks_alike(self) -> bool:

@@ -17,7 +17,7 @@ from hvdtrain.learner.marks import Marks
 from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.gradient_stream import GradientStream
-from hvdtrain.learner.torch.tensors import Factor, counts_of, terms_of, total_of
+from hvdtrain.learner.torch.tensors import Factor, counts_of, run_backward, terms_of, total_of
 
 
 class Gradients:
@@ -140,7 +140,7 @@ class Gradients:
         if normalized.names and not normalized.is_only_loss:
             self._loss_gradients.add(self._loss_gradients.compute(losses, marks, normalized.names, scale))
         else:
-            total_of(losses, marks.minimized, {}, scale).backward()  # type: ignore[no-untyped-call]
+            run_backward(total_of(losses, marks.minimized, NO_DIVISORS, scale))
 
     def _send(self, losses: dict[str, Loss] | None, marks: Marks | None, normalized: NormalizedLosses, scale: Factor) -> None:
         """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
@@ -150,7 +150,7 @@ class Gradients:
         self._loss_gradients.combine(divisors)
         self._stream.begin(counts)
         if losses is not None and marks is not None:
-            total_of(losses, marks.minimized, divisors, scale).backward()  # type: ignore[no-untyped-call]
+            run_backward(total_of(losses, marks.minimized, divisors, scale))
 
     def _take_counts(self, normalized: NormalizedLosses) -> Counts | None:
         """The numbers of elements of this rank's batches since the last update; None: no loss is normalized."""

@@ -132,7 +132,8 @@ class TorchLearner(Learner):
         self._begins_update = completes_update
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
-            await_copy(batch)  # before the clock starts, as this is not computing
+            if self.staging is not None:
+                await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, self._seeds.number(self._step))
                 losses, marks = None, None
@@ -142,9 +143,11 @@ class TorchLearner(Learner):
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     marks = self._marks.of(losses)
                     self._record(losses, batch, marks.scales)
-                self._finish_batch_norms(batch, forward=True)
+                if self._batch_norm is not None:
+                    self._finish_batch_norms(self._batch_norm, batch, forward=True)
                 self._gradients.add(losses, marks, self._updater.loss_factor, completes_update)
-                self._finish_batch_norms(batch, forward=False)
+                if self._batch_norm is not None:
+                    self._finish_batch_norms(self._batch_norm, batch, forward=False)
         self._step += 1
 
     def _update(self, learning_rate: float) -> None:
@@ -175,7 +178,8 @@ class TorchLearner(Learner):
                     seed_all(self._device, self._seeds.number(self._step + number))
                     if batch is not None:
                         self._functions.losses(batch, self._epoch, self._step + number, train=True)
-                    self._finish_batch_norms(batch, forward=True)
+                    if self._batch_norm is not None:
+                        self._finish_batch_norms(self._batch_norm, batch, forward=True)
             total_statistics(norms.values(), total)
         return list(norms)
 
@@ -280,12 +284,12 @@ class TorchLearner(Learner):
             scales = scales_of(losses, train)
         self.meter.add(scales, numbers_of(losses, self._device), self._step, batch.indices, train)
 
-    def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
-        """Collective, if BatchNorms are synchronized. A rank without a batch takes part in the others' exchanges."""
-        if self._batch_norm is not None and batch is not None:
-            self._batch_norm.end_pass(self._device)
-        elif self._batch_norm is not None:
-            self._batch_norm.join_without_batch(self._device, forward)
+    def _finish_batch_norms(self, exchange: Exchange, batch: Batch | None, forward: bool) -> None:
+        """Collective. A rank without a batch takes part in the others' exchanges."""
+        if batch is not None:
+            exchange.end_pass(self._device)
+        else:
+            exchange.join_without_batch(self._device, forward)
 
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:

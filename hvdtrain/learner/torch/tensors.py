@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array, Batch, Packed, Padded
@@ -117,8 +118,10 @@ def tensors_of(batch: Batch) -> dict[str, Data]:
 
 
 def _data_of(padded: Padded) -> Data:
-    seq_lens = torch.from_numpy(padded.seq_lens)
-    values = padded.values if padded.values.dtype == object else torch.from_numpy(widen(padded.values))
+    seq_lens, kind = torch.from_numpy(padded.seq_lens), padded.values.dtype.kind
+    values: Any = padded.values
+    if kind != "O":
+        values = torch.from_numpy(widen(values) if kind == "u" else values)
     return (PackedData if isinstance(padded, Packed) else TorchData)(values, seq_lens, seq_lens)
 
 
@@ -192,8 +195,11 @@ def means_of_items(losses: Mapping[str, Loss], count: int) -> dict[str, Loss]:
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor | list[float]:
     """The losses' sums, then their counts, in float64: a tensor on a GPU, which nothing waits for, and numbers on a CPU."""
-    marked = losses.values()
-    return _together([_sum_of(loss.value) for loss in marked] + [count_of(loss) for loss in marked], device)
+    sums, counts = [], []
+    for loss in losses.values():
+        sums.append(_sum_of(loss.value))
+        counts.append(float(loss.value.numel()) if loss.count is None else count_of(loss))
+    return _together(sums + counts, device)
 
 
 def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor | list[float]:
@@ -216,7 +222,7 @@ def _together(numbers: list[float | torch.Tensor], device: torch.device) -> torc
     """Numbers as a float64 tensor on a GPU; as they are on a CPU. One from the CPU is created on the GPU instead of copied, as a
     copy would wait for the device."""
     if device.type == "cpu":
-        return [float(number) for number in numbers]
+        return list(map(float, numbers))
     return torch.stack(
         [
             number if isinstance(number, torch.Tensor) else torch.full((), number, dtype=torch.float64, device=device)
@@ -254,6 +260,15 @@ def total_of(
     if total is None or not total.requires_grad:
         raise nothing_to_minimize()
     return total
+
+
+def run_backward(total: torch.Tensor) -> None:
+    """The backward of a scalar. It is `total.backward()` without its checks of arguments, which take as long as a small layer."""
+    if type(total) is torch.Tensor:
+        ones = (torch.ones_like(total),)
+        _engine_run_backward((total,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        total.backward()  # type: ignore[no-untyped-call]
 
 
 def array_of(value: Any) -> Array:

@@ -6,7 +6,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed
 import torch.distributed.nn.functional  # if imported later, its default arguments would keep a reference to the process group
 from torch._C._distributed_c10d import PrefixStore
+from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
@@ -24,6 +26,8 @@ from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure, TrainingError
 
 T = TypeVar("T")
+
+NO_RANGE = nullcontext()
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -137,6 +141,7 @@ class TorchCommunicator:
         groups: dict[tuple[Any, Any], list[int]] = {}
         for index, tensor in enumerate(tensors):
             groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+        is_profiled = torch._C._autograd._profiler_enabled()  # a range takes as long as a small message
         pending = []
         for indices in groups.values():
             shares: list[int] | None = None
@@ -149,23 +154,26 @@ class TorchCommunicator:
                 received = [index for index in indices if owners[index] == self.rank]
             flat = self._flatten([tensors[index] for index in indices], narrow)
             self.sent += flat.nbytes
-            with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
+            with torch.autograd.profiler.record_function(f"all_reduce {name}") if is_profiled else NO_RANGE:
                 pending.append((received, *self._exchange(flat, shares)))
         return list(tensors), op, pending
 
     def finish(self, handle: Any) -> list[Tensor]:
         tensors, op, pending = handle
         for indices, received, _, work in pending:
-            with _peer_failures():
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise _of_peer(error) from None
             wide = received.float() if received.dtype in HALVES else received
             if wide.dim() == 2:
                 wide = wide.sum(0, dtype=wide.dtype)
             if op == "average":
                 wide /= self.size
-            pieces = wide.split([tensors[index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                tensors[index] = piece.view(tensors[index].shape).to(tensors[index].dtype)
+            sent = [tensors[index] for index in indices]
+            pieces = unflatten_dense_tensors(wide, sent)  # type: ignore[no-untyped-call]
+            for index, tensor, piece in zip(indices, sent, pieces, strict=True):
+                tensors[index] = piece if piece.dtype == tensor.dtype else piece.to(tensor.dtype)
         return tensors  # type: ignore[no-any-return]
 
     def bucket_bytes(self, on_gpu: bool) -> int:
@@ -178,12 +186,16 @@ class TorchCommunicator:
             shares: the number of elements that each rank gets; None: all get all. With shares, each rank sends every part to its
                 owner, which sums them: torch's reduce_scatter requires equal parts, and over Gloo it is an all-reduce internally.
         """
-        if shares is None:
-            return flat, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)
-        received = flat.new_empty(self.size, shares[self.rank])
-        out_sizes = [shares[self.rank]] * self.size
-        work = torch.distributed.all_to_all_single(received.view(-1), flat, out_sizes, shares, group=self._group, async_op=True)
-        return received, flat, work
+        try:
+            if shares is None:
+                group: Any = torch.distributed.group.WORLD if self._group is None else self._group
+                return flat, flat, group.allreduce([flat])  # that of torch.distributed is several times as many calls
+            received = flat.new_empty(self.size, shares[self.rank])
+            out = [shares[self.rank]] * self.size
+            work = torch.distributed.all_to_all_single(received.view(-1), flat, out, shares, self._group, async_op=True)
+            return received, flat, work
+        except RuntimeError as error:
+            raise _of_peer(error) from None
 
     def _flatten(self, tensors: list[Tensor], narrow: Narrow | None) -> Tensor:
         """Concatenate the flattened tensors, in the type in which they are sent; a single tensor is not copied.
@@ -191,7 +203,7 @@ class TorchCommunicator:
         bfloat16 is sent as it is over NCCL only; otherwise as float32, so that sums are the same as with Horovod, which does not
         support bfloat16.
         """
-        flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         if flat.dtype == torch.bfloat16 and not (flat.is_cuda and self._has_nccl):
             return flat.float()
         return _narrow(flat, narrow)
@@ -327,13 +339,16 @@ def _peer_failures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if "Duplicate GPU" in text:
-            raise LaunchError(
-                f"torch_distributed: {ONE_GPU_EACH} (start fewer processes on this host, or use the backend 'gloo')"
-            ) from None
-        if any(words in text for words in PEER_LATE):
-            raise PeerFailure("stopped, because another rank did not respond within timeout_sec of torch_distributed") from None
-        if isinstance(error, torch.distributed.DistNetworkError) or any(words in text for words in PEER_GONE):
-            raise PeerFailure("stopped, because another rank failed") from None
-        raise
+        raise _of_peer(error) from None
+
+
+def _of_peer(error: RuntimeError) -> Exception:
+    """The error to raise in place of one of Gloo or NCCL; itself, if it has another cause."""
+    text = str(error)
+    if "Duplicate GPU" in text:
+        return LaunchError(f"torch_distributed: {ONE_GPU_EACH} (start fewer processes on this host, or use the backend 'gloo')")
+    if any(words in text for words in PEER_LATE):
+        return PeerFailure("stopped, because another rank did not respond within timeout_sec of torch_distributed")
+    if isinstance(error, torch.distributed.DistNetworkError) or any(words in text for words in PEER_GONE):
+        return PeerFailure("stopped, because another rank failed")
+    return error

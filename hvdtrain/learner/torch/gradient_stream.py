@@ -60,9 +60,9 @@ class GradientStream:
         self._handles: dict[int, Any] = {}  # by bucket, in the order in which they were sent
         self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
         self._flags_handle: Any = None  # their reduction, if they are a separate message
-        self._counts: torch.Tensor | None = None  # those that the last bucket takes along
+        self._counts: Any = None  # those that the last bucket takes along
         self._is_open = False
-        if exchange.is_shared:
+        if exchange.is_shared and len(groups) > 1:  # else all gradients leave after backward, whose last one completes them
             self._nodes = [{id(parameter): get_gradient_edge(parameter).node for parameter in bucket} for bucket in self._buckets]
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class GradientStream:
         """Start to send gradients, with the next backward.
 
         Args:
-            counts: a float64 tensor to reduce as well; None: nothing else.
+            counts: a float64 tensor, or on a CPU numbers, to reduce as well; None: nothing else.
         """
         self._counts = counts
         self._missing = list(map(dict, self._nodes))
@@ -87,7 +87,7 @@ class GradientStream:
         self._handles = {}
         self._is_open = self._exchange.is_sent
 
-    def finish(self) -> torch.Tensor | None:
+    def finish(self) -> Any:
         """Collective. Send the remaining buckets, wait for all, and put the reduced gradients into the parameters. Returns the
         reduced counts, if there were any.
         """
@@ -114,9 +114,11 @@ class GradientStream:
         # Otherwise no gradient has to be dropped, and reading the flags would only wait for the device.
         if not all(self._has_grad):
             parameters = (parameter for bucket in self._buckets for parameter in bucket)
-            for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
+            for parameter, has in zip(parameters, flags[0][: len(self._has_grad)].tolist(), strict=True):
                 if not has:
                     parameter.grad = None
+        if isinstance(self._counts, list):
+            return _joined_numbers(flags[0].tolist()[len(self._has_grad) :])
         return None if self._counts is None else _joined(flags[1])
 
     def _agree(self) -> None:
@@ -175,13 +177,17 @@ class GradientStream:
             # bucket, and all later ones. So the flags are part of the last bucket; but if each of its tensors goes to one rank
             # only, they are a separate message, as every rank needs them.
             self._has_grad = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
-            flags = gradients[0].new_ones(len(self._has_grad))
-            for place, has in enumerate(self._has_grad):
-                if not has:
-                    flags[place].zero_()  # a kernel; a tensor made from a list would be a copy that waits for the device
+            if gradients[0].is_cpu:
+                more = _parts_of_numbers(self._counts) if isinstance(self._counts, list) else []
+                flags = torch.tensor([*map(float, self._has_grad), *more], dtype=gradients[0].dtype)
+            else:
+                flags = gradients[0].new_ones(len(self._has_grad))
+                for place, has in enumerate(self._has_grad):
+                    if not has:
+                        flags[place].zero_()  # a kernel; a tensor made from a list would be a copy that waits for the device
             if owners is None:
                 gradients.append(flags)
-                if self._counts is not None:
+                if isinstance(self._counts, torch.Tensor):
                     gradients.append(_parts(self._counts))
             else:
                 self._flags_handle = self._exchange.start([flags], name="gradient_flags")
@@ -216,6 +222,21 @@ def _parts(counts: torch.Tensor) -> torch.Tensor:
     """
     high = torch.floor(counts / PART)
     return torch.stack([high, counts - PART * high]).float()
+
+
+def _parts_of_numbers(counts: Sequence[float]) -> list[float]:
+    """The same of numbers, one after the other.
+
+    >>> _joined_numbers([one + other for one, other in zip(_parts_of_numbers([16777217.0]), _parts_of_numbers([4095.0]))])
+    [16781312.0]
+    """
+    high = [float(count // PART) for count in counts]
+    return high + [count - PART * part for count, part in zip(counts, high, strict=True)]
+
+
+def _joined_numbers(parts: Sequence[float]) -> list[float]:
+    middle = len(parts) // 2
+    return [PART * high + low for high, low in zip(parts[:middle], parts[middle:], strict=True)]
 
 
 def _joined(parts: torch.Tensor) -> torch.Tensor:

@@ -157,12 +157,12 @@ class Gradients:
         if not normalized.names:
             return None
         counts, self._counts = self._counts, None
-        if counts is None or (isinstance(counts, list) and self._exchange.is_sent):
-            counts = torch.tensor(counts or [0.0] * len(normalized.names), dtype=torch.float64, device=self._device)
-        return counts
+        return counts_of([NO_ELEMENTS] * len(normalized.names), self._device) if counts is None else counts
 
     def _start_counts(self, normalized: NormalizedLosses, counts: Counts) -> Mapping[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
+        if isinstance(counts, list) and self._exchange.is_sent:
+            counts = torch.tensor(counts, dtype=torch.float64)
         handle = self._exchange.start([counts], name="loss_counts")
         if normalized.is_only_loss:
             self._count_handle = handle
@@ -173,8 +173,10 @@ class Gradients:
 
 NO_DIVISORS: Mapping[str, torch.Tensor] = {}
 
+NO_ELEMENTS = Loss(torch.zeros(0), 1.0, False, True, None)
+
 Counts = torch.Tensor | list[float]
-"""Numbers of elements: float64 of shape (losses,), or numbers, on a CPU that sends them to no other rank."""
+"""Numbers of elements: float64 of shape (losses,) on a GPU, and numbers on a CPU."""
 
 
 def _added(counts: Any, more: Any) -> Counts:

@@ -143,26 +143,18 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def _partials(values: Sequence[float]) -> list[float]:
-    """A few numbers with exactly the same sum: partial sums that do not overlap in any bit (Shewchuk, 1997).
+    """A few numbers with exactly the same sum: the rounded sum, the rounded sum of what is left, and so on.
 
     Of the values that are not finite (inf, -inf, nan), each is kept once.
     """
-    not_finite = sorted({repr(value): value for value in values if not isfinite(value)}.items())
+    finite = values if isfinite(_sum(values)) else [value for value in values if isfinite(value)]
+    not_finite = sorted({repr(value): value for value in values if not isfinite(value)}.items()) if finite is not values else []
     partials: list[float] = []
-    for value in values:
-        if not isfinite(value):
-            continue
-        kept = []
-        for partial in partials:
-            larger, smaller = (value, partial) if abs(value) >= abs(partial) else (partial, value)
-            value = larger + smaller
-            rest = smaller - (value - larger)
-            if rest:
-                kept.append(rest)
-        partials = [*kept, value]
-    if not all(map(isfinite, partials)):  # an intermediate sum overflows, though the final sum might not
-        return list(values)
-    return [value for value in partials if value] + [value for _, value in not_finite]
+    while rest := _sum([*finite, *(-partial for partial in partials)]):
+        if not isfinite(rest):  # an intermediate sum overflows, though the final sum might not
+            return list(values)
+        partials.append(rest)
+    return partials + [value for _, value in not_finite]
 
 
 def _divide(total: float, count: float) -> float:

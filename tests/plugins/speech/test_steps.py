@@ -12,7 +12,7 @@ from speech_files import RATE, WORDS, sound, write_folder, write_table
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.sources import check_dataset
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.log_mel import LogMel
 
 SPEED = {"class": "SpeedPerturbation", "factors": [0.9, 1.0, 1.1]}
@@ -174,3 +174,8 @@ def test_problems(folder: Path) -> None:
         mapped(folder, [{**MEL, "key": "sound"}])
     with pytest.raises(DataError, match=r"train.map_seq.1: Tokens: expected texts in 'data', got float32"):
         mapped(folder, [MEL, {"class": "Tokens", "key": "data", "vocabulary": ["a"]}])
+    numbers = {f"utt{number:02}": 800 + 80 * (number * 7 % 5) for number in range(12)}
+    write_table(folder / "train" / "utt2num_samples", numbers)
+    (folder / "train" / "audio" / "utt03.wav").write_bytes(b"")
+    with pytest.raises(BrokenSequence, match="utt03.*: expected sound, got .*/utt03.wav"):  # not as a length below 0
+        mapped(folder, [{"class": "Tokens", "vocabulary": sorted({unit for word in WORDS for unit in word})}])

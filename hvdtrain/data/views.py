@@ -6,6 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -229,6 +230,11 @@ class OneAtATime(View):
                 self._lock.acquire()
         else:
             self._lock.acquire()
+
+    @_alone
+    def collated(self, batch: Batch) -> Batch:
+        made = self._dataset.collated(batch)
+        return made if made.collate is None else replace(made, collate=self.collated)  # of its parts, too, if it is split
 
     at_epoch = _alone(View.at_epoch)
     redrawn = _alone(View.redrawn)

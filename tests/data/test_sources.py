@@ -454,3 +454,5 @@ def test_a_view_has_every_member_of_a_dataset() -> None:
     """A member that is added to `Dataset` must be forwarded by `View`. Batches are made with what the view itself returns."""
     members = {name for name in {*vars(Dataset), *Dataset.__annotations__} if not name.startswith("_")}
     assert members - vars(View).keys() == {"batch"}
+    methods = {name for name, member in vars(View).items() if callable(member) and not name.startswith("_")}
+    assert methods - vars(OneAtATime).keys() == {"file_bounds", "how_read", "warnings"}, "those that read do so one at a time"

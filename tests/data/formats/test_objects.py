@@ -20,7 +20,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.of_config import parse
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError
 from hvdtrain.learner.torch.trees import moved, sent, tensors_in
 from hvdtrain.training import vote
@@ -225,3 +229,22 @@ class Taking:
 
 def test_a_class_that_takes_collate_itself_gets_it() -> None:
     assert opened({"class": Taking, "count": 3, "collate": sum}).lengths["data"].tolist() == [1, 2, 3]
+
+
+def with_noise(items: list[int]) -> list[float]:
+    return [item + numpy.random.rand() for item in items]
+
+
+def test_the_thread_that_trains_may_collate_parts_while_another_one_reads() -> None:
+    """As for a batch that is split; one process makes batches for both."""
+    dataset = OneAtATime(opened({"class": list(range(600)), "collate": with_noise, "num_workers": 1}))
+    feed = Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=2), 0, 1)
+    number = 0
+    with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
+        for batch in batches:
+            assert [int(value) for value in batch.tree] == batch.indices.tolist()
+            assert batch.collate is not None
+            assert batch.collate(batch).tree == batch.tree
+            number += 1
+    assert number == 300
+    dataset.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -174,6 +175,7 @@ def keep_recurrent_layers_whole() -> Iterator[None]:
     By default, PyTorch traces it frame by frame to get the shapes of its results, which turns the length of the batch into a
     constant. Here, a formula gives the shapes.
     """
+    importlib.import_module("torch._dynamo.exc")  # the compiler takes a second, and reads these tables when it is imported
     operators = (GRU, LSTM, *RNNS)
     formulas: Any = torch._decomp.decomposition_table
     own_kernels = {one: dict(one.py_kernels) for one in operators}

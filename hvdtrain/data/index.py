@@ -56,6 +56,7 @@ class IndexFile:
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         self._folder = folder
+        self._was_noted = False  # that nothing can be kept
         self._fingerprint = hashlib.sha256(fingerprint.encode("utf-8", "surrogateescape")).hexdigest()
 
     def path(self, part: str) -> Path | None:
@@ -77,7 +78,8 @@ class IndexFile:
                 return kept
             made = make()
             reason = self.save(part, *made)
-        if reason is not None and what:
+        if reason is not None and what and not self._was_noted:
+            self._was_noted = True
             scanning.note(f"{what} in every run, as they cannot be kept: {reason} (lengths_dir)")
         return made
 

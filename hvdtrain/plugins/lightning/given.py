@@ -10,9 +10,9 @@ from typing import Any
 
 from hvdtrain.config.references import resolve
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime import log
 
 REFUSED = {
-    "optimizer_step": "hvdtrain updates the parameters, after the gradients of all ranks are added up",
     "optimizer_zero_grad": "hvdtrain drops the gradients after each update",
     "backward": "hvdtrain computes the gradients, and sends them meanwhile",
     "configure_gradient_clipping": "gradient_clip and gradient_clip_global_norm clip, on_before_optimizer_step may change them",
@@ -23,10 +23,18 @@ REFUSED = {
 
 
 OF_HVDTRAIN = {
-    *("Checkpoint", "ProgressBar", "StochasticWeightAveraging", "WeightAveraging", "GradientAccumulationScheduler"),
-    *("LearningRateMonitor", "LearningRateFinder", "BatchSizeFinder", "BaseFinetuning"),
+    *("StochasticWeightAveraging", "WeightAveraging", "GradientAccumulationScheduler", "LearningRateFinder"),
+    *("BatchSizeFinder", "BaseFinetuning"),
 }
 """Callbacks of Lightning, and classes derived from them, that would change what hvdtrain does."""
+
+LEFT_OUT = {
+    "Checkpoint": "hvdtrain saves each model, cleanup_old_models removes some, and early_stopping_measure says which is best",
+    "LearningRateMonitor": "rates are in the log and in reports",
+    "DeviceStatsMonitor": "memory and speed are in the log",
+    **dict.fromkeys(("ProgressBar", "ModelSummary"), ""),
+}
+"""Callbacks that show or save what hvdtrain shows and saves, and what to know about it."""
 
 
 class Given:
@@ -87,17 +95,21 @@ class Given:
     def callbacks(self) -> list[Any]:
         """The user's callbacks of Lightning, with those of the module. Raises: ConfigError, if one does what hvdtrain does."""
         own = self.module.configure_callbacks()
-        callbacks = [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]
-        for callback in callbacks:
-            kinds = {one.__name__ for one in type(callback).__mro__}
-            if kinds & OF_HVDTRAIN:
+        callbacks = []
+        for callback in [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]:
+            kinds = [one.__name__ for one in type(callback).__mro__]
+            if OF_HVDTRAIN.intersection(kinds):
                 raise ConfigError.of(
                     "unsupported",
                     f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
-                    "saves, shows, averages, accumulates and finds rates: cleanup_old_models, ema_decay, "
-                    "accum_grad_multiple_step, --find-learning-rate; instead of BaseFinetuning, give all parameters to the "
-                    "optimizer and set requires_grad in on_train_epoch_start)",
+                    "averages, accumulates and finds rates: ema_decay, accum_grad_multiple_step, --find-learning-rate; instead "
+                    "of BaseFinetuning, give all parameters to the optimizer and set requires_grad in on_train_epoch_start)",
                 )
+            remark = next((LEFT_OUT[name] for name in kinds if name in LEFT_OUT), None)
+            if remark:
+                log.info(f"lightning_callbacks: {kinds[0]} is left out: {remark}")
+            if remark is None:
+                callbacks.append(callback)
         return callbacks
 
     def overrides(self, name: str, one: Any) -> bool:

@@ -7,6 +7,7 @@ hvdtrain's engine runs the training. It calls, in this order, `get_model`, `make
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ class Job(OtherTrainer):
         self.loaders.set_up("fit")
         self.module._device = torch.device(device)
         self.module.configure_model()
+        if not self.module.strict_loading:
+            vars(self.module)["load_state_dict"] = partial(self.module.load_state_dict, strict=False)
         self.logged = self._log()
         return self.module
 
@@ -153,6 +156,7 @@ class Job(OtherTrainer):
         self.mark_mean("loss", loss, size)
         self.logged.end_step()
         kept = output if isinstance(output, Mapping) else {} if output is None else {"loss": output}
+        self.schedules.batch_idx = index
         self._output = {name: detached(value) for name, value in kept.items()}, batch, index
 
     def on_step_end(self, training: Any) -> None:
@@ -259,6 +263,7 @@ class Job(OtherTrainer):
         if dataset != "eval" and place < number - 1:
             return {}
         self.logged.gather_metrics()
+        self.logged.show()
         self.hooks.call(f"on_{stage}_epoch_end")
         scores: dict[str, float] = self.logged.take_scores()
         self.hooks.call(f"on_{stage}_end")
@@ -291,6 +296,7 @@ class Job(OtherTrainer):
             self.schedules.epoch = training.epoch
 
     def on_epoch_end(self, training: Any) -> None:
+        self.logged.show()
         self.hooks.call("on_train_epoch_end", monitors=False)
         self.hooks.call("on_train_epoch_end", monitors=True)
         for name, value in self.logged.take_scores().items():

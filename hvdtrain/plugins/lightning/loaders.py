@@ -79,8 +79,11 @@ class Loaders:
                     hint = " (without an evaluation: num_val_loaders = 0)" if kind == "val" else ""
                     raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none{hint}")
                 given = getattr(owner, f"{kind}_dataloader")()
-            if isinstance(given, Mapping):
-                raise ConfigError.of("wrong-type", f"{kind}_dataloader: expected a loader, or a list of several, got a dict")
+            if type(given).__name__ == "CombinedLoader" and given._mode == "sequential":
+                given = given.iterables
+            if isinstance(given, Mapping) or type(given).__name__ == "CombinedLoader":
+                got = f"a {type(given).__name__}"
+                raise ConfigError.of("wrong-type", f"{kind}_dataloader: expected a loader, or a list of several, got {got}")
             loaders = list(given) if isinstance(given, (list, tuple)) else [given]
             expected = self.num_val if kind == "val" else 1
             if len(loaders) != expected:

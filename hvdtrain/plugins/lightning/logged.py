@@ -41,7 +41,8 @@ class Logged:
         self._of_epoch: dict[str, Reduced] = {}  # in hooks between steps
         self._extremes: dict[str, Reduced] = {}  # of steps, by sum, min or max
         self._objects: dict[str, tuple[str, bool, bool]] = {}  # by name, the logged metric, on_step and on_epoch
-        self._means: dict[str, str] = {}  # by the name of a mean of the epoch, the one for both step and epoch
+        self._means: dict[str, tuple[str, bool]] = {}  # by the name of a mean of the epoch, the one for both step and epoch,
+        # and whether the loader's suffix belongs to it
         self._before: dict[str, int] | None = None  # the updates of each metric when an evaluation began; None: there is none
         self._train: tuple[Any, Any, Any] = {}, {}, {}  # what training had logged then: extremes, objects, values between steps
         self._local: dict[str, dict[str, State]] = {"train": {}, "evaluation": {}}
@@ -88,10 +89,8 @@ class Logged:
         reduce = str(reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", reduce_fx))
         if reduce not in (*MEAN, "sum", "min", "max"):
             raise wrong(name, "reduce_fx mean, sum, min or max", reduce)
-        if on_step or self._batch_size is None:
-            self._values[key] = number
         if on_step:
-            self._values[of_step] = number
+            self._values[key] = self._values[of_step] = number
         if self._batch_size is None:
             if on_epoch and hook in AFTER_STEPS:
                 raise wrong(name, f"on_epoch = False in {hook}, or a call in training_step", "on_epoch = True")
@@ -101,7 +100,7 @@ class Logged:
             total, weights = self._of_step.get(name, (0.0, 0.0))
             self._of_step[name] = total + number * weight, weights + weight
             if on_epoch:
-                self._means[name] = f"{name}_epoch" if on_step else name
+                self._means[name] = f"{name}_epoch" if on_step else name, add_dataloader_idx
         elif on_epoch:
             old = self._extremes.get(name)
             self._extremes[name] = (number if old is None else reduced(reduce, [old[0], number])), reduce
@@ -127,9 +126,10 @@ class Logged:
 
     def take_means(self, means: Mapping[str, float], suffix: str = "") -> None:
         """Make the means of a dataset known, by the names with which they were logged."""
-        for name, both in self._means.items():
+        for name, (both, has_suffix) in self._means.items():
             if own_name(name) in means:
-                self._values[name + suffix] = self._values[both + suffix] = torch.tensor(means[own_name(name)])
+                end = suffix if has_suffix else ""
+                self._values[name + end] = self._values[both + end] = torch.tensor(means[own_name(name)])
 
     @property
     def _phase(self) -> str:
@@ -145,6 +145,10 @@ class Logged:
         for name in dict.fromkeys(name for one in of_ranks for name in one):
             self._local[self._phase][name] = own.get(name) or state_of(self.metrics[name])
             set_state(self.metrics[name], merged(self.metrics[name], [one[name] for one in of_ranks if name in one]))
+
+    def show(self) -> None:
+        """Before the hooks at the end of an epoch. Make known what hooks between its steps have logged."""
+        self._values.update({name: value for name, (value, _) in self._of_epoch.items()})
 
     def take_scores(self) -> dict[str, float]:
         """Collective, after the hooks at the end of an epoch. What was logged and is no mean of steps, by name. The logged

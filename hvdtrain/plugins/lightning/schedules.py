@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hvdtrain.errors import ConfigError
@@ -20,6 +21,7 @@ class Schedules:
         configs: Lightning's `LRSchedulerConfig`s.
         rates: of the optimizer's groups, as the schedulers have set them.
         epoch: the last one in which the schedulers of epochs have set the rates.
+        batch_idx: of the batch under way.
     """
 
     def __init__(self, given: Given, trainer: Any) -> None:
@@ -27,7 +29,7 @@ class Schedules:
         self.optimizer: Any = None
         self.configs: list[Any] = []
         self.rates: list[float] = []
-        self.epoch = 0
+        self.epoch = self.batch_idx = 0
 
     def make(self, configured: Any, parameters: Any) -> Any:
         """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are others."""
@@ -45,6 +47,8 @@ class Schedules:
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
         optimizer.register_step_pre_hook(lambda *_: self._set_rates())
+        if self._given.overrides("optimizer_step", self._given.module):
+            optimizer.step = partial(self._step_of_module, optimizer.step)
         self.note_rates()
         return optimizer
 
@@ -56,6 +60,19 @@ class Schedules:
         """Set the rates of the optimizer's groups, each its own."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
+
+    def _step_of_module(self, step: Callable[[], Any]) -> None:
+        """In place of the optimizer's own step: let the module take it, which may set rates before and after it."""
+        self._set_rates()
+        once = Once(self.optimizer, step, self.note_rates)
+        self._given.module.optimizer_step(self._trainer.current_epoch, self.batch_idx, once, once.closure)
+        if once.is_left:
+            raise ConfigError.of(
+                "wrong-result",
+                "optimizer_step: expected one call of optimizer.step in each update, got none (accum_grad_multiple_step adds up "
+                "the gradients of several batches)",
+            )
+        self.note_rates()
 
     def check_groups(self) -> None:
         """Raises: ConfigError, if the module has added groups of parameters."""
@@ -99,3 +116,28 @@ class Schedules:
             config.scheduler.load_state_dict(one)
         self.rates, self.epoch = list(state["rates"]), state["epoch"]
         self._set_rates()
+
+
+class Once:
+    """The optimizer as `optimizer_step` sees it: its step is taken once, as the gradients are those of all ranks already."""
+
+    def __init__(self, optimizer: Any, step: Callable[[], Any], before: Callable[[], None]) -> None:
+        self.optimizer, self._step, self._before = optimizer, step, before
+        self.is_left = True
+
+    def closure(self) -> None:
+        """The loss and its gradients are computed."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
+        if closure is not None:
+            closure()
+        if self.is_left:
+            self._before()
+            self._step()
+        self.is_left = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """hvdtrain drops the gradients after each update."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)

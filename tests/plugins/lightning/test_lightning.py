@@ -19,6 +19,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks 
 from lightning.pytorch.demos import boring_classes as demos  # noqa: E402
 from lightning.pytorch.demos.transformer import LightningTransformer  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from torchmetrics import MeanSquaredError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -242,6 +243,58 @@ def test_rates_and_modes_that_the_module_sets_itself_stay(tmp_path: Path) -> Non
         check_resume(lambda: {"lightning_module": OfItsOwn(), "num_epochs": 2}, tmp_path / str(step), step, found)
 
 
+class Warming(Net):
+    """Warms up as Lightning's documentation does, saves only what is trained, and has two loaders to evaluate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.seen: list[list[str]] = []
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **more).items() if "frozen" not in name}
+
+    def configure_callbacks(self) -> Any:
+        return [lightning.callbacks.ModelCheckpoint(monitor="own_0"), lightning.callbacks.EarlyStopping("begun", patience=9)]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 20:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (self.trainer.global_step + 1) / 20
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def val_dataloader(self) -> Any:
+        return CombinedLoader([DataLoader(items, batch_size=4) for items in (self.others, self.items)], "sequential")
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("begun", 1.0)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss, _, _ = self.losses(batch)
+        self.log("val_loss", loss)
+        self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(sorted(name for name in self.trainer.callback_metrics if "train" not in name))
+
+
+def test_a_step_of_the_modules_own_and_what_it_leaves_out_of_its_state(tmp_path: Path) -> None:
+    theirs, ours, start = Warming(), Warming(), state_of(Warming())
+    trainer = fit(theirs, enable_checkpointing=True, default_root_dir=tmp_path)
+    keys = {"num_val_loaders": 2, "num_epochs": 2}
+    found = train({**keys, "lightning_module": ours}, tmp_path / "model")
+    assert difference(found, state_of(theirs), start) < 1e-6
+    assert ours.rates == theirs.rates
+    assert ours.seen == theirs.seen
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert {name: float(value) for name, value in ours.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
+    check_resume(lambda: {**keys, "lightning_module": Warming()}, tmp_path, 5, found)
+
+
 @pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
 def test_the_order_is_that_of_the_training_loader(shuffles: tuple[bool, bool], tmp_path: Path) -> None:
     seen: list[float] = []
@@ -320,7 +373,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
     cases: dict[Any, str] = {
         demos.ManualOptimBoringModel: "expected automatic optimization",
-        Stepping: "expected a module without optimizer_step",
+        Stepping: "optimizer_step: expected one call of optimizer.step in each update, got none",
         Asking: "self.trainer: expected .* got 'fit_loop'",
         Evaluating: "on_validation_model_eval: expected the model in evaluation mode after it",
         Several: "expected one optimizer from configure_optimizers, got 2",
@@ -333,7 +386,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     boring = {"lightning_module": demos.BoringModel, "num_epochs": 1}
     for more, expected in (
         ({"learning_rate": 0.1}, "learning_rate: expected none with lightning_module"),
-        ({"lightning_callbacks": [lightning.callbacks.ModelCheckpoint()]}, "got ModelCheckpoint"),
+        ({"lightning_callbacks": [lightning.callbacks.StochasticWeightAveraging(0.1)]}, "got StochasticWeightAveraging"),
         ({"num_val_loaders": 2}, "expected 2 from val_dataloader, got 1"),
     ):
         with pytest.raises(ConfigError, match=expected):

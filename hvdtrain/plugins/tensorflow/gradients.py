@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -16,6 +16,12 @@ from hvdtrain.learner.reducer import GradientExchange, buckets
 
 DENSE_BYTES = 1 << 20
 """The default of `dense_bytes` of `GraphGradients`."""
+
+
+@lru_cache(maxsize=8)
+def scalar(value: float, dtype: tf.DType) -> tf.Tensor:
+    """A number for a graph, made once as long as it stays the same. Not called while a graph is traced."""
+    return tf.constant(value, dtype)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from hvdtrain.plugins.tensorflow.gradients import (
     any_gradients,
     combine,
     pack,
+    scalar,
     unpack,
 )
 from hvdtrain.plugins.tensorflow.tensors import (
@@ -145,7 +146,7 @@ class StepGraphs:
             The losses' names, each with the scale it is minimized with, or 0; their sums and counts of shape (2 * losses,); and
             the reduced gradients.
         """
-        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        inputs = tf.constant(seeds, tf.uint32), scalar(self._check.factor, tf.float32)
         traced, arguments = self._graph(batch, self._train, epoch, step, *inputs)
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
@@ -158,7 +159,7 @@ class StepGraphs:
         Args:
             before: the gradients accumulated since the last update.
         """
-        inputs = tf.constant(seeds, tf.uint32), tf.constant(self._check.factor, tf.float32)
+        inputs = tf.constant(seeds, tf.uint32), scalar(self._check.factor, tf.float32)
         traced, arguments = self._graph(batch, self._collect, epoch, step, *inputs)
         numbers, collected = traced.function(*arguments)
         accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
@@ -219,7 +220,7 @@ class StepGraphs:
             numbers = batch.parts.numbers if batch.joined is None else batch.parts.numbers.repeat(batch.joined)
             data[PARTS] = tf.constant(numbers, tf.int64)
             mix = batch.parts.names, batch.joined is not None
-        arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
+        arguments = [data, scalar(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         reduced = function == self._train and self.are_exchanged
         kind = function.__name__, reduced, kinds, mix
         traced = self._steps.get(kind)

@@ -168,7 +168,7 @@ class TensorFlowLearner(Learner):
                 gradients, divisor, traffic = self._reduced
                 if self.observer is not None:
                     self.observer(self._applied_gradients(gradients, divisor))
-                seeds = noise_seeds(self._seed[0], rank, self._step - 1)
+                seeds = partial(noise_seeds, self._seed[0], rank, self._step - 1)
                 self._updater.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.count(traffic)
         self._reduced = None
@@ -290,12 +290,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
-    update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check)
+    change, adds_noise = partial(change_gradients, keys), bool(keys.gradient_noise)
+    update = UpdateGraph(optimizer, variables, gradients, change, adds_noise, check)
     state = TensorFlowState(variables, optimizer, average, check, options.model_format)
     meter = TensorFlowMeter(
-        Transfer(
-            lambda tensors: tf.concat(tensors, 0).numpy().tolist(), max_pending=1 if device_name() == "CPU" else MAX_PENDING
-        ),
+        Transfer(_read, max_pending=1 if device_name() == "CPU" else MAX_PENDING),
         state.named_parameters,
         CpuClock(),
         check,
@@ -312,6 +311,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     learner.epoch_scores = EpochScores(keys.epoch_scores)
     return learner
+
+
+def _read(tensors: list[tf.Tensor]) -> list[float]:
+    """The numbers of several tensors. (To concatenate one takes as long as a small step's forward.)"""
+    numbers: list[float] = (tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)).numpy().tolist()
+    return numbers
 
 
 def _model(keys: LearnerKeys, options: BuildOptions) -> ModelVariables:

@@ -26,6 +26,7 @@ from hvdtrain.plugins.tensorflow.gradients import (
     GraphGradients,
     TensorFlowGradients,
     finite_flags,
+    scalar,
     to_keras,
     unpack,
 )
@@ -46,6 +47,7 @@ class UpdateGraph:
 
     Args:
         change: changes the gradients before they are applied.
+        adds_noise: whether it adds noise.
         check: decides whether an update is skipped, and has the loss scale.
     """
 
@@ -55,6 +57,7 @@ class UpdateGraph:
         variables: ModelVariables,
         gradients: GraphGradients,
         change: Callable[[UpdateGradients], None],
+        adds_noise: bool,
         check: GradientCheck,
     ) -> None:
         self._optimizer = optimizer
@@ -63,6 +66,7 @@ class UpdateGraph:
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
         self._gradients = gradients
         self._change = change
+        self._no_seeds = None if adds_noise else tf.zeros([2], tf.int32)
         self._check = check
         self._graph: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
         self._norm: tf.Tensor | None = None
@@ -74,14 +78,20 @@ class UpdateGraph:
         return self._optimizer
 
     def apply(
-        self, reduced: list[Any], divisor: tf.Tensor, exchange: Exchange, learning_rate: float, noise_seeds: Array, step: int
+        self,
+        reduced: list[Any],
+        divisor: tf.Tensor,
+        exchange: Exchange,
+        learning_rate: float,
+        noise_seeds: Callable[[], Array],
+        step: int,
     ) -> None:
         """Apply reduced gradients.
 
         Args:
             reduced: the gradients, packed.
             divisor: their divisor if a normalized loss is the only loss.
-            noise_seeds: uint32 of shape (2,).
+            noise_seeds: returns those of the noise, uint32 of shape (2,).
             step: the number of training steps done before the last step of this update.
 
         Raises:
@@ -93,8 +103,8 @@ class UpdateGraph:
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
             self._graph = graph.get_concrete_function(*specs)
-        scale = tf.constant(self._check.factor, tf.float32)
-        rate, seeds = tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
+        scale, rate = scalar(self._check.factor, tf.float32), scalar(learning_rate, tf.float32)
+        seeds = tf.constant(noise_seeds().astype("int32")) if self._no_seeds is None else self._no_seeds
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -158,12 +158,17 @@ class Extent:
         """Whether a training has as many updates as it may have."""
         return 0 <= self.max_steps <= updates
 
-    def is_evaluated_after(self, number: int, of_epoch: int, step: int) -> bool:
-        """Whether an evaluation comes after a batch of an epoch of so many, counted from 1; `step`: in the whole training."""
+    def is_evaluated_after(self, number: int, of_epoch: Callable[[], int], step: int) -> bool:
+        """Whether an evaluation comes after a batch, counted from 1.
+
+        Args:
+            of_epoch: returns how many there are in the epoch.
+            step: the number of the batch in the whole training.
+        """
         interval = self._given.get("val_check_interval")
         if not isinstance(interval, (int, float)) or (isinstance(interval, float) and interval == 1):
             return False
-        every = interval if isinstance(interval, int) else max(1, int(of_epoch * interval))
+        every = interval if isinstance(interval, int) else max(1, int(of_epoch() * interval))
         is_of_all = self._given.get("check_val_every_n_epoch", 1) is None
         return (step if is_of_all else number) % every == 0
 

@@ -173,7 +173,7 @@ class Job(OtherTrainer):
         if self._updates:
             self.schedules.step("step", True, number)
         self._updates = False
-        if self.extent.is_evaluated_after(number, self.loaders.num_batches, training.step):
+        if self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step):
             training.evaluate()
 
     def change_gradients(self, **_: Any) -> None:

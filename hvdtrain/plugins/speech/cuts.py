@@ -77,7 +77,7 @@ class LhotseDataset(IndexedDataset):
         """The lengths of a cut, as its manifest has them. Raises: BrokenSequence."""
         lengths = {"data": self._length(cut, where)}
         if self._encoder is not None:
-            lengths["classes"] = self._encoder.length(text_of(cut), where)
+            lengths["classes"] = self._encoder.length(text_of(cut, where), where)
         return lengths
 
     def _arrays(self, cut: Any, where: str) -> dict[str, Array]:
@@ -93,7 +93,7 @@ class LhotseDataset(IndexedDataset):
             raise BrokenSequence(f"{where}: expected frames of shape {stream.shape} as in the first cut, got {values.shape[1:]}")
         arrays = {"data": check_finite(values.astype(stream.dtype, copy=False), where)}
         if self._encoder is not None:
-            arrays["classes"] = self._encoder.encode(text_of(cut), where)
+            arrays["classes"] = self._encoder.encode(text_of(cut, where), where)
         return arrays
 
     def _length(self, cut: Any, where: str) -> int:
@@ -146,10 +146,15 @@ def _damage(cut: Any) -> str:
     return ""
 
 
-def text_of(cut: Any) -> str:
-    """The texts of a cut's supervisions in the order of their beginnings: a manifest may have another one, such as by id."""
-    ordered = sorted(cut.supervisions, key=attrgetter("start"))
-    return " ".join(supervision.text for supervision in ordered if supervision.text)
+def text_of(cut: Any, where: str) -> str:
+    """The texts of a cut's supervisions in the order of their beginnings: a manifest may have another one, such as by id.
+
+    Raises: BrokenSequence, if one has none: an empty text is ''.
+    """
+    texts = [supervision.text for supervision in sorted(cut.supervisions, key=attrgetter("start"))]
+    if None in texts:
+        raise BrokenSequence(f"{where}: expected a text in every supervision, got none (units = None: without texts)")
+    return " ".join(text for text in texts if text)
 
 
 def open_cuts(where: str, keys: LhotseDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> Dataset:

@@ -9,6 +9,7 @@ import numpy
 import opened_data
 import pytest
 import torch
+from lhotse.utils import fastcopy
 from speech_files import RATE, write_folder
 
 from hvdtrain.data.broken import BrokenSequences
@@ -143,6 +144,9 @@ def test_bad_cuts(cuts: Any, tmp_path: Path) -> None:
     ):
         opened(options)
     assert opened(options, limit=2).num_sequences == 1
+    nameless = lhotse.CutSet.from_cuts([listed[0], listed[1].map_supervisions(lambda segment: fastcopy(segment, text=None))])
+    with pytest.raises(BrokenSequence, match="'utt01': expected a text in every supervision, got none"):
+        opened(nameless)
     with pytest.raises(DataError, match="one that repeats forever"):
         opened(lhotse.CutSet(lhotse.lazy.LazyRepeater(cuts)))
     path = tmp_path / "cuts.jsonl.gz"

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
+import numpy
 import torch
 from speechbrain import Brain, Stage
 from speechbrain.utils.Accuracy import AccuracyStats
@@ -17,6 +18,7 @@ import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.other_trainer import OtherTrainer
 from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
+from hvdtrain.runtime import log
 
 
 class Stages(OtherTrainer):
@@ -35,6 +37,9 @@ class Stages(OtherTrainer):
         self._last: tuple[Any, Any, Any] | None = None
         self._stage: Stage | None = None
         self._stage_epoch: int | None = None
+        self._begun: dict[str, dict[str, Any]] = {}
+        self._own_sums: dict[str, Any] = {}
+        self._has_warned = False
 
     @property
     def brain(self) -> Any:
@@ -131,43 +136,102 @@ class Stages(OtherTrainer):
     def _begin(self, stage: Stage, epoch: int | None) -> None:
         self._stage, self._stage_epoch = stage, epoch
         self.brain.step = 0
+        before = dict(vars(self.brain))
         self.brain.on_stage_start(stage, epoch)
+        values = vars(self.brain).items()
+        self._begun = {name: _counted(one) for name, one in values if _is_statistic(one) and one is before.get(name)}
+        self._own_sums = {name: copy(one) for name, one in values if _may_be_sum(name, one) and one is not before.get(name)}
 
     def _state(self) -> dict[str, Any]:
         return {"learning_rate": self.rate_of_optimizer(), "recoverables": states_of(self.brain)}
 
     def _gather(self) -> dict[str, float]:
-        """Collective. Let each statistic of the Brain have what all ranks collected; returns their summaries by name."""
-        own = {name: one for name, one in vars(self.brain).items() if isinstance(one, (MetricStats, AccuracyStats))}
-        collected = {name: _collected(one) for name, one in sorted(own.items())}
+        """Collective. Let each statistic of the Brain have what all ranks collected; returns their summaries by name.
+
+        One of an earlier stage, to which this stage has added nothing, stays as it is.
+        """
+        self._warn_of_sums()
+        own = {name: one for name, one in vars(self.brain).items() if _is_statistic(one)}
+        begun = {name: self._begun.get(name, {}) for name in own}
+        collected = {name: _collected(one, begun[name]) for name, one in sorted(own.items())}
         by_rank = hvdtrain.all_gather(collected, name="speechbrain.statistics")
-        found: dict[str, float] = {}
+        summaries: dict[str, float] = {}
         for name, one in own.items():
             several = [of_rank[name] for of_rank in by_rank if name in of_rank]
-            if isinstance(one, AccuracyStats):
-                one.correct, one.total = (sum(entry[part] for entry in several) for part in ("correct", "total"))
-                found |= {name: one.summarize()} if one.total else {}
+            if name in self._begun and not any(any(entry.values()) for entry in several):
                 continue
-            ids = [key for entry in several for key in entry["ids"]]
-            order = sorted(range(len(ids)), key=lambda place: str(ids[place]))
+            if isinstance(one, AccuracyStats):
+                for part in several[0]:
+                    setattr(one, part, begun[name].get(part, 0) + sum(entry[part] for entry in several))
+                summaries |= {name: one.summarize()} if one.total else {}
+                continue
             for part in several[0]:
-                joined = [value for entry in several for value in entry[part]]
-                setattr(one, part, [joined[place] for place in order] if len(joined) == len(ids) else joined)
-            if ids and isinstance(one, ErrorRateStats):
-                found[name] = float(one.summarize("error_rate"))
-            elif ids and type(one) is MetricStats:
-                found[name] = float(one.summarize("average"))
-        return found
+                kept = getattr(one, part)[: _begin(getattr(one, part), begun[name].get(part, 0))]
+                setattr(one, part, [*kept, *(value for entry in several for value in entry[part])])
+            order = sorted(range(len(one.ids)), key=lambda place: str(one.ids[place]))
+            for part in several[0]:
+                if len(values := getattr(one, part)) == len(order):
+                    setattr(one, part, [values[place] for place in order])
+            if one.ids and isinstance(one, ErrorRateStats):
+                summaries[name] = float(one.summarize("error_rate"))
+            elif one.ids and type(one) is MetricStats:
+                summaries[name] = float(one.summarize("average"))
+        return summaries
+
+    def _warn_of_sums(self) -> None:
+        """Name what the class itself seems to add up, of which each rank has its own."""
+        present = vars(self.brain)
+        sums = [name for name, one in self._own_sums.items() if name in present and not _is_same(one, present[name])]
+        if sums and hvdtrain.size() > 1 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                f"brain: on_stage_end gets {', '.join(sums)} of each rank's own batches (add up what is needed: "
+                f"self.{sums[0]} = hvdtrain.all_reduce(self.{sums[0]}))"
+            )
 
 
-def _collected(one: Any) -> dict[str, Any]:
-    """What a statistic has collected: its counts, or the lists that `clear` empties."""
+def _is_statistic(value: Any) -> bool:
+    return isinstance(value, (MetricStats, AccuracyStats))
+
+
+def _may_be_sum(name: str, value: Any) -> bool:
+    """Whether an attribute that a hook has set at the beginning of a stage may count what its batches have."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+    return name not in ("step", "optimizer_step") and (is_number or isinstance(value, (list, numpy.ndarray, torch.Tensor)))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other)
+    return bool(numpy.array_equal(one, other))
+
+
+def _counted(one: Any) -> dict[str, Any]:
+    """By part of a statistic, how much it has collected."""
+    return {part: len(value) if isinstance(value, list) else value for part, value in _collected(one, {}).items()}
+
+
+def _collected(one: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What a statistic has collected: its counts, or the lists that `clear` empties.
+
+    Args:
+        before: what is left out, by part: its count, unless it was cleared since then.
+    """
     if isinstance(one, AccuracyStats):
-        return {"correct": one.correct, "total": one.total}
+        return {part: getattr(one, part) - before.get(part, 0) for part in ("correct", "total")}
     cleared = copy(one)
     cleared.clear()
-    found = {}
+    parts = {}
     for name, value in vars(cleared).items():
         if isinstance(value, list) and not value:
-            found[name] = [entry.cpu() if isinstance(entry, torch.Tensor) else entry for entry in getattr(one, name)]
-    return found
+            values = getattr(one, name)
+            new = values[_begin(values, before.get(name, 0)) :]
+            parts[name] = [entry.cpu() if isinstance(entry, torch.Tensor) else entry for entry in new]
+    return parts
+
+
+def _begin(values: list[Any], before: int) -> int:
+    """Where a stage's values begin in a list that had so many before it, unless it was cleared within the stage."""
+    return before if len(values) >= before else 0

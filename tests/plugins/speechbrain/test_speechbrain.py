@@ -128,6 +128,21 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
     check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
 
 
+def test_a_statistic_of_an_earlier_stage_is_no_score(tmp_path: Path) -> None:
+    class OfValid(EachStep):
+        def on_stage_start(self, stage: Any, epoch: Any = None) -> None:
+            self.unused = speechbrain.utils.metric_stats.ErrorRateStats()
+            if stage != speechbrain.Stage.TRAIN:
+                self.wer = self.of_valid = speechbrain.utils.metric_stats.ErrorRateStats()
+            else:
+                self.wer = self.__dict__.get("ever", self.unused)  # goes on over the epochs
+                self.ever = self.wer
+
+    result = hvdtrain.train(keys(tmp_path, OfValid), model=str(tmp_path / "model"), num_threads=1)
+    assert "dev_loss_of_valid" in result.scores
+    assert "train_loss_of_valid" not in result.scores
+
+
 def test_a_checkpoint_of_theirs_is_continued_with_its_optimizer(tmp_path: Path) -> None:
     brain, _ = fitted(tmp_path, Recognizer)
     brain.checkpointer.recover_if_possible(min_key="wer")

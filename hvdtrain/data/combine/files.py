@@ -151,7 +151,13 @@ def _span(name: str, files: Sequence[MappedFile]) -> tuple[Array, Array, int] | 
     if (found := span([file.frames[name] for file in files])) is None:
         return None
     frames, places, step = found
-    return frames, numpy.concatenate([file.starts[name] * step + place for file, place in zip(files, places, strict=True)]), step
+    starts = numpy.concatenate([file.starts[name] for file in files])
+    ends = numpy.cumsum([len(file.starts[name]) for file in files]).tolist()
+    for place, begin, end in zip(places, [0, *ends], ends, strict=False):  # in place: there may be many
+        if step != 1:
+            starts[begin:end] *= step
+        starts[begin:end] += place
+    return frames, starts, step
 
 
 def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], pool: Handles | None = None) -> Dataset:

@@ -35,11 +35,9 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.outer import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reducers import ReduceKeys
+from hvdtrain.learner.reducers import KEYS_OF_REDUCERS, ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
-from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -60,9 +58,8 @@ S = TypeVar("S", bound=Section)
 
 DICTS: dict[str, type] = {
     "torch_distributed": TorchDistributedKeys,
-    "horovod_param_outer": OuterKeys,
-    "horovod_param_sync_rule": SyncRuleKeys,
     "use_last_best_model": LastBestRule,
+    **{name: entries for keys in KEYS_OF_REDUCERS.values() for name, entries in keys.dicts.items()},
 }
 """Keys that are dicts with declared entries."""
 

@@ -30,6 +30,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
+    "param_average": {"horovod_reduce_type: expected 'grad'": ["++horovod_reduce_type", "param"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},
@@ -62,7 +63,18 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entries(plugin: Plugin) -> set[str]:
     """The names that a config or a command line can have."""
-    kinds = ("backends", "transports", "compressions", "tasks", "sources", "datasets", "steps", "commands", "templates")
+    kinds = (
+        "backends",
+        "transports",
+        "reducers",
+        "compressions",
+        "tasks",
+        "sources",
+        "datasets",
+        "steps",
+        "commands",
+        "templates",
+    )
     return {name for kind in kinds for name in getattr(plugin, kind)}
 
 

@@ -218,7 +218,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the velocity of an outer optimizer has the wrong sign",
-        "learner/outer.py",
+        "plugins/param_average/outer.py",
         "velocity = self.momentum * moments[0] + gradient",
         "velocity = self.momentum * moments[0] - gradient",
         ("tests/plugins/tensorflow/test_outer.py",),

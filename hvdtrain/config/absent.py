@@ -15,6 +15,7 @@ NAMES = {
     "horovod": "horovod",
     "init": "init",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
+    "param_average": "param",
     "prove": "prove",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
@@ -28,7 +29,7 @@ NAMES = {
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, transports, compressions, classes of datasets and of steps, tasks and commands."""
+"""By plug-in, its keys, backends, transports, reducers, compressions, classes of datasets and of steps, tasks and commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

@@ -7,11 +7,11 @@ A new 16-bit type is a line in the table, if the transports can send it. Any oth
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hvdtrain.config.keys import Section, key, one_of, positive
+from hvdtrain.config.keys import Section, declared_keys, key, one_of, positive
 from hvdtrain.config.plugins import Registry
 
 if TYPE_CHECKING:
@@ -71,6 +71,41 @@ class CompressionKeys(Section):
         positive,
         names=("horovod_compression_rank", "torch_distributed.compression_rank"),
     )
+
+    dicts: ClassVar[Mapping[str, type]] = {}
+    """By key that is a dict, the class with its entries."""
+    only: ClassVar[tuple[str, ...]] = ()
+    """The fields that mean nothing to another reducer, and conflict with it."""
+
+    @property
+    def updates_alone(self) -> bool:
+        """Whether every rank makes all updates from its own gradients only, unless the reducer reduces gradients."""
+        return True
+
+    @property
+    def starts_with_gradients(self) -> bool:
+        """Whether gradients are reduced at first, and no more later."""
+        return False
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether some of the ranks exchange messages among themselves."""
+        return False
+
+    @property
+    def sends_vary(self) -> bool:
+        """Whether the messages of syncs differ in size."""
+        return False
+
+    @classmethod
+    def changed_of(cls, keys: CompressionKeys) -> list[str]:
+        """The fields of `only` that have another value than the default."""
+        fields = [declared for declared in declared_keys(cls) if declared.field in cls.only]
+        return [declared.field for declared in fields if getattr(keys, declared.field) != declared.default]
+
+    def ignored_key_line(self, reduce_type: str) -> str:
+        """The log line about a key that another key overrides; empty: there is none. No error, as published configs have both."""
+        return ""
 
 
 class GradientCompressor:

@@ -128,7 +128,7 @@ def log_exchange(settings: Settings, session: Session, level: int) -> None:
     rate = f"learning rates x {factor:.4g} by horovod_scale_lr ({kind!r})" if scale else "learning rates as in the config"
     parts = [session.reducer.description, message_text(settings, session), rate, *cache_texts(session.feeds)]
     log.write(level, f"ranks: {BETWEEN.join([session.comm.transport, *parts])}")
-    if message := settings.reduce.ignored_key_line:
+    if message := settings.reduce.ignored_key_line(settings.reduce.reduce_type):
         log.warning(message)
     if settings.reduce.dataset_distribution == "random_seed_offset":
         log.detail(f"every rank goes through all data in its own order: an epoch is {size} passes")
@@ -140,7 +140,7 @@ def message_text(settings: Settings, session: Session) -> str:
     size = num_bytes(list(session.learner.state.tensors("parameters").values()))
     chosen = COMPRESSIONS.get(keys.compression or "")
     bits = 32 if chosen is None else 16 if chosen.narrow is not None else chosen.bits
-    varies = bits is None or keys.sync_parts > 1 or keys.local_start
+    varies = bits is None or keys.sends_vary
     return f"{'up to ' if varies else ''}{size_text(size * (bits or 32) // 32)} each time"
 
 

@@ -81,11 +81,6 @@ def framework_problems(built: Mapping[type, Any]) -> list[Problem]:
         problems += problem(
             "needs-backend", f"horovod_compression: expected {wanted} for {reduce.compression!r}, got {run.backend!r}"
         )
-    if learner.deterministic and reduce.sync_seconds is not None:
-        problems += problem(
-            "conflict",
-            "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock",
-        )
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")

@@ -497,8 +497,8 @@ def test_what_they_say_of_themselves() -> None:
 
 
 def test_keys_that_another_one_makes_useless() -> None:
-    assert not ReduceKeys(reduce_type="param", sync_steps=100).ignored_key_line
-    assert not ReduceKeys(reduce_type="param", sync_seconds=10).ignored_key_line
+    assert not ReduceKeys(reduce_type="param", sync_steps=100).ignored_key_line("param")
+    assert not ReduceKeys(reduce_type="param", sync_seconds=10).ignored_key_line("param")
     for keys, expected in (
         ({"sync_steps": 100}, "horovod_param_sync_step: no effect with horovod_reduce_type = 'grad'"),
         ({"sync_seconds": 10}, "horovod_param_sync_time_diff: no effect with horovod_reduce_type = 'grad'"),
@@ -507,4 +507,4 @@ def test_keys_that_another_one_makes_useless() -> None:
             "horovod_param_sync_step: no effect with horovod_param_sync_time_diff = 10 seconds",
         ),
     ):
-        assert ReduceKeys(**keys).ignored_key_line.startswith(expected)
+        assert ReduceKeys(**keys).ignored_key_line(keys.get("reduce_type", "grad")).startswith(expected)

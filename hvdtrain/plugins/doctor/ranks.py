@@ -255,7 +255,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
         parameters = parameters_of(alone.learner)
         tensors = FRAMEWORKS[settings.run.backend].tensors
         travel = all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters", length)
-    every = settings.reduce.sync_steps if averaging else 1
+    every = getattr(settings.reduce, "sync_steps", 1) if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
 
 

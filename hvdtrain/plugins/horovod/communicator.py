@@ -95,7 +95,7 @@ def connect(settings: Settings, stays: bool) -> Connection:
     Args:
         stays: see `open_horovod`.
     """
-    binding, in_sets = library_of(settings.run.backend), settings.reduce.group is not None
+    binding, in_sets = library_of(settings.run.backend), settings.reduce.needs_groups
     comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
     return comm, peer_failures()  # also around TensorFlow's graphs, whose collectives are not called through `comm`
 

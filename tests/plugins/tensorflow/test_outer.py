@@ -11,8 +11,8 @@ import pytest
 import torch
 from launching import faults
 
-from hvdtrain.learner.outer import OuterOptimizer, make_outer
-from hvdtrain.learner.sync_interval import NEVER, Quadratic, make_interval
+from hvdtrain.plugins.param_average.interval import NEVER, Quadratic, make_interval
+from hvdtrain.plugins.param_average.outer import OuterOptimizer, make_outer
 
 MAKE: dict[str, Any] = {
     "torch": lambda array: torch.tensor(array),

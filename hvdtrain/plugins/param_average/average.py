@@ -1,16 +1,16 @@
 """Local updates: every rank trains alone, and the ranks' parameters are averaged from time to time.
 
-This file and `sync_interval.py` decide when to sync; `param_sync.py` does a sync and computes the new model.
+This file and `interval.py` decide when to sync; `sync.py` does a sync and computes the new model.
 docs/communication.md describes all of it for users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.groups import RankGroup, make_groups, single_rank
@@ -20,8 +20,6 @@ from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_state import ModelState, StatePart
-from hvdtrain.learner.outer import OuterOptimizer, make_outer
-from hvdtrain.learner.param_sync import ANCHOR, ParamSync, SyncBucket
 from hvdtrain.learner.reducer import (
     EpochStart,
     FinishedUpdate,
@@ -31,7 +29,9 @@ from hvdtrain.learner.reducer import (
     UpdateCounts,
     temporarily_average,
 )
-from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, make_interval
+from hvdtrain.plugins.param_average.interval import NEVER, EveryUpdates, SyncRuleKeys, make_interval
+from hvdtrain.plugins.param_average.outer import OuterKeys, OuterOptimizer, make_outer
+from hvdtrain.plugins.param_average.sync import ANCHOR, ParamSync, SyncBucket
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
@@ -90,6 +90,34 @@ class ParamAverageKeys(CompressionKeys):
         names=("horovod_param_start", "torch_distributed.param_start"),
     )
 
+    dicts: ClassVar[Mapping[str, type]] = {"horovod_param_outer": OuterKeys, "horovod_param_sync_rule": SyncRuleKeys}
+    only: ClassVar[tuple[str, ...]] = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start", "group")
+
+    @property
+    def updates_alone(self) -> bool:
+        return self.group is None and not self.local_start
+
+    @property
+    def starts_with_gradients(self) -> bool:
+        return self.local_start > 0
+
+    @property
+    def needs_groups(self) -> bool:
+        return self.group is not None
+
+    @property
+    def sends_vary(self) -> bool:
+        return self.sync_parts > 1 or self.local_start > 0
+
+    def ignored_key_line(self, reduce_type: str) -> str:
+        step, seconds = self.sync_steps, self.sync_seconds
+        if reduce_type == "grad" and (step != 1 or seconds is not None):
+            name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"
+            return f"{name}: no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
+        if step != 1 and seconds is not None:
+            return f"horovod_param_sync_step: no effect with horovod_param_sync_time_diff = {seconds:g} seconds"
+        return ""
+
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
         name = partial(others.spelling, type(self))
@@ -115,6 +143,12 @@ class ParamAverageKeys(CompressionKeys):
                 f"{self.local_start}",
             )
         learner = others.get(LearnerKeys)
+        if learner is not None and learner.deterministic and seconds is not None:
+            found += problem(
+                "conflict",
+                "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the "
+                "clock",
+            )
         if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
             found += problem(
                 "conflict",

@@ -18,8 +18,8 @@ from hvdtrain.comm.base import Tensor, all_reduce, num_bytes
 from hvdtrain.comm.groups import RankGroup
 from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
-from hvdtrain.learner.outer import OuterOptimizer
 from hvdtrain.learner.reducer import Numbers, UpdateCounts, apply_weight, changed, copy_tensors
+from hvdtrain.plugins.param_average.outer import OuterOptimizer
 
 ANCHOR = "anchor"
 """The name of the parameters after the last sync, among the tensors that are the same on all ranks."""

@@ -15,6 +15,7 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.randomness import _place_in_torch, generator_states
 from hvdtrain.data.types import Stream
 from hvdtrain.plugins.hdf_tools.dump import main as dump
 
@@ -120,3 +121,13 @@ def test_ranks_and_resumed_runs_have_the_same_items_and_dump_writes_them(tmp_pat
     for rank in range(2):
         assert made.needed(f"whole.ids.{rank}").read_text() == made.needed(f"stopped.ids.{rank}").read_text()
         assert_same(made.weights("whole", rank), made.weights("stopped", rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_draw_of_pytorch_changes_the_state_that_is_compared(dtype: torch.dtype) -> None:
+    for draw in (torch.rand, torch.randn, torch.randn, torch.rand):  # the second randn takes what the first one has left
+        before = generator_states()
+        assert generator_states() == before
+        draw(1, dtype=dtype)
+        assert generator_states() != before
+    assert _place_in_torch() is not None, "it is found by get_state, which wakes the thread that trains"

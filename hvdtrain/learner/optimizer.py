@@ -57,11 +57,6 @@ class UpdateGradients(Protocol):
         ...
 
 
-def changes_gradients(keys: LearnerKeys) -> bool:
-    """Whether `change_gradients` has anything to do."""
-    return bool(keys.gradient_noise) or keys.gradient_clip is not None or keys.gradient_clip_global_norm is not None
-
-
 def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
     """Apply to an update's gradients, between the reduction and the optimizer, the changes that the keys ask for."""
     if keys.gradient_noise:
@@ -70,6 +65,24 @@ def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
         gradients.clip(keys.gradient_clip)
     if keys.gradient_clip_global_norm is not None:
         gradients.clip_norm(keys.gradient_clip_global_norm)
+
+
+def changes_gradients(keys: LearnerKeys) -> bool:
+    """Whether `change_gradients` has anything to do: it is tried."""
+    tried: Any = _NoGradients()
+    change_gradients(keys, tried)
+    return bool(tried.asked_for)
+
+
+class _NoGradients:
+    """Has all operations, which do nothing, and notes their names."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        self.asked_for.append(name)
+        return lambda *_: None
 
 
 SET_IN_UPDATES = ("self", "params", "lr", "learning_rate")

@@ -19,6 +19,7 @@ GENERATORS = {
     "random": lambda: random.random(),
     "gauss": lambda: random.gauss(0, 1) + numpy.random.randn(),
 }
+HELD = [numpy.random.default_rng(1), numpy.random.RandomState(1), random.Random(1), torch.Generator()]
 draws = config.value("draws", "")
 drawing = config.int("only_at", -1)
 around = config.value("around", "items")
@@ -26,6 +27,8 @@ record = config.value("record")
 
 
 def noise(index):
+    if "held" in draws:
+        return HELD[0].random() + HELD[1].rand() + HELD[2].random() + float(torch.rand(1, generator=HELD[3]))
     return sum(GENERATORS[name]() for name in draws.split(",") if name and drawing in (index, -1))
 
 

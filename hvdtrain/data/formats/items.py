@@ -14,6 +14,7 @@ from hvdtrain.data.dataset import Dataset, Scanning, as_lengths, read_item
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.found import find_lengths, measure_broken
 from hvdtrain.data.formats.item_form import ARE_BATCHES, ItemForm
+from hvdtrain.data.held_generators import HeldGenerators
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
@@ -93,7 +94,8 @@ class ItemsDataset(IndexedDataset):
         self._form = ItemForm(self.where)
         tag, first = self._first(min(scanning.broken.limit, size - 1))
         self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
-        before = generator_states()
+        held = HeldGenerators(items)
+        before = generator_states(), held.states()
         self.reads_for_tags = tag is not None and tags is None
         dims, labels, used = dict(getattr(items, "dims", {})), dict(getattr(items, "labels", {})), None
         if given is not None:
@@ -109,7 +111,7 @@ class ItemsDataset(IndexedDataset):
                         f"{self.where(next(rows, 0))}, {key!r}: expected classes of its {len(names)} labels, got {most}"
                     )
             dims = {key: most + 1 for key, most in found.largest.items()} | dims
-        self.draws = self.draws or generator_states() != before
+        self.draws = self.draws or (generator_states(), held.states()) != before
         super().__init__(self._form.with_classes(dims, labels), tags, lengths, used)
 
     def row(self, number: int) -> dict[str, Array]:
@@ -143,16 +145,17 @@ class ItemsDataset(IndexedDataset):
             most: the number of broken items that it may come after.
         """
         found, number = list[tuple[str | None, dict[str, Array]]](), 0
+        held = HeldGenerators(self._items)
         while len(found) < 2:
-            with own_numbers(ITEM):
-                before = generator_states()
+            with own_numbers(ITEM), held.restored():
+                before = generator_states(), held.states()
                 try:
                     found.append(self._arrays(number))
                 except BrokenSequence:
                     number += 1
                     if number > most:
                         raise
-                self.draws = self.draws or generator_states() != before
+                self.draws = self.draws or (generator_states(), held.states()) != before
         (_, first), (_, again) = found
         self._repeats = all(same_values(first[key], again[key]) for key in first)
         self.is_stochastic = not self._repeats

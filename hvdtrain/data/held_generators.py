@@ -1,0 +1,131 @@
+"""Generators of random numbers that the user's code holds, such as `self.rng = numpy.random.default_rng(1)`."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.randomness import mix_seed
+
+MOST_OBJECTS = 1000
+"""How many objects are looked at, those nearest first: the items themselves may be millions."""
+
+MOST_ENTRIES = 64
+"""How many entries of a list, tuple or dict are looked at."""
+
+
+class HeldGenerators:
+    """Those that can be reached from an object, by attributes, and by variables that its functions use.
+
+    >>> class Items:
+    ...     def __init__(self): self.rng = numpy.random.default_rng(1)
+    >>> items = Items()
+    >>> held = HeldGenerators(items)
+    >>> before = held.states()
+    >>> held.states() == before, items.rng.random() < 1, held.states() == before
+    (True, True, False)
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._generators = [each for each in _reachable(root) if _is_generator(each)]
+
+    def states(self) -> list[bytes]:
+        return [_bytes(_state(each)) for each in self._generators]
+
+    def seed(self, seed: int) -> None:
+        """Seed each with a number that is made of this one and its place."""
+        for place, each in enumerate(self._generators):
+            number = mix_seed(seed, place)
+            if isinstance(each, numpy.random.Generator):
+                each.bit_generator.state = type(each.bit_generator)(number).state
+            elif isinstance(each, (random.Random, numpy.random.RandomState)):
+                each.seed(number)
+            else:
+                each.manual_seed(number)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """After the `with` block, they are as before."""
+        before = [_state(each) for each in self._generators]
+        try:
+            yield
+        finally:
+            for each, state in zip(self._generators, before, strict=True):
+                if isinstance(each, numpy.random.Generator):
+                    each.bit_generator.state = state
+                elif isinstance(each, random.Random):
+                    each.setstate(state)
+                else:
+                    each.set_state(state)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is one, and not process-wide."""
+    if isinstance(value, numpy.random.Generator):
+        return True
+    if isinstance(value, numpy.random.RandomState):
+        return value is not numpy.random.mtrand._rand
+    if isinstance(value, random.Random):
+        return value is not random._inst and not isinstance(value, random.SystemRandom)
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Generator):
+        return False
+    return value is not torch.default_generator and value.device.type == "cpu"
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _bytes(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)  # a tensor takes long to pickle
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """The object and what it refers to, the nearest first."""
+    waiting, seen = deque([root]), {id(root): root}
+    while waiting:
+        value = waiting.popleft()
+        yield value
+        for inner in _inside(value):
+            if len(seen) < MOST_OBJECTS and id(inner) not in seen and not isinstance(inner, (str, int, float, type, ModuleType)):
+                seen[id(inner)] = inner
+                waiting.append(inner)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        if (value.__module__ or "").partition(".")[0] in sys.stdlib_module_names:
+            return []  # `tempfile` has one, too
+        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        return [*_contents(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__globals__[name] for name in names)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return list(islice(value.values(), MOST_ENTRIES))
+    if isinstance(value, (list, tuple)):
+        return list(value[:MOST_ENTRIES])
+    kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("hvdtrain.")]
+    methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType)]
+    attributes = getattr(value, "__dict__", None)
+    return [*(attributes.values() if isinstance(attributes, dict) else ()), *methods]
+
+
+def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
+    for cell in cells:
+        with suppress(ValueError):  # empty: its variable is not set yet
+            yield cell.cell_contents

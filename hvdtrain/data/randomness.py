@@ -235,7 +235,10 @@ def _place_in_torch() -> int | None:
     if sys.implementation.name != "cpython":
         return None
     torch = sys.modules["torch"]
-    tried = torch.Generator()
+    try:
+        tried = torch.Generator()
+    except RuntimeError:  # before all of PyTorch is imported
+        return None
     tried.manual_seed(1)
     words = numpy.frombuffer(tried.get_state().numpy().tobytes()[AROUND:], numpy.uint64, 624).astype(numpy.uint32).tobytes()
     place = ctypes.string_at(_address(tried), 256).find(words[:64])

@@ -90,7 +90,7 @@ def _state(generator: Any) -> Any:
 
 
 def _bytes(state: Any) -> bytes:
-    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)  # a tensor takes long to pickle
+    return pickle.dumps(state if isinstance(state, (dict, tuple)) else state.numpy())  # a tensor takes long to pickle
 
 
 def _reachable(root: Any) -> Iterator[Any]:
@@ -115,10 +115,13 @@ def _inside(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
+    # By their own methods: those of a class that derives from them are the user's.
     if isinstance(value, dict):
-        return list(islice(value.values(), MOST_ENTRIES))
-    if isinstance(value, (list, tuple)):
-        return list(value[:MOST_ENTRIES])
+        return list(islice(dict.values(value), MOST_ENTRIES))
+    if isinstance(value, list):
+        return list(islice(list.__iter__(value), MOST_ENTRIES))
+    if isinstance(value, tuple):
+        return list(islice(tuple.__iter__(value), MOST_ENTRIES))
     kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("hvdtrain.")]
     methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType)]
     attributes = getattr(value, "__dict__", None)

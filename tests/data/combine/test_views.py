@@ -107,6 +107,7 @@ def test_a_cache_neither_freezes_nor_hides_what_a_users_dataset_does() -> None:
     assert len({one[3]["data"].tobytes() for one in seen}) == 4  # the last one is random
     own.arrays[0] += 1
     assert dataset.at_epoch(5).sequence(0)["data"].tolist() == [[1], [1]]
+    dataset.close()
 
 
 class Batching(Own):

@@ -119,6 +119,17 @@ def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: 
     assert message in str(caught.value)
 
 
+def test_a_complex_loss_is_not_trained_by_its_real_part() -> None:
+    def step(*, model: torch.nn.Module, **_: Any) -> None:
+        get_run_ctx().mark_as_loss(model.weight * 1j, "complex")
+
+    with (
+        pytest.raises(RuntimeError, match="only for real scalar outputs"),
+        pytest.warns(UserWarning, match="discards the imaginary"),
+    ):
+        learner(step).backward(BATCH)
+
+
 def test_the_context_is_there_inside_of_a_step_only() -> None:
     with refused("get_run_ctx: wrong-call"):
         get_run_ctx()

@@ -287,3 +287,15 @@ def test_hooks_profilers_and_replaced_steps_are_not_left_out_of_an_update() -> N
     plain_step(optimizer)
     assert called == ["hook", "replaced"]
     assert parameter.tolist() == [-1.0, -1.0]
+
+    class Around(torch.optim.Optimizer):
+        """As published ones around another one: without PyTorch's constructor."""
+
+        def __init__(self) -> None:
+            pass
+
+        def step(self, closure: Any = None) -> Any:
+            return inner()
+
+    plain_step(Around())
+    assert parameter.tolist() == [-1.5, -1.5]

@@ -224,14 +224,15 @@ HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
     """A step of an optimizer, without what is around it if nothing uses that: it takes as long as the step of a small model."""
     step = type(optimizer).step
-    has_hooks = (
+    # First, as an optimizer around another one may lack the attributes that PyTorch's constructor makes.
+    is_usual = getattr(step, "__code__", None) is HOOKED and "step" not in vars(optimizer)
+    if not is_usual or (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or GLOBAL_PRE_HOOKS
         or GLOBAL_POST_HOOKS
         or torch._C._autograd._profiler_enabled()
-    )
-    if has_hooks or "step" in vars(optimizer) or getattr(step, "__code__", None) is not HOOKED:
+    ):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]

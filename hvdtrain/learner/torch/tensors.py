@@ -264,7 +264,7 @@ def total_of(
 
 def run_backward(total: torch.Tensor) -> None:
     """The backward of a scalar. It is `total.backward()` without its checks of arguments, which take as long as a small layer."""
-    if type(total) is torch.Tensor:
+    if type(total) is torch.Tensor and not total.is_complex():  # PyTorch refuses complex ones
         ones = (torch.ones_like(total),)
         _engine_run_backward((total,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.randomness import mix_seed
+from hvdtrain.data.randomness import generator_states, mix_seed, seed_generators
 
 MOST_OBJECTS = 1000
 """How many objects are looked at, those nearest first: the items themselves may be millions."""
@@ -24,27 +24,29 @@ MOST_ENTRIES = 64
 """How many entries of a list, tuple or dict are looked at."""
 
 
-class HeldGenerators:
-    """Those that can be reached from an object, by attributes, and by variables that its functions use.
+class Generators:
+    """The process-wide ones, and those that an object reaches by attributes, and by variables that its functions use.
 
     >>> class Items:
     ...     def __init__(self): self.rng = numpy.random.default_rng(1)
     >>> items = Items()
-    >>> held = HeldGenerators(items)
-    >>> before = held.states()
-    >>> held.states() == before, items.rng.random() < 1, held.states() == before
+    >>> generators = Generators(items)
+    >>> before = generators.states()
+    >>> generators.states() == before, items.rng.random() < 1, generators.states() == before
     (True, True, False)
     """
 
     def __init__(self, root: Any) -> None:
-        self._generators = [each for each in _reachable(root) if _is_generator(each)]
+        self._held = [each for each in _reachable(root) if _is_generator(each)]
 
-    def states(self) -> list[bytes]:
-        return [_bytes(_state(each)) for each in self._generators]
+    def states(self) -> tuple[Any, ...]:
+        """Two are equal if nothing was drawn in between."""
+        return (*generator_states(), *(_bytes(_state(each)) for each in self._held))
 
     def seed(self, seed: int) -> None:
-        """Seed each with a number that is made of this one and its place."""
-        for place, each in enumerate(self._generators):
+        """Seed the process-wide ones with this number, and each other with one that is made of it and its place."""
+        seed_generators(seed)
+        for place, each in enumerate(self._held):
             number = mix_seed(seed, place)
             if isinstance(each, numpy.random.Generator):
                 each.bit_generator.state = type(each.bit_generator)(number).state
@@ -55,12 +57,12 @@ class HeldGenerators:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """After the `with` block, they are as before."""
-        before = [_state(each) for each in self._generators]
+        """After the `with` block, those that the object holds are as before."""
+        before = [_state(each) for each in self._held]
         try:
             yield
         finally:
-            for each, state in zip(self._generators, before, strict=True):
+            for each, state in zip(self._held, before, strict=True):
                 if isinstance(each, numpy.random.Generator):
                     each.bit_generator.state = state
                 elif isinstance(each, random.Random):

@@ -16,8 +16,8 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.foreign import ForeignDataset
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.objects import ObjectsDataset, collate_items
-from hvdtrain.data.held_generators import HeldGenerators
-from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, generator_states, mix_seed, own_numbers, seed_generators
+from hvdtrain.data.held_generators import Generators
+from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, mix_seed, own_numbers
 from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.data.views import ChangedSequences
 
@@ -52,7 +52,7 @@ class Mapped(ChangedSequences):
 
 class UserDataset(ChangedSequences):
     """A dataset that runs the user's code. Random numbers that the code draws for a sequence, from the process-wide generators of
-    Python, numpy or PyTorch or those that it holds itself (`HeldGenerators`), depend on the seed, the epoch and the index of the
+    Python, numpy or PyTorch or those that it holds itself (`Generators`), depend on the seed, the epoch and the index of the
     sequence alone.
 
     Each step of a training seeds and uses the same generators, in another thread. So code that draws is run by a process of its
@@ -68,7 +68,7 @@ class UserDataset(ChangedSequences):
     def __init__(self, where: str, dataset: Dataset, scanning: Scanning, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__(dataset)
         self._where = where
-        self._held = HeldGenerators(dataset)
+        self._generators = Generators(dataset)
         self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
         self._epoch, self._draw = 1, 0
         latest = lru_cache(maxsize=1)(self.at_epoch)  # in each process, once per epoch instead of for every sequence
@@ -89,7 +89,7 @@ class UserDataset(ChangedSequences):
         with own_numbers(*self._parts, EPOCH, epoch):
             changed = super().at_epoch(epoch)
         changed._epoch = epoch
-        changed._held = HeldGenerators(changed._dataset)
+        changed._generators = Generators(changed._dataset)
         return changed
 
     def redrawn(self, draw: int) -> Self:
@@ -178,9 +178,9 @@ class UserDataset(ChangedSequences):
     def _undrawn(self, read: Callable[[], T]) -> T | None:
         """What is read, with no random number drawn in the same time; None: the code that reads draws."""
         for tries in range(TRIES):
-            turn, before = ALONE.turn(), (generator_states(), self._held.states())
+            turn, before = ALONE.turn(), self._generators.states()
             made = read()
-            if (generator_states(), self._held.states()) == before:
+            if self._generators.states() == before:
                 return made
             if turn is not None and turn == ALONE.turn():
                 break
@@ -204,8 +204,7 @@ class UserDataset(ChangedSequences):
         """In such a process: the sequence, or its tag, read with its own random numbers."""
         more = [COLLATE] if what == "collate" else []
         seed = mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else []), *more)
-        seed_generators(seed)
-        self._held.seed(seed)
+        self._generators.seed(seed)
         if what == "tag":
             return self._dataset.tags([index])[0]
         if what == "collate":

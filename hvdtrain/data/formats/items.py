@@ -14,10 +14,10 @@ from hvdtrain.data.dataset import Dataset, Scanning, as_lengths, read_item
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.found import find_lengths, measure_broken
 from hvdtrain.data.formats.item_form import ARE_BATCHES, ItemForm
-from hvdtrain.data.held_generators import HeldGenerators
+from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
-from hvdtrain.data.randomness import ITEM, generator_states, own_numbers
+from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 
@@ -94,8 +94,8 @@ class ItemsDataset(IndexedDataset):
         self._form = ItemForm(self.where)
         tag, first = self._first(min(scanning.broken.limit, size - 1))
         self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
-        held = HeldGenerators(items)
-        before = generator_states(), held.states()
+        generators = Generators(items)
+        before = generators.states()
         self.reads_for_tags = tag is not None and tags is None
         dims, labels, used = dict(getattr(items, "dims", {})), dict(getattr(items, "labels", {})), None
         if given is not None:
@@ -111,7 +111,7 @@ class ItemsDataset(IndexedDataset):
                         f"{self.where(next(rows, 0))}, {key!r}: expected classes of its {len(names)} labels, got {most}"
                     )
             dims = {key: most + 1 for key, most in found.largest.items()} | dims
-        self.draws = self.draws or (generator_states(), held.states()) != before
+        self.draws = self.draws or generators.states() != before
         super().__init__(self._form.with_classes(dims, labels), tags, lengths, used)
 
     def row(self, number: int) -> dict[str, Array]:
@@ -145,17 +145,17 @@ class ItemsDataset(IndexedDataset):
             most: the number of broken items that it may come after.
         """
         found, number = list[tuple[str | None, dict[str, Array]]](), 0
-        held = HeldGenerators(self._items)
+        generators = Generators(self._items)
         while len(found) < 2:
-            with own_numbers(ITEM), held.restored():
-                before = generator_states(), held.states()
+            with own_numbers(ITEM), generators.restored():
+                before = generators.states()
                 try:
                     found.append(self._arrays(number))
                 except BrokenSequence:
                     number += 1
                     if number > most:
                         raise
-                self.draws = self.draws or (generator_states(), held.states()) != before
+                self.draws = self.draws or generators.states() != before
         (_, first), (_, again) = found
         self._repeats = all(same_values(first[key], again[key]) for key in first)
         self.is_stochastic = not self._repeats

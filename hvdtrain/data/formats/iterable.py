@@ -20,8 +20,8 @@ from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.formats.item_form import ItemForm
 from hvdtrain.data.formats.stream_reading import END, StreamReading
 from hvdtrain.data.formats.streamed import open_streamed
-from hvdtrain.data.held_generators import HeldGenerators
-from hvdtrain.data.randomness import ITEM, mix_seed, seed_generators
+from hvdtrain.data.held_generators import Generators
+from hvdtrain.data.randomness import ITEM, mix_seed
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 
@@ -165,10 +165,8 @@ class IterableReading(StreamReading):
         for _ in range(2):
             epoch = 0 if self._epoch_size is not None or (self.constant and self._position == 0) else self._now
             if self._iterator is None:
-                self._generators = HeldGenerators(self._source)
-            seed = mix_seed(self._seed, ITEM, epoch, self._position)
-            seed_generators(seed)
-            self._generators.seed(seed)
+                self._generators = Generators(self._source)
+            self._generators.seed(mix_seed(self._seed, ITEM, epoch, self._position))
             if self._iterator is None:
                 self._starts += 1
                 iterator = self._source.iterator(self._now if self._epoch_size is None else self._starts)

@@ -38,7 +38,7 @@ class Sums:
     """Sums over the ranks for the modules of a Brain.
 
     Attributes:
-        is_training: whether all ranks take their training steps; one that is tried before has statistics of its own.
+        is_training: whether all ranks take their training steps; one that is tried before has its own statistics.
     """
 
     is_training = False

@@ -158,7 +158,7 @@ class Collate:
     def __init__(self, collator: Callable[[list[Any]], Any], model: ModelOnce | None, label_names: Sequence[str] | None) -> None:
         if getattr(collator, "seed", None) is not None and hasattr(collator, "create_rng"):
             collator = copy(collator)
-            collator.seed = None  # type: ignore[attr-defined]  # a generator of its own would begin anew after a resume
+            collator.seed = None  # type: ignore[attr-defined]  # its own generator would begin anew after a resume
         self._collator, self._model, self._labels = collator, model, label_names
         self._columns: set[str] | None = None
 

@@ -191,7 +191,7 @@ def test_a_model_is_prepared_as_there(kind: str, more: dict[str, Any], tmp_path:
 
 
 def test_a_collator_with_random_numbers_is_resumed(tmp_path: Path) -> None:
-    """Also one with a generator of its own."""
+    """Also one with its own generator."""
 
     def given() -> dict[str, Any]:
         tokenizer = pads()

@@ -20,7 +20,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.directions import base_of, implies_higher_is_better
-from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, UsedRates, in_order
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, UsedRates, merge_records
 from hvdtrain.schedule.measure import Measure, best_of, complete_history
 
 
@@ -113,7 +113,7 @@ class Progress:
     @property
     def records(self) -> list[EpochRecord]:
         """The records of the finished epochs and of the evaluations within epochs, oldest first."""
-        return in_order(self.history, self.evaluations)
+        return merge_records(self.history, self.evaluations)
 
     def finish_epoch(self, record: EpochRecord, report: dict[str, Any]) -> None:
         """Record that the current epoch is trained and evaluated."""

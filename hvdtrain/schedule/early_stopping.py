@@ -37,7 +37,8 @@ def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], m
     """
     if keys.early_stopping_patience is None or not history:
         return None
-    name, best = measure.name(history), measure.best(history, keys.early_stopping_min_difference)
+    name = measure.name(history)
+    best = measure.best(history, keys.early_stopping_min_difference)
     patience = keys.early_stopping_patience
     if name is None or _num_since(history, history[0] if best is None else best) < patience:
         return None

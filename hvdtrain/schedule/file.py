@@ -132,17 +132,17 @@ def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]
 
 def _read_meta(path: Path) -> dict[int, dict[str, Any]]:
     """By epoch, the metadata of an existing file. Ignores unreadable entries, as metadata is informational only."""
-    found: dict[int, dict[str, Any]] = {}
+    meta: dict[int, dict[str, Any]] = {}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), mode="eval").body
         for key, node in _items(tree):
             entries = [keyword.value for keyword in node.keywords if keyword.arg == "error"] if isinstance(node, ast.Call) else []
             for name, value in _items(entries[0]) if entries else []:
                 if str(ast.literal_eval(name)).startswith(META) and isinstance(value, (ast.Constant, ast.UnaryOp)):
-                    found.setdefault(int(_number(key)), {})[ast.literal_eval(name)] = ast.literal_eval(value)
+                    meta.setdefault(int(_number(key)), {})[ast.literal_eval(name)] = ast.literal_eval(value)
     except (OSError, SyntaxError, TypeError, ValueError):
         pass
-    return found
+    return meta
 
 
 def read_learning_rate_file(path: Path) -> list[EpochRecord]:
@@ -174,10 +174,10 @@ def _entry(node: ast.expr) -> tuple[float | None, dict[str, float]]:
     """Learning rate and scores from `EpochData(learningRate=..., error={...})`, or from a plain number as in old files."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "EpochData"):
         return float(_number(node)), {}
-    given: dict[str | None, ast.expr] = dict(zip(("learningRate", "error"), node.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in node.keywords}
-    rate = given.get("learningRate")
-    scores = {str(ast.literal_eval(key)): value for key, value in _items(given["error"])} if "error" in given else {}
+    arguments: dict[str | None, ast.expr] = dict(zip(("learningRate", "error"), node.args, strict=False))
+    arguments |= {keyword.arg: keyword.value for keyword in node.keywords}
+    rate = arguments.get("learningRate")
+    scores = {str(ast.literal_eval(key)): value for key, value in _items(arguments["error"])} if "error" in arguments else {}
     return (
         None if rate is None or (isinstance(rate, ast.Constant) and rate.value is None) else float(_number(rate)),
         {name: float(_number(value)) for name, value in scores.items() if not name.startswith(META)},

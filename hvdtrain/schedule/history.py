@@ -33,7 +33,8 @@ class UsedRates:
             self.first = self.lowest = self.highest = rate
         self.updates += 1
         self.last = rate
-        self.lowest, self.highest = min(self.lowest, rate), max(self.highest, rate)
+        self.lowest = min(self.lowest, rate)
+        self.highest = max(self.highest, rate)
         self.total += rate
 
     def summary(self) -> dict[str, float] | None:
@@ -95,6 +96,6 @@ class EvaluationRecord(EpochRecord):
         return self.step
 
 
-def in_order(history: Iterable[EpochRecord], evaluations: Iterable[EpochRecord]) -> list[EpochRecord]:
+def merge_records(history: Iterable[EpochRecord], evaluations: Iterable[EpochRecord]) -> list[EpochRecord]:
     """The records of epochs and of the evaluations within them, oldest first."""
     return sorted([*history, *evaluations], key=lambda record: record.age)

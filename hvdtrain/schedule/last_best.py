@@ -48,10 +48,10 @@ class LastBestRule:
         if not named:
             return None
         last, last_name = named[-1]
-        found = [record for record, name in named if name == last_name and errors[record.epoch] <= self.filter_score]
-        found = found[-self.only_last_n :] if self.only_last_n >= 1 else found
-        found = [record for record in found if errors[record.epoch] + self.min_score_dist < errors[last.epoch]]
-        best = min(found, key=lambda record: (errors[record.epoch], record.epoch), default=None)
+        candidates = [record for record, name in named if name == last_name and errors[record.epoch] <= self.filter_score]
+        candidates = candidates[-self.only_last_n :] if self.only_last_n >= 1 else candidates
+        candidates = [record for record in candidates if errors[record.epoch] + self.min_score_dist < errors[last.epoch]]
+        best = min(candidates, key=lambda record: (errors[record.epoch], record.epoch), default=None)
         return None if best is None or best.epoch == epoch - 1 else best
 
 

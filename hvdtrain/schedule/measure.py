@@ -145,7 +145,8 @@ def best_of(
     for record in history:
         error = errors_of(record.comparable, higher).get(score, nan)
         if not isnan(error) and (best is None or error < lowest - min_difference):
-            best, lowest = record, error
+            best = record
+            lowest = error
     return best
 
 
@@ -183,9 +184,9 @@ def error_key(
     'dev_loss_wer'
     """
     names = sorted(name for name in scores if not name.startswith(META))
-    found = next((name for one in wanted for name in (one, f"{one}_output") if name in names), None)
-    if found is not None or (wanted and FALLBACK not in wanted):
-        return found
+    name = next((name for score in wanted for name in (score, f"{score}_output") if name in names), None)
+    if name is not None or (wanted and FALLBACK not in wanted):
+        return name
     if losses and (name := _minimized_score(names, losses)) is not None:
         return name
     names = [name for name in names if is_higher_better(name, higher) or not implies_higher_is_better(base_of(name))] or names

@@ -233,7 +233,7 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
     if epoch in listed:
         return listed[epoch]
     if not history:
-        earlier = [other for other in listed if other < epoch]
+        earlier = [number for number in listed if number < epoch]
         return listed[max(earlier)] if earlier else float(keys.learning_rate or 0.0)
     if keys.learning_rate_control == "constant":
         return history[-1].learning_rate
@@ -247,7 +247,8 @@ def nan_line(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequen
     if control == "constant" or epoch in listed_rates(keys) or len(history) < 2:
         return None
     recent = history[-(newbob.newbob_multi_num_epochs + 1) if control == "newbob_multi_epoch" else -2 :]
-    wanted, losses = wanted_of(newbob.learning_rate_control_error_measure), minimized_in(recent)
+    wanted = wanted_of(newbob.learning_rate_control_error_measure)
+    losses = minimized_in(recent)
     names = [error_key(record.scores, wanted, losses) for record in recent]
     broken = [record.epoch for name, record in zip(names, recent, strict=True) if name is not None and isnan(record.scores[name])]
     if not broken:

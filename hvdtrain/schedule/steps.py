@@ -128,7 +128,8 @@ class StepSchedule:
             epoch_continuous: the number of epochs done, including the fraction of the current one.
         """
         positions: dict[Unit, float] = {"steps": float(step), "epochs": epoch_continuous}
-        position, length = positions[self.warmup.unit], self.warmup.number
+        position = positions[self.warmup.unit]
+        length = self.warmup.number
         # A warm-up in steps counts the current step: otherwise the first update would have a factor of 0 and change nothing.
         warm = step + 1.0 if self.warmup.unit == "steps" else epoch_continuous
         if position < length:
@@ -144,7 +145,8 @@ class StepSchedule:
 
         If their units differ, the warm-up's share of the position so far is the same in both units.
         """
-        position, begin = positions[self.end.unit], self.warmup.number
+        position = positions[self.end.unit]
+        begin = self.warmup.number
         if self.warmup.unit != self.end.unit and begin:
             begin *= position / positions[self.warmup.unit]
         if position >= self.end.number:
@@ -171,7 +173,7 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
     keys, more = build(StepScheduleKeys, options, where, {})
     problems += more + unknown_options(where, options, StepScheduleKeys, "a learning rate schedule")
     if not problems and keys is not None:
-        problems = [found.within(where) for found in keys.problems()]
+        problems = [problem.within(where) for problem in keys.problems()]
     if problems or keys is None:
         return None, problems
     endless = name in ENDLESS and keys.end is None

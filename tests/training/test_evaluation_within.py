@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.average_rules import Averages, make_rule
 from hvdtrain.plugins.report.plots import score_figures
 from hvdtrain.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
-from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, in_order
+from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, merge_records
 from hvdtrain.schedule.measure import Measure
 
 
@@ -132,7 +132,7 @@ def test_files_of_an_abandoned_training_are_not_taken_for_those_of_this_one(corp
 
 def history() -> list[EpochRecord]:
     within = [EvaluationRecord(epoch, 0.1, {"dev_loss_ce": score}, {"ce": 1.0}, step) for epoch, step, score in WITHIN]
-    return in_order([EpochRecord(1, 0.1, {"dev_loss_ce": 2.0}, {"ce": 1.0})], within)
+    return merge_records([EpochRecord(1, 0.1, {"dev_loss_ce": 2.0}, {"ce": 1.0})], within)
 
 
 WITHIN = [(1, 5, 3.0), (1, 10, 1.0), (2, 25, 1.5), (2, 30, 1.2)]

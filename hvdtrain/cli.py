@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.command_line import OPTIONS, parse_command_line, without_local_rank
 from hvdtrain.config.keys import declared_keys
@@ -33,13 +33,7 @@ from hvdtrain.version import __version__
 if TYPE_CHECKING:
     from hvdtrain.settings import Settings
 
-COMMANDS: Registry[tuple[str, str]] = Registry(
-    "commands",
-    {
-        "help": ("explain a key, a topic or a command", "hvdtrain.help"),
-        "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
-    },
-)
+COMMANDS: Registry[tuple[str, str]] = Registry("commands", {"help": ("explain a key, a topic or a command", "hvdtrain.help")})
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
 `parser()`, if it has one, returns the parser of its options."""
 
@@ -164,7 +158,7 @@ def run_command(arguments: list[str] | None) -> int:
         given = [*given[1:2], "--help"]
     if given and given[0] in COMMANDS:
         _, module = COMMANDS[given[0]]
-        status: int = importlib.import_module(module).main(given[1:])
+        status: int = import_part(module).main(given[1:])
         return status
     if not given:
         print(usage())
@@ -193,7 +187,7 @@ def complete(words: list[str]) -> int:
     """
     if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
         launch.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
-        module = importlib.import_module(COMMANDS[words[0]][1])
+        module = import_part(COMMANDS[words[0]][1])
         parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
     else:
         from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of

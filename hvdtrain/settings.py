@@ -352,7 +352,7 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
         values = {"learning_rate": 1.0, **values}
     if task not in ("forward", "search"):
         return values
-    unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
+    unused: dict[str, Any] = {"train": [{}]}  # not opened
     if values.get("forward_step") is not None:
         unused["train_step"] = lambda **_: None
     return values | {name: value for name, value in unused.items() if values.get(name) is None}

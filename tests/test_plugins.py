@@ -29,6 +29,8 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
+    "inspect": {"task: expected one of": ["++task", "summary"]},
+    "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
     "param_average": {"horovod_reduce_type: expected 'grad'": ["++horovod_reduce_type", "param"]},
     "submit": {"submit: expected a config file": ["submit"]},
@@ -122,3 +124,7 @@ def test_each_plug_in_may_be_deleted(name: str, tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "exp/scores.jsonl").exists()
     assert run(package, "-m", "hvdtrain", "help", "all").returncode == 0
+    for command in [word for plugin in plugins().values() if name in plugin.needs for word in plugin.commands]:
+        shown = run(package, "-m", "hvdtrain", command, "--help")
+        assert shown.returncode == 0 or f"expected hvdtrain's plug-in {name}" in shown.stderr, shown.stderr
+        assert "Traceback" not in shown.stderr

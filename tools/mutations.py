@@ -91,8 +91,8 @@ MUTATIONS = [
     Mutation(
         "padding is filled with ones",
         "data/padding.py",
-        'row[len(sequence) :] = "" if values.dtype == object else 0',
-        'row[len(sequence) :] = "" if values.dtype == object else 1',
+        "else numpy.zeros(shape, dtype)\n",
+        "else numpy.ones(shape, dtype)\n",
         ("tests/data/test_batches.py",),
     ),
     Mutation(

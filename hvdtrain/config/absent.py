@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from hvdtrain.errors import ConfigError
 
 NAMES = {
     "average": "average",
@@ -14,6 +18,7 @@ NAMES = {
     "hdf_tools": "dump check",
     "horovod": "horovod",
     "init": "init",
+    "inspect": "summary export",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "param_average": "param",
     "prove": "prove",
@@ -23,6 +28,7 @@ NAMES = {
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "submit": "submit",
+    "synthetic": "Task12AXDataset DummyDataset",
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
     "transformers": "transformers_trainer transformers",
@@ -44,3 +50,17 @@ def absent(name: Any) -> str:
         if name in names.split() and not (PLUGINS / plugin / "__init__.py").exists():
             return f" (hvdtrain's plug-in {plugin} has it, and is missing in {PLUGINS})"
     return ""
+
+
+def import_part(module: str) -> ModuleType:
+    """A module that a table names. Raises: ConfigError, if it needs one of hvdtrain's plug-ins that is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        name = str(error.name)
+        if not name.startswith("hvdtrain.plugins."):
+            raise
+        part, missing = module.removeprefix("hvdtrain."), name.split(".")[2]
+        raise ConfigError.of(
+            "missing-package", f"{part}: expected hvdtrain's plug-in {missing}, which it needs, got none in {PLUGINS}"
+        ) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.convert import fits
 from hvdtrain.config.keys import Key
 from hvdtrain.config.source import Source
@@ -197,7 +198,7 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
 def _imported(name: str, reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     if module.partition(".")[0] == "hvdtrain":
-        return getattr(import_module(module), attribute)
+        return getattr(import_part(module), attribute)
     try:
         return getattr(import_module(module), attribute)
     except Exception as error:

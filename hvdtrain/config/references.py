@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.absent import import_part
 from hvdtrain.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def is_reference(value: object) -> bool:
 
 
 def resolve(reference: str) -> Any:
-    """Import the module or file and return the object. Raises: ImportError, whose message names the reference."""
+    """Import the module or file and return the object. Raises: ImportError, whose message names the reference; ConfigError."""
     module_name, name = reference.split(":")
     try:
         if module_name.endswith(".py"):
@@ -38,7 +38,9 @@ def resolve(reference: str) -> Any:
             sys.modules.setdefault(path.stem, module)
             specification.loader.exec_module(module)
         else:
-            module = importlib.import_module(module_name)
+            module = import_part(module_name)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ImportError(f"{reference}: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):

@@ -14,7 +14,6 @@ from hvdtrain.data.combine.keys import (
     FilesDatasetKeys,
     MixingDatasetKeys,
 )
-from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import Problem, problem
@@ -69,8 +68,6 @@ KINDS: Registry[type[DatasetKeys]] = Registry(
         "CombinedDataset": CombinedDatasetKeys,
         "ConcatDataset": ConcatDatasetKeys,
         "MixingDataset": MixingDatasetKeys,
-        "Task12AXDataset": Task12AXDatasetKeys,
-        "DummyDataset": DummyDatasetKeys,
     },
 )
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""

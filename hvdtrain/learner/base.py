@@ -181,18 +181,9 @@ class Learner(ABC):
         """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs
         to the first layer that has it."""
 
-    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        """Evaluate a batch; return the shapes of the tensors from each layer's first call, by the layer's name. Empty if the
-        framework does not expose them."""
-        return {}
-
     def step_cost(self, batch: Batch) -> StepCost | None:
         """Compute the gradients of a batch some times and drop them; None if the framework does not count operations."""
         return None
-
-    @abstractmethod
-    def export(self, batch: Batch, folder: Path) -> list[Exported]:
-        """Write the model for use without hvdtrain, in every format of the framework. The batch serves as the example input."""
 
     @abstractmethod
     def numbers(self, values: Sequence[float]) -> Tensor:

@@ -11,7 +11,6 @@ folder is imported on first use, as importing a framework takes seconds.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.comm.fork_server import Fork, fork
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
@@ -157,15 +157,7 @@ class Framework:
         return self._module("tensors")
 
     def _module(self, name: str) -> ModuleType:
-        try:
-            return importlib.import_module(f"{self.package}.{name}")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("hvdtrain.plugins."):
-                raise
-            package, missing = self.package.removeprefix("hvdtrain."), str(error.name).split(".")[2]
-            raise ConfigError.of(
-                "missing-package", f"backend: expected hvdtrain's plug-in {missing}, which {package} needs, got none"
-            ) from error
+        return import_part(f"{self.package}.{name}")
 
 
 FRAMEWORKS: Registry[Framework] = Registry(

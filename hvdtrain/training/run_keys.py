@@ -23,7 +23,6 @@ TASKS: Registry[Callable[[Any], Any]] = Registry(
     "tasks",
     {
         "train": "hvdtrain.run:train",
-        "summary": "hvdtrain.tasks.inspect:summarize",
         "eval": "hvdtrain.tasks.tasks:evaluate_all",
         "forward": "hvdtrain.tasks.tasks:forward_all",
         "search": "hvdtrain.tasks.tasks:forward_all",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, OPTIMIZER, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.attributes import kinds_of
-from hvdtrain.learner.base import Exported, Layer, Learner, StepCost, Total
+from hvdtrain.learner.base import Layer, Learner, StepCost, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
@@ -44,7 +43,7 @@ from hvdtrain.learner.torch.extra_models import make_extra_models
 from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
-from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
+from hvdtrain.learner.torch.inspect import layers_of
 from hvdtrain.learner.torch.meter import open_meter
 from hvdtrain.learner.torch.metrics import SummedMetric, open_scores
 from hvdtrain.learner.torch.model import build_model, check_import_order
@@ -204,18 +203,9 @@ class TorchLearner(Learner):
     def layers(self) -> Iterator[Layer]:
         return layers_of(self.model)
 
-    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        with record_shapes(self.model) as shapes:
-            self.evaluate(batch)
-        self.meter.take_scores()
-        return shapes
-
     def step_cost(self, batch: Batch) -> StepCost | None:
         with self._trial(batch) as step:
             return step_cost(step, self._device, compute_dtype(self._functions.autocast))
-
-    def export(self, batch: Batch, folder: Path) -> list[Exported]:
-        return export_model(self.model, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)

@@ -12,7 +12,6 @@ import numpy
 
 from hvdtrain.data.broken import finite_problem
 from hvdtrain.data.formats.item_form import stream_of
-from hvdtrain.data.formats.vocabulary import LOOKED_AT
 from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
@@ -21,6 +20,7 @@ from hvdtrain.plugins.speech.log_mel import LogMel
 from hvdtrain.plugins.speech.sound import SoundReader, load_archived
 from hvdtrain.plugins.speech.tables import Table
 from hvdtrain.plugins.speech.text import RawText, TextEncoder, UnitEncoder
+from hvdtrain.plugins.speech.vocabulary import LOOKED_AT
 
 OVERSHOOT = 0.5
 """Seconds by which a segment may end after its recording, as in Kaldi: it then ends with the recording."""

@@ -15,7 +15,6 @@ import numpy
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.items import OTHER_NUMBERS
-from hvdtrain.data.formats.wav import damage, damage_of_file
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.randomness import ITEM, own_numbers
@@ -26,6 +25,7 @@ from hvdtrain.plugins.speech.cut_index import first_cut, index_cuts
 from hvdtrain.plugins.speech.keys import LhotseDatasetKeys
 from hvdtrain.plugins.speech.log_mel import LogMel, log_mel_of
 from hvdtrain.plugins.speech.text import TextEncoder, text_encoder
+from hvdtrain.plugins.speech.wav import damage, damage_of_file
 
 
 class LhotseDataset(IndexedDataset):

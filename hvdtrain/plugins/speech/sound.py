@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.wav import damage, damage_of_file, is_length_guessed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.speech.wav import damage, damage_of_file, is_length_guessed
 
 
 @dataclass(frozen=True)

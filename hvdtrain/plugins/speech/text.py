@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_lines, split
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.tables import Table
+from hvdtrain.plugins.speech.vocabulary import Units, Vocabulary, read_lines, split
 
 SPACE = "<space>"
 """The entry of a vocabulary of characters that stands for a space, as in ESPnet."""

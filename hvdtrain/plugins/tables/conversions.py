@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import LOOKED_AT, Units, Vocabulary, split
-from hvdtrain.data.formats.wav import damage, is_length_guessed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.speech.vocabulary import LOOKED_AT, Units, Vocabulary, split
+from hvdtrain.plugins.speech.wav import damage, is_length_guessed
 
 Convert = Callable[[Any, str], Array]
 """Turns a stored value into an array; also gets a description of its place for messages. Raises: DataError."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import LOOKED_AT, Units, Vocabulary, read_lines, read_vocabulary, split
-from hvdtrain.data.formats.wav import damage_of_file
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.speech.vocabulary import LOOKED_AT, Units, Vocabulary, read_lines, read_vocabulary, split
+from hvdtrain.plugins.speech.wav import damage_of_file
 from hvdtrain.plugins.tables.shards import Shards
 
 SUFFIXES = (".npy", ".wav")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import Units
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.speech.vocabulary import Units
 from hvdtrain.plugins.tables.conversions import Convert, TextClasses, numbers, sound
 from hvdtrain.plugins.tables.shards import text_conversions
 from hvdtrain.plugins.tables.tables import FEW, Group, RowFile, Rows, RowShards

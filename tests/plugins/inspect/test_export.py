@@ -16,7 +16,7 @@ from launching import TOY, Finished, hvdtrain, launch
 from torch import nn
 from trainings import CONFIGS, Run, Trained, trains
 
-from hvdtrain.learner.torch.inspect import export_model
+from hvdtrain.plugins.inspect.torch_models import export_model
 
 TENSORFLOW = Run("tensorflow", "single", 1)
 

@@ -1,4 +1,4 @@
-"""The task summary, which shows the model layer by layer, and the command `hvdtrain export`."""
+"""The command `hvdtrain export`."""
 
 from __future__ import annotations
 
@@ -11,51 +11,12 @@ from hvdtrain.cli import exit_status
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.disk.atomic import remove_path
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Exported, StepCost
-from hvdtrain.report.json_lines import OutputShapes, as_json, table
+from hvdtrain.learner.base import Exported
+from hvdtrain.plugins.inspect.models import export_model
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings, read_settings, with_datasets
-from hvdtrain.start_up.flops import first_batch
 from hvdtrain.start_up.job import open_session
-from hvdtrain.start_up.without_files import writing_nothing
-from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
-
-
-def summarize(settings: Settings) -> None:
-    """Log the model layer by layer, with the shapes of outputs for a batch; train and write nothing. Raises: HvdtrainError."""
-    settings = writing_nothing(replace(settings, learner=replace(settings.learner, torch_compile=False)))
-    with open_session(settings, "dry_run") as session:
-        epoch = session.progress.epoch + 1
-        # An evaluated dataset if there is one: evaluation may need data keys that train does not have.
-        train, *evaluated = session.epochs.feeds(session.feeds, epoch)
-        feed = (evaluated or [train])[0]
-        plan = plan_together(session.comm, feed, epoch)
-        shapes: OutputShapes = {}
-        with first_batch(session, feed, plan, epoch) as batch:
-            if batch is not None:
-                shapes = session.learner.output_shapes(batch)
-        for line in table(as_json(session.learner.layers(), shapes)):
-            log.result(line)
-        plan = plan if feed is train else plan_together(session.comm, train, epoch)
-        with first_batch(session, train, plan, epoch) as batch:
-            cost = None if batch is None else session.learner.step_cost(batch)
-            if batch is not None and cost is not None:
-                log.result(_cost_line(cost, len(batch.indices), session.learner.device_name))
-
-
-def _cost_line(cost: StepCost, num_sequences: int, device: str) -> str:
-    """How far a step is from what the device can do.
-
-    >>> _cost_line(StepCost(12_000_000_000, 0.5, 60e9, "float32"), 20, "CPU").partition("which is ")[2]
-    '40% of the 60 GFLOP/s that a product of float32 matrices reaches on this CPU'
-    """
-    flops, peak = (f"{value / 1e9:.3g} GFLOP" for value in (cost.flops, cost.peak))
-    return (
-        f"training step of {num_sequences} sequences: {flops} forward and backward in {cost.seconds:.3f} s, which is "
-        f"{cost.share:.0%} of the {peak}/s that a product of {cost.dtype} matrices reaches on this {device}"
-    )
-
 
 USAGE = "python -m hvdtrain export CONFIG [CONFIG ...] [--epoch N] [--out FOLDER] [++KEY VALUE ...]"
 
@@ -98,7 +59,7 @@ def export(settings: Settings, out: Path | None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with feed.read([several], max(1, epoch), session.learner.staging) as batches:
                 for batch in batches:
-                    written = session.learner.export(batch, folder)
+                    written = export_model(session.learner, batch, folder)
             for exported in written:
                 if exported.problem is not None:
                     remove_path(folder / exported.name)  # an earlier export may have written another model there

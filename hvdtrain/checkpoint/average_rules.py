@@ -29,16 +29,16 @@ def parse_numbers(value: Any) -> tuple[int, ...]:
     """
     if isinstance(value, str):
         numbers: list[int] = []
-        for part in value.split(","):
-            found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-            if found is None:
+        for span in value.split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+))?", span.strip())
+            if match is None:
                 raise ValueError(value)
-            numbers += range(int(found[1]), int(found[2] or found[1]) + 1)
+            numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     elif isinstance(value, (list, tuple, range)):
         numbers = list(value)
     else:
         numbers = [value]
-    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in numbers):
+    if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers):
         raise ValueError(value)
     return tuple(sorted(set(numbers)))
 
@@ -152,13 +152,13 @@ class Averages:
             existing: the ages of the models, as of `Checkpoint.age`.
         """
         with_model = [record for record in records if record.age in existing]
-        kept = _best(with_model, self.measure, 1)
+        records_to_keep = _best(with_model, self.measure, 1)
         for rule in self.rules:
             if rule.kind == "best":
-                kept += _best(with_model, rule.with_default(self.measure), rule.count)
+                records_to_keep += _best(with_model, rule.with_default(self.measure), rule.count)
             elif rule.kind == "steps":
-                kept += [record for record in with_model if record.at_step in rule.numbers]
-        return {record.age for record in kept if record.at_step is not None}
+                records_to_keep += [record for record in with_model if record.at_step in rule.numbers]
+        return {record.age for record in records_to_keep if record.at_step is not None}
 
     def needed(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
         """The ages of all models that they may need, and of the best one within an epoch. The rest is as in `kept_within`."""
@@ -202,11 +202,11 @@ def select(
     last = history[-1].epoch if history else inf  # the models of later epochs are of another training
     existing = [epoch for epoch in checkpoints.finished_epochs() if epoch <= last]
     if rule.kind == "best":
-        chosen = sorted(_best_checkpoints(rule, checkpoints, history, measure), key=lambda one: one.age)
+        chosen = sorted(_best_checkpoints(rule, checkpoints, history, measure), key=lambda checkpoint: checkpoint.age)
     elif rule.kind == "last":
         chosen = [checkpoints.at(epoch) for epoch in existing[-rule.count :]]
     elif rule.kind == "steps":
-        by_step = {found.step: found for found in checkpoints.within_epochs()}
+        by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.within_epochs()}
         if missing := [step for step in rule.numbers if step not in by_step]:
             raise _missing(checkpoints, f"a model after each of steps {_text(rule.numbers)}", f"none after {_text(missing)}")
         chosen = [by_step[step] for step in rule.numbers]
@@ -224,8 +224,8 @@ def select(
 
 def shortfall(rule: AverageRule, chosen: Sequence[Checkpoint]) -> str | None:
     """What is missing to what a rule wants, in words; None: nothing."""
-    found, what = (chosen[-1].epoch, "epochs") if rule.kind == "running" else (len(chosen), "models")
-    return f"expected {rule.count} {what}, got {found}" if found < rule.count else None
+    count, what = (chosen[-1].epoch, "epochs") if rule.kind == "running" else (len(chosen), "models")
+    return f"expected {rule.count} {what}, got {count}" if count < rule.count else None
 
 
 def _missing(checkpoints: CheckpointFolder, expected: str, got: str) -> CheckpointError:

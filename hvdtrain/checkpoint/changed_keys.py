@@ -32,13 +32,13 @@ def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
         sections: each with the prefix of its keys' names, such as 'train.'.
     """
     skipped = WITHOUT_EFFECT_ON_RESULTS | COMPARED_ELSEWHERE
-    found = {
+    texts = {
         f"{prefix}{key.name}": as_text(getattr(section, key.field))
         for prefix, section in sections
         for key in declared_keys(type(section))
         if key.name not in skipped
     }
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def as_text(value: Any) -> str | None:

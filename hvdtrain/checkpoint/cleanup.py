@@ -95,8 +95,8 @@ def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] =
     if isinstance(value, bool):
         return CleanupRule(higher_is_better=higher_is_better) if value else None
     options = {name: sorted(option) if isinstance(option, set) else option for name, option in value.items()}
-    made, problems = build(CleanupKeys, options, "cleanup_old_models.", {})
+    keys, problems = build(CleanupKeys, options, "cleanup_old_models.", {})
     problems += unknown_options("cleanup_old_models.", options, CleanupKeys, "cleanup_old_models")
-    if made is None or problems:
+    if keys is None or problems:
         raise ConfigError(problems)
-    return CleanupRule(**vars(made), higher_is_better=higher_is_better)
+    return CleanupRule(**vars(keys), higher_is_better=higher_is_better)

@@ -100,7 +100,7 @@ class CheckpointFolder:
         new = self.new(epoch, step)
         names = (self._is_pretrain(epoch), not self._is_pretrain(epoch))[: 1 if self._model_marker is None else 2]
         possible = [self._checkpoint(epoch, step, suffix, name) for name in names for suffix in self.model_suffixes]
-        return next((found for found in possible if found.model_file.exists()), new)
+        return next((checkpoint for checkpoint in possible if checkpoint.model_file.exists()), new)
 
     def new(self, epoch: int, step: int | None = None) -> Checkpoint:
         """A checkpoint to write, which may exist already."""
@@ -116,7 +116,7 @@ class CheckpointFolder:
 
     def finished_epochs(self) -> list[int]:
         """The finished epochs that have a model, in order."""
-        return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
+        return list(dict.fromkeys(checkpoint.epoch for checkpoint in self._complete_checkpoints() if checkpoint.step is None))
 
     def models(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
         """All checkpoints that have a model, oldest first; of a model in several formats one.
@@ -124,11 +124,11 @@ class CheckpointFolder:
         Args:
             names: files of another folder; None: those on disk.
         """
-        return list({found.age: found for found in self._complete_checkpoints(names)}.values())
+        return list({checkpoint.age: checkpoint for checkpoint in self._complete_checkpoints(names)}.values())
 
     def within_epochs(self) -> list[Checkpoint]:
         """The checkpoints within epochs that have a model, in order."""
-        return [found for found in self.models() if found.step is not None]
+        return [checkpoint for checkpoint in self.models() if checkpoint.step is not None]
 
     def has_name(self, file: Path) -> bool:
         """Whether a file has the name of a checkpoint's file, whether it exists or not."""
@@ -137,8 +137,10 @@ class CheckpointFolder:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that training can continue from: one with an optimizer file, or one of another program where
         these have none."""
-        found = reversed(self._complete_checkpoints())
-        return next((one for one in found if one.optimizer_file.exists() or self.is_from_elsewhere(one)), None)
+        for checkpoint in reversed(self._complete_checkpoints()):
+            if checkpoint.optimizer_file.exists() or self.is_from_elsewhere(checkpoint):
+                return checkpoint
+        return None
 
     def is_from_elsewhere(self, checkpoint: Checkpoint) -> bool:
         """Whether another program wrote a model, in a format in which this can be recognized."""
@@ -148,7 +150,7 @@ class CheckpointFolder:
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
         """All checkpoints before another one, with or without optimizers, newest first."""
-        return [found for found in reversed(self._complete_checkpoints()) if found.age < than.age]
+        return [checkpoint for checkpoint in reversed(self._complete_checkpoints()) if checkpoint.age < than.age]
 
     def prepare(self, target: Checkpoint) -> None:
         """Before writing a checkpoint, create the folder, and remove the model of a checkpoint of the same name, in any format.
@@ -193,8 +195,9 @@ class CheckpointFolder:
 
     def tidy_models(self, newest: Checkpoint, keep: Collection[tuple[int, float]]) -> None:
         """Remove the models within epochs whose ages are not to be kept, but for those that a training continues from."""
-        others = [found for found in self.within_epochs() if found.age not in keep and found.age != newest.age]
-        self.remove(found for found in others if not found.optimizer_file.exists())
+        keep = {*keep, newest.age}
+        superseded = [checkpoint for checkpoint in self.within_epochs() if checkpoint.age not in keep]
+        self.remove(checkpoint for checkpoint in superseded if not checkpoint.optimizer_file.exists())
 
     def write(self, target: Checkpoint, contents: ContentsProtocol, keep_models: Collection[tuple[int, float]] = ()) -> None:
         """Write the model and the optimizer, which completes the checkpoint, and remove what it supersedes.
@@ -243,16 +246,17 @@ class CheckpointFolder:
         the last models would remove the new ones.
         """
         names = self._names()
-        if later := [found for found in self.models(names) if found.step is None and found.age > newest.age]:
+        if later := [checkpoint for checkpoint in self.models(names) if checkpoint.step is None and checkpoint.age > newest.age]:
             self._abandon(later, names)
             names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
-        kept = {found for found in within_epochs if found.age in keep_models and self._has_model(found, names)} - {newest}
+        with_model = {checkpoint for checkpoint in within_epochs if self._has_model(checkpoint, names)}
+        kept = {checkpoint for checkpoint in with_model if checkpoint.age in keep_models} - {newest}
         self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
         for checkpoint in kept:
             self._remove_all_but_model(checkpoint, names)
-        finished = dict.fromkeys(found.epoch for found in self._complete_checkpoints(names) if found.step is None)
+        finished = dict.fromkeys(checkpoint.epoch for checkpoint in self._complete_checkpoints(names) if checkpoint.step is None)
         with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
         for checkpoint in with_optimizer[:-KEEP_OPTIMIZERS]:
             if not _is_from_returnn(checkpoint.optimizer_file):
@@ -269,9 +273,9 @@ class CheckpointFolder:
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints, each starting with its model, so that after a kill none looks complete."""
-        found = list(checkpoints)
-        names = self._names() if found else []
-        for checkpoint in found:
+        to_remove = list(checkpoints)
+        names = self._names() if to_remove else []
+        for checkpoint in to_remove:
             for suffix in self.model_suffixes:
                 self._remove(checkpoint.model_file_as(suffix))
             self._remove(checkpoint.running_file)
@@ -331,21 +335,21 @@ class CheckpointFolder:
     def newest_of(self, names: Collection[str]) -> Checkpoint | None:
         """The newest checkpoint among files of another folder that training can continue from."""
         complete = self._complete_checkpoints(names)
-        return next((found for found in reversed(complete) if found.optimizer_file.name in names), None)
+        return next((checkpoint for checkpoint in reversed(complete) if checkpoint.optimizer_file.name in names), None)
 
     def _complete_checkpoints(self, names: Iterable[str] | None = None) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first: on disk, or among files of another folder."""
         names = self._names_here() if names is None else names
         matches = [self._pattern.fullmatch(name) for name in names]
         models = [match for match in matches if match and match["model"]]
-        found = [
+        complete = [
             self._checkpoint(int(match["epoch"]), step, match["model"], bool(match.groupdict().get("pretrain")))
             for match in models
             for step in [int(match["step"]) if match["step"] else None]
         ]
-        in_order = self.model_suffixes[::-1]  # of a model in several formats, `at` and `newest` find the same
+        suffixes = self.model_suffixes[::-1]  # of a model in several formats, `at` and `newest` find the same
         return sorted(
-            found, key=lambda checkpoint: (checkpoint.age, in_order.index(checkpoint.model_suffix or checkpoint.suffix))
+            complete, key=lambda checkpoint: (checkpoint.age, suffixes.index(checkpoint.model_suffix or checkpoint.suffix))
         )
 
     def _remove_unfinished(self) -> None:

@@ -91,7 +91,7 @@ class StartKeys(Section):
         except ConfigError as error:
             return error.problems
         files = {"load": self.load, "import_model_train_epoch1": self.import_model_train_epoch1}
-        files |= {f"preload_from_files.{one.name}": one.filename for one in parse_preloads(self.preload_from_files)}
+        files |= {f"preload_from_files.{preload.name}": preload.filename for preload in parse_preloads(self.preload_from_files)}
         needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
         if missing := [problem for name in needing for problem in missing_package(name)]:
             return missing
@@ -178,12 +178,12 @@ class SavingKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = self._package_problems() + self._average_problems()
+        problems = self._package_problems() + self._average_problems()
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
-            return [*error.problems, *found]
-        return found
+            return [*error.problems, *problems]
+        return problems
 
     def _average_problems(self) -> list[Problem]:
         try:

@@ -40,9 +40,9 @@ class FilesOnDisk:
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Copy the files of the model and the optimizer. Raises: OSError."""
         _copy(self.checkpoint.optimizer_file, optimizer_file)
-        for part in self.parts:
-            with atomically(model_file.with_name(part.name)) as unfinished:
-                _copy(part, unfinished)
+        for file in self.parts:
+            with atomically(model_file.with_name(file.name)) as unfinished:
+                _copy(file, unfinished)
         _copy(self.checkpoint.model_file, model_file)
 
     def write_running(self, file: Path) -> bool:
@@ -71,14 +71,15 @@ class LocalDisk:
 
     def write(self, target: Checkpoint, contents: ContentsProtocol) -> FilesOnDisk:
         """Write a checkpoint to the disk, in place of the one before. Raises: CheckpointError."""
-        own = self._on_disk(target)
+        copy = self._local_copy(target)
         self._clear()
-        self._disk.put(own, contents)
-        host, folder = socket.gethostname(), str(self._disk.folder)
-        text = json.dumps({"model": own.model_file.name, "id": new_save_id(), "host": host, "folder": folder})
+        self._disk.put(copy, contents)
+        host = socket.gethostname()
+        folder = str(self._disk.folder)
+        text = json.dumps({"model": copy.model_file.name, "id": new_save_id(), "host": host, "folder": folder})
         for note in (self._disk.note, self._checkpoints.note):
             _write(note, text)
-        return self._files(own)
+        return self._files(copy)
 
     def copy(self, target: Checkpoint, files: FilesOnDisk, keep_models: Collection[tuple[int, float]]) -> None:
         """Copy a checkpoint to the model's folder, as `CheckpointFolder.write` writes one. Raises: CheckpointError."""
@@ -95,20 +96,20 @@ class LocalDisk:
         Raises:
             CheckpointError: it cannot be copied.
         """
-        own = self._on_disk(target)
-        if _read(self._disk.note) != _read(self._checkpoints.note) or not own.model_file.exists():
+        copy = self._local_copy(target)
+        if _read(self._disk.note) != _read(self._checkpoints.note) or not copy.model_file.exists():
             return False
-        self._checkpoints.put(target, self._files(own))  # removes nothing: what it supersedes is removed by the next save
+        self._checkpoints.put(target, self._files(copy))  # removes nothing: what it supersedes is removed by the next save
         self._clear()
         return True
 
-    def _on_disk(self, target: Checkpoint) -> Checkpoint:
+    def _local_copy(self, target: Checkpoint) -> Checkpoint:
         return replace(target, start=self._disk.folder / target.start.name)
 
-    def _files(self, own: Checkpoint) -> FilesOnDisk:
+    def _files(self, copy: Checkpoint) -> FilesOnDisk:
         names = [path.name for path in self._disk.folder.iterdir()]
-        others = set(self._disk.files_for_averages(own, names)) - {own.running_file.name}
-        return FilesOnDisk(own, [self._disk.folder / name for name in sorted(others)])
+        parts = set(self._disk.files_for_averages(copy, names)) - {copy.running_file.name}
+        return FilesOnDisk(copy, [self._disk.folder / name for name in sorted(parts)])
 
     def _clear(self) -> None:
         shutil.rmtree(self._disk.folder, ignore_errors=True)
@@ -129,7 +130,8 @@ def copy_newest(comm: Communicator, checkpoints: CheckpointFolder, local: LocalD
 
     def copy() -> None:
         about = _parse(_read(checkpoints.note))
-        newest, noted = checkpoints.newest(), checkpoints.models([about.get("model", "")])
+        newest = checkpoints.newest()
+        noted = checkpoints.models([about.get("model", "")])
         if not noted or (newest is not None and newest.age >= noted[0].age):
             return
         where = f"{about.get('folder')} on {about.get('host')}"

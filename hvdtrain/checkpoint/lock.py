@@ -47,9 +47,9 @@ class Holder:
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     launcher: int = 0
 
-    def is_predecessor_of(self, other: Holder) -> bool:
+    def is_predecessor_of(self, later: Holder) -> bool:
         """Whether both have the same launcher, which restarted the job: this process has then ended."""
-        return self.launcher != 0 and (self.host, self.launcher) == (other.host, other.launcher)
+        return self.launcher != 0 and (self.host, self.launcher) == (later.host, later.launcher)
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT)
 
 def other_locks(model: Path) -> list[Path]:
     """The locks of the folder's other trainings. Other programs may have files of such names."""
-    own = f"{model.name}.lock"
-    return [path for path in model.parent.glob("*.lock") if path.name != own and _holder(path) is not None]
+    lock = f"{model.name}.lock"
+    return [path for path in model.parent.glob("*.lock") if path.name != lock and _holder(path) is not None]
 
 
 def _acquire(path: Path, patience: float) -> int | None:
@@ -230,10 +230,10 @@ def _start_heartbeat(path: Path, beat: float) -> threading.Event:
             time.sleep(beat / 10)
             if path.exists() and path.stat().st_mtime_ns != before:
                 raise _held_error(path)
-    own = _text(own_holder)
-    _write(path, own)
+    text = _text(own_holder)
+    _write(path, text)
     time.sleep(beat / 10)
-    if path.read_text(encoding="utf-8") != own:  # another job started at the same moment
+    if path.read_text(encoding="utf-8") != text:  # another job started at the same moment
         raise _held_error(path)
     stop = threading.Event()
 

@@ -39,15 +39,15 @@ class Mirror:
 
     def upload(self, file: Path) -> None:
         """Store a file, whole or not at all. Raises: CheckpointError."""
-        _translate_error(lambda: upload(file, self._at(file.name)), f" ({file} is written, and can be loaded)")
+        _translate_error(lambda: upload(file, self._path(file.name)), f" ({file} is written, and can be loaded)")
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there. Raises: CheckpointError."""
-        _translate_error(lambda: remove(self._at(name)))
+        _translate_error(lambda: remove(self._path(name)))
 
     def download(self, name: str, folder: Path) -> None:
         """Fetch a file, whole or not at all. Raises: CheckpointError."""
-        file = RemoteFile(self._at(name))
+        file = RemoteFile(self._path(name))
 
         def fetch() -> None:
             size, version = file.size_and_version()
@@ -63,7 +63,7 @@ class Mirror:
         except OSError as error:
             raise CheckpointError(f"{folder / name}: expected to write a checkpoint, got: {error}") from error
 
-    def _at(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         return f"{self._url}/{name}"
 
 
@@ -76,7 +76,8 @@ def fetch_newest(comm: Communicator, checkpoints: CheckpointFolder, mirror: Mirr
 
     def find() -> tuple[Checkpoint | None, list[str]]:
         names = mirror.names()
-        there, here = checkpoints.newest_of(names), checkpoints.newest()
+        there = checkpoints.newest_of(names)
+        here = checkpoints.newest()
         newest = here if there is None or (here is not None and here.age >= there.age) else there
         return newest, names
 
@@ -116,12 +117,13 @@ def fetch_models(
 
     def fetch() -> list[str]:
         names = mirror.names()
-        here, there = {one.age for one in checkpoints.models()}, {one.age: one for one in checkpoints.models(names)}
+        here = {checkpoint.age for checkpoint in checkpoints.models()}
+        there = {checkpoint.age: checkpoint for checkpoint in checkpoints.models(names)}
         missing = [there[age] for age in sorted(needed({*here, *there})) if age in there.keys() - here]
-        for one in missing:
-            for name in [*checkpoints.files_for_averages(one, names), one.model_file.name]:
+        for checkpoint in missing:
+            for name in [*checkpoints.files_for_averages(checkpoint, names), checkpoint.model_file.name]:
                 mirror.download(name, checkpoints.folder)
-        return [one.model_file.name for one in missing]
+        return [checkpoint.model_file.name for checkpoint in missing]
 
     fetched = on_rank_zero(comm, fetch, name="fetch_models")
     if fetched:

@@ -78,17 +78,17 @@ class Preload(PreloadKeys):
         renamed = self._rename(ours, theirs)
         sources = {name: renamed[name] for name in ours if name in renamed}
         problems = [
-            f"{name} of shape {ours[name]}: {other} of shape {theirs[other]}"
-            for name, other in sources.items()
-            if theirs[other] != ours[name]
+            f"{name} of shape {ours[name]}: {source} of shape {theirs[source]}"
+            for name, source in sources.items()
+            if theirs[source] != ours[name]
         ]
         if problems or not sources:
             raise self.error(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
         return PreloadNames(sources, renamed)
 
-    def missing(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
+    def missing(self, ours: Iterable[str], loaded: Iterable[str]) -> list[str]:
         """Our parameters that should have been in the file, but were not loaded."""
-        missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
+        missing = [] if self.ignore_missing else sorted(set(ours) - set(loaded))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
 
     def keeps(self, name: str) -> bool:
@@ -125,7 +125,7 @@ class Preload(PreloadKeys):
             here.pop(target, None)
             if source is not None:
                 here[target] = source
-        return {name: other for name, other in here.items() if not self._is_ignored(name)}
+        return {name: source for name, source in here.items() if not self._is_ignored(name)}
 
     def _is_ignored(self, name: str) -> bool:
         return name in self.ignore_params or name.startswith(tuple(self.ignore_params_prefixes))
@@ -140,18 +140,19 @@ def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[st
     Raises:
         CheckpointError: a file cannot be read, or parameters are missing from all files.
     """
-    taken: set[str] = set()
+    loaded: set[str] = set()
     missing_by_preload: list[tuple[Preload, list[str]]] = []
-    for one in preloads:
-        if one.filename is not None:
-            ours, own = load(PreloadRequest(Path(one.filename), one.checkpoint_key, one.choose, one.maker()))
-            taken.update(own)
-            missing_by_preload.append((one, one.missing(ours, own)))
-    for one, names in missing_by_preload:
-        problems = [name for name in names if name not in taken and not any(other.allows_missing(name) for other in preloads)]
+    for preload in preloads:
+        if preload.filename is not None:
+            file = Path(preload.filename)
+            ours, names = load(PreloadRequest(file, preload.checkpoint_key, preload.choose, preload.maker()))
+            loaded.update(names)
+            missing_by_preload.append((preload, preload.missing(ours, names)))
+    for preload, names in missing_by_preload:
+        problems = [name for name in names if name not in loaded and not any(entry.allows_missing(name) for entry in preloads)]
         if problems:
-            raise one.error([f"{name}: not in the file" for name in problems])
-    return sorted(taken)
+            raise preload.error([f"{name}: not in the file" for name in problems])
+    return sorted(loaded)
 
 
 def require_all(preloads: Sequence[Preload], left: Iterable[str]) -> None:
@@ -160,7 +161,7 @@ def require_all(preloads: Sequence[Preload], left: Iterable[str]) -> None:
     Args:
         left: our parameters that were not loaded.
     """
-    if missing := sorted(name for name in left if not any(one.keeps(name) for one in preloads)):
+    if missing := sorted(name for name in left if not any(preload.keeps(name) for preload in preloads)):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(
             f"preload_from_files: expected all of the model's parameters, as there is no trained model, got none for "
@@ -179,27 +180,28 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     """
     problems, preloads = [], []
     for name in sorted(value, reverse=True):
-        entry, where = value[name], f"preload_from_files.{name}"
+        entry = value[name]
+        where = f"preload_from_files.{name}"
         if not isinstance(entry, dict):
             problems += problem("wrong-type", f"{where}: expected a dict with the entry 'filename', got {entry!r}")
             continue
         may_be_none = ("filename", "checkpoint_key")  # recipes write None for what they leave out
         options = {
-            option: sorted(one) if isinstance(one, set) else one
-            for option, one in entry.items()
-            if one is not None or option in may_be_none
+            option: sorted(setting) if isinstance(setting, set) else setting
+            for option, setting in entry.items()
+            if setting is not None or option in may_be_none
         }
-        made, wrong = build(PreloadKeys, options, f"{where}.", {})
+        keys, wrong = build(PreloadKeys, options, f"{where}.", {})
         problems += [*wrong, *unknown_options(f"{where}.", options, PreloadKeys, "preload_from_files")]
-        if made is None:
+        if keys is None:
             continue
-        if made.filename is None and made.pattern is None and not made.prefix:
+        if keys.filename is None and keys.pattern is None and not keys.prefix:
             problems += problem("missing", f"{where}: expected a pattern or a prefix if filename is None, got neither")
-        if made.filename is not None and made.pattern is not None:
+        if keys.filename is not None and keys.pattern is not None:
             problems += problem(
-                "conflict", f"{where}.pattern: expected None if there is a filename, got {made.pattern!r} (use prefix)"
+                "conflict", f"{where}.pattern: expected None if there is a filename, got {keys.pattern!r} (use prefix)"
             )
-        preloads.append(Preload(name=name, **vars(made)))
+        preloads.append(Preload(name=name, **vars(keys)))
     if problems:
         raise ConfigError(problems)
     return preloads
@@ -208,7 +210,9 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
 def constant_preloads(entries: dict[str, Any]) -> list[Preload]:
     """The entries of preload_from_files whose parameters are neither trained nor saved, with the entries for missing ones."""
     preloads = parse_preloads(entries)
-    constant = [one for one in preloads if one.is_constant]
-    for one in constant:
-        log.info(f"preload_from_files.{one.name}: the parameters in {one.filename} are neither trained nor saved.")
-    return constant + [one for one in preloads if one.filename is None and not one.is_constant] if constant else []
+    constant = [preload for preload in preloads if preload.is_constant]
+    for preload in constant:
+        log.info(f"preload_from_files.{preload.name}: the parameters in {preload.filename} are neither trained nor saved.")
+    if not constant:
+        return []
+    return constant + [preload for preload in preloads if preload.filename is None and not preload.is_constant]

@@ -117,7 +117,9 @@ class Progress:
 
     def finish_epoch(self, record: EpochRecord, report: dict[str, Any]) -> None:
         """Record that the current epoch is trained and evaluated."""
-        self.epoch, self.current, self.report = record.epoch, None, report
+        self.epoch = record.epoch
+        self.current = None
+        self.report = report
         self.history = [*complete_history(self.history, record.losses), record]
 
     def state(self) -> dict[str, Any]:
@@ -205,8 +207,8 @@ class BestModel:
         """Write the file atomically, if it has changed. A failure is logged, and training continues."""
         with self._lock:
             path = self._file
-            found = self.summary(list(history))
-            text = "" if found is None else json.dumps(found, indent=2) + "\n"
+            summary = self.summary(list(history))
+            text = "" if summary is None else json.dumps(summary, indent=2) + "\n"
             try:
                 if (path.read_bytes() if path.exists() else b"") == text.encode():
                     return
@@ -226,10 +228,11 @@ class BestModel:
             model was not saved or was removed, and `step` if it was evaluated within the epoch; `saved`, the same for the best
             epoch whose model exists.
         """
-        measure, best = self.measure.name(history), self.measure.best(history)
+        measure = self.measure.name(history)
+        best = self.measure.best(history)
         if measure is None or best is None:
             return None
-        models = {found.age: found for found in self._checkpoints.models()}
+        models = {checkpoint.age: checkpoint for checkpoint in self._checkpoints.models()}
         saved = best_of([record for record in history if record.age in models], measure, self.measure.higher)
         rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
@@ -260,9 +263,11 @@ def best_position(prefix: Path) -> tuple[int, int | None]:
     """
     path = records_of(prefix) / BEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])
-        step = int(found["saved"]["step"]) if "step" in found["saved"] else None
+        best = json.loads(path.read_text(encoding="utf-8"))
+        epoch = int(best["saved"]["epoch"])
+        measure = str(best["measure"])
+        higher = bool(best["higher_is_better"])
+        step = int(best["saved"]["step"]) if "step" in best["saved"] else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"

@@ -69,7 +69,7 @@ class Saver(SaverBase):
         self._local = local
         self._writing: Future[None] | None = None  # on rank 0
         self._is_writing = False  # on all ranks
-        self._at: Checkpoint | None = None  # the last one that this start has written or continued from
+        self._last: Checkpoint | None = None  # the last one that this start has written or continued from
 
     def prepare(self, check: Callable[[], object] = lambda: None) -> list[RankState]:
         self._sync.flush(self._state)
@@ -117,7 +117,7 @@ class Saver(SaverBase):
                     self._writing = Future()
                     self._writing.set_exception(error)
         self._is_writing = self._background is not None
-        self._at = target
+        self._last = target
         log.detail(f"Save model under {target.model_file}")
         return target
 
@@ -139,12 +139,12 @@ class Saver(SaverBase):
 
     def _write(self, target: Checkpoint, contents: CheckpointContents | FilesOnDisk, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
-        kept = self._kept_within(progress)
+        keep_models = self._kept_within(progress)
         if self._local is None:
-            self._checkpoints.write(target, contents, kept)
+            self._checkpoints.write(target, contents, keep_models)
         else:
             files = contents if isinstance(contents, FilesOnDisk) else self._local.write(target, contents)
-            self._local.copy(target, files, kept)
+            self._local.copy(target, files, keep_models)
         if target.step is not None:
             return
         self._note_best(progress)  # before the model that best.json names may be removed
@@ -162,7 +162,7 @@ class Saver(SaverBase):
         entries = {**progress.state(), SAVE_ID: new_save_id(), "size": self._comm.size, "distribution": self._distribution}
         self._sync.flush(self._state)
         # With its optimizer. A file that another start has left may have other weights, and is replaced.
-        is_saved = self._at is not None and self._at.age == age
+        is_saved = self._last is not None and self._last.age == age
 
         def write() -> None:
             if not is_saved:
@@ -208,7 +208,7 @@ class Saver(SaverBase):
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one that wrote it.
         """
         state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
-        self._at = checkpoint
+        self._last = checkpoint
         self.broadcast()
         has_same_size = state.get("size") == self._comm.size
         if has_same_size and self._were_alike(state):
@@ -321,9 +321,9 @@ class Saver(SaverBase):
         """
 
         def load_all() -> None:
-            taken = load_preloads(preloads, self._state.preload)
+            loaded = load_preloads(preloads, self._state.preload)
             if is_whole:
-                require_all(preloads, {*self._state.tensors("parameters"), *self._state.tensors("frozen")}.difference(taken))
+                require_all(preloads, {*self._state.tensors("parameters"), *self._state.tensors("frozen")}.difference(loaded))
             for preload in preloads:
                 if preload.filename is not None:
                     log.info(f"Loaded {preload.filename} for preload_from_files.{preload.name}.")
@@ -378,16 +378,16 @@ def clean_up(
 ) -> None:
     """Remove the models that neither a rule keeps nor an average needs."""
     epochs = checkpoints.finished_epochs()
-    kept = rule.epochs_to_keep(epochs, {record.epoch: record.comparable for record in history})
+    reasons_to_keep = rule.epochs_to_keep(epochs, {record.epoch: record.comparable for record in history})
     for epoch, reasons in averages.epochs_to_keep(epochs, history).items():
-        kept[epoch] = [*kept.get(epoch, []), *reasons]
-    kept = dict(sorted(kept.items()))
-    removed = [epoch for epoch in epochs if epoch not in kept]
+        reasons_to_keep[epoch] = [*reasons_to_keep.get(epoch, []), *reasons]
+    reasons_to_keep = dict(sorted(reasons_to_keep.items()))
+    removed = [epoch for epoch in epochs if epoch not in reasons_to_keep]
     if removed:
-        log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(kept)}.")
-        reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
+        log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(reasons_to_keep)}.")
+        reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in reasons_to_keep.items()]
         log.info(f"Why they are kept: {'; '.join(reasons)}.")
-        if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
+        if rule.keep is None and any(why == [PATTERN] for why in reasons_to_keep.values()):
             log.info("The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others.")
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)

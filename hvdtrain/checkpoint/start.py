@@ -47,8 +47,8 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     """What to load for a training. Raises: CheckpointError."""
     start = _start_of_training(keys, folder)
     used = "import_model_train_epoch1" if start.is_import else "load_epoch" if keys.load is None else "load"
-    given = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
-    if start.remark is None and (ignored := [name for name in given if start.model_file is None or name != used]):
+    names = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
+    if start.remark is None and (ignored := [name for name in names if start.model_file is None or name != used]):
         why = f"{used} is set" if start.checkpoint is None else "there is a checkpoint already"
         return replace(start, remark=f"{' and '.join(ignored)}: ignored, as {why}")
     return start
@@ -90,7 +90,7 @@ def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
 
 def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> Start:
     """What to load for a task other than training: a model, unless `preload_from_files` fills it. Raises: CheckpointError."""
-    fills = any(one.is_due(training=False, fresh=True) for one in parse_preloads(keys.preload_from_files))
+    fills = any(preload.is_due(training=False, fresh=True) for preload in parse_preloads(keys.preload_from_files))
     if fills and not (keys.load or keys.load_epoch or keys.import_model_train_epoch1 or folder.finished_epochs()):
         return Start()
     return Start(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
@@ -130,12 +130,12 @@ def _refuse_to_replace(folder: CheckpointFolder) -> None:
 def _refuse_other_frameworks(folder: CheckpointFolder) -> None:
     """Raises: CheckpointError, if another framework has trained a model of the same name, which would be trained anew."""
     for name, framework in FRAMEWORKS.items():
-        found = folder_of(framework, folder.prefix).newest() if framework.suffix != folder.suffix else None
-        if found is not None:
-            own = next(own for own, framework in FRAMEWORKS.items() if framework.suffix == folder.suffix)
+        newest = folder_of(framework, folder.prefix).newest() if framework.suffix != folder.suffix else None
+        if newest is not None:
+            backend = next(backend for backend, framework in FRAMEWORKS.items() if framework.suffix == folder.suffix)
             raise CheckpointError(
-                f"model: expected files of backend {own!r} such as {folder.new(1).model_file.name}, or none, got "
-                f"{found.optimizer_file} of backend {name!r} (give this training another `model`, or remove {folder.prefix}.*)"
+                f"model: expected files of backend {backend!r} such as {folder.new(1).model_file.name}, or none, got "
+                f"{newest.optimizer_file} of backend {name!r} (give this training another `model`, or remove {folder.prefix}.*)"
             )
 
 
@@ -153,10 +153,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         if epoch_of_file(keys, folder) is None:
             return _file(name, folder, keys)
         file = _file(keys.load, folder, keys)
-        if other := next(filter(Path.is_file, _candidates(name, folder)), None):
+        if match := next(filter(Path.is_file, _candidates(name, folder)), None):
             raise CheckpointError(
-                f"load, load_epoch: expected one file, got {other} and {file}, which would count as epoch {epoch} (set load to "
-                f"the whole path of one; {other} needs no load_epoch)"
+                f"load, load_epoch: expected one file, got {match} and {file}, which would count as epoch {epoch} (set load to "
+                f"the whole path of one; {match} needs no load_epoch)"
             )
         return file
     if keys.load_epoch is not None:
@@ -182,7 +182,7 @@ def epoch_of_file(keys: StartKeys, folder: CheckpointFolder) -> int | None:
     if (
         keys.load is None
         or not isinstance(keys.load_epoch, int)
-        or not any(one.is_file() for one in _candidates(keys.load, folder))
+        or not any(candidate.is_file() for candidate in _candidates(keys.load, folder))
     ):
         return None
     return keys.load_epoch
@@ -258,7 +258,7 @@ def resume(
         records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
         progress.history = [record for record in records if record.epoch <= progress.epoch]
     fresh = start.checkpoint is None
-    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
+    saver.preload([preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=True, fresh=fresh)])
     if fresh:
         saver.broadcast()
     return progress
@@ -333,17 +333,17 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
             before = progress.data.get(name)
             if before is None:
                 continue
-            found = list(changes(before, parts))
+            differences = list(changes(before, parts))
             is_begun = epoch is not None and name == "train"
-            if found and is_begun and not accept:
+            if differences and is_begun and not accept:
                 raise CheckpointError(
-                    f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(found)} "
+                    f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(differences)} "
                     "(continue with that data, or with this: ++accept_changed_data 1; or remove "
                     f"{progress.file} to repeat the epoch from its beginning)"
                 )
-            has_changed = has_changed or bool(found and is_begun)
-            if found:
-                log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
+            has_changed = has_changed or bool(differences and is_begun)
+            if differences:
+                log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(differences)}")
             elif files := rewritten_files(before, parts):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
@@ -367,6 +367,6 @@ def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
     if start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         log.info(f"Loaded {start.model_file}.")
-    due = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
+    due = [preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=False, fresh=True)]
     saver.preload(due, is_whole=start.model_file is None)
     return progress

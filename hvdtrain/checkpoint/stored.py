@@ -71,7 +71,8 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
             return f"within.epoch {epoch}, as in its entry epoch, got {within['epoch']}"
         if done < 0 or within["first_step"] < 0:
             return f"within.first_step between 0 and step {step}, got {within['first_step']}"
-        position, apart = within.get("position", 0), state.get("distribution") == "random_seed_offset"
+        position = within.get("position", 0)
+        apart = state.get("distribution") == "random_seed_offset"
         if position < done or (apart and position > done):  # every step is a batch of at least one rank
             return f"within.position of {'' if apart else 'at least '}{done}, as many steps of the epoch are done, got {position}"
         if within.get("elapsed", 0.0) < 0:
@@ -87,7 +88,8 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
 
 def _type_problem(value: Any, hint: Any, name: str) -> str | None:
     """The problem with a value's type, such as 'within.epoch of type int, got 'x''; None: the type is right."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     wrong = f"{name} of type {_type_text(hint)}, got {_shorten(value)}"
     if hint is Any:
         return None
@@ -95,18 +97,18 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
         number = Integral if hint is int else Real
         return None if isinstance(value, number) and not isinstance(value, bool) else wrong
     if origin in (Union, types.UnionType):
-        problems = [_type_problem(value, one, name) for one in arguments]
+        problems = [_type_problem(value, kind, name) for kind in arguments]
         if None in problems:
             return None
         return problems[0] if value is not None and isinstance(value, (dict, list)) else wrong
     if origin is list:
         if not isinstance(value, (list, tuple)):
             return wrong
-        return _first_problem(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
+        return _first_problem(_type_problem(member, arguments[0], f"{name}[{number}]") for number, member in enumerate(value))
     if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(one, arguments[0]) for one in value):
+        if not isinstance(value, dict) or not all(isinstance(entry, arguments[0]) for entry in value):
             return wrong
-        return _first_problem(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
+        return _first_problem(_type_problem(member, arguments[1], f"{name}.{entry}") for entry, member in value.items())
     if hint is Scores:
         return _type_problem(value, dict[str, list[list[float]]], name) or _scores_problem(value, name)
     if is_dataclass(hint):
@@ -124,7 +126,7 @@ def _class_problem(value: Any, kind: Any, name: str) -> str | None:
         return f"{name}.{missing[0]}, got none"
     if unknown := [entry for entry in value if entry not in hints]:
         return f"{name} with the entries {', '.join(hints)}, got {_shorten(unknown[0])} (was it written by a later release?)"
-    return _first_problem(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
+    return _first_problem(_type_problem(member, hints[entry], f"{name}.{entry}") for entry, member in value.items())
 
 
 def _first_problem(problems: Iterable[str | None]) -> str | None:

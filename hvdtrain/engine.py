@@ -270,12 +270,13 @@ class Engine:
         self._before_evaluation = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._evaluated.use(), self._phase.of(feed.name):
-                self._notifier.notify("on_evaluation_begin")
+                self._notifier.notify_of_evaluation()
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
                 scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 scores = {**scores, **name_scores(feed.name, self._notifier.notify_of_scores("on_evaluation_end"))}
                 self._training.scores = scores
+        self._evaluated.forget_changes()
         self._control.evaluated(self._progress.step)
         if not current.trained:
             self._before_evaluation = None
@@ -318,7 +319,8 @@ class Engine:
         self._note_finish()
         before = self._before_evaluation
         self._progress.callbacks = self._notifier.state() if before is None else before
-        with self._phase.of(None), self._learner.state.trained_weights():  # an evaluation may be under way
+        state = self._learner.state
+        with self._phase.of(None), self._evaluated.without_changes(), state.trained_weights():  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)
         if self._note_finish():

@@ -163,10 +163,10 @@ class StateBase(ABC):
         """
         own = deepcopy(self.model_tensors())
         try:
-            self._set_model(tensors)
+            self.set_model(tensors)
             yield
         finally:
-            self._set_model(own)
+            self.set_model(own)
 
     # Checkpoints
 
@@ -223,7 +223,7 @@ class StateBase(ABC):
         tensors = stored.pop("model")
         of_optimizer = stored.pop("optimizer", None) if foreign is not None else None
         try:
-            self._set_model({**tensors, **self._left_out(stored, tensors, model_file)})
+            self.set_model({**tensors, **self._left_out(stored, tensors, model_file)})
         except UNSUITABLE as error:
             raise CheckpointError(
                 f"{model_file}: expected the parameters of this config's model, got others (for another model, name another "
@@ -346,7 +346,8 @@ class StateBase(ABC):
         return {}
 
     @abstractmethod
-    def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def set_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the model the tensors that `model_tensors` named."""
 
     def _set_stored(self, role: Role, stored: Mapping[str, Any]) -> None:
         """Set all tensors of one role to what a file has; others in the file are left out."""

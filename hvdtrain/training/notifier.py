@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hvdtrain.comm.base import Communicator
@@ -75,6 +75,11 @@ class Notifier:
         if event in self._longest:
             with self._without_timeout(event, f"{event} of another rank's callback"):
                 self._call(event, lambda name: self._watchdog.beat(f"{event} of {name}", "unhurried"))
+
+    def notify_of_evaluation(self) -> None:
+        """Collective. Call the callbacks for the begin of an evaluation, which may put other weights into the model."""
+        with self._evaluated.noting_changes() if "on_evaluation_begin" in self._longest else nullcontext():
+            self.notify("on_evaluation_begin")
 
     def notify_of_scores(self, event: str) -> dict[str, float]:
         """Collective. Call the callbacks for an event in which they may add scores; return those added on rank 0, by name."""

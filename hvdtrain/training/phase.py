@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.learner.reducer import EpochSync
@@ -64,6 +66,7 @@ class EvaluatedModel:
         self._state = state
         self._sync = sync
         self._is_of_all_ranks = False
+        self._unchanged: dict[str, Any] = {}  # the model's tensors, while it has those that a callback has put into it
         self.depth = 0
         """In how many blocks of `use` the training is."""
 
@@ -79,4 +82,28 @@ class EvaluatedModel:
             stack.enter_context(self._state.averaged_weights())
             self.depth += 1
             stack.callback(setattr, self, "depth", self.depth - 1)
+            stack.push(self._undo_changes)
             yield
+
+    @contextmanager
+    def noting_changes(self) -> Iterator[None]:
+        """Inside the `with` block, callbacks may put other weights into the model, which they take out after the evaluation."""
+        before = self._unchanged or deepcopy(dict(self._state.model_tensors()))
+        yield
+        now = self._state.model_tensors()
+        if any(bool((now[name] != tensor).any()) for name, tensor in before.items()):
+            self._unchanged = before
+
+    def without_changes(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, for a checkpoint within an evaluation, the model is as it was before callbacks changed it."""
+        return self._state.other_model(self._unchanged) if self._unchanged else nullcontext()
+
+    def _undo_changes(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Take out what callbacks have put into the model, where a stop interrupts the evaluation."""
+        if kind is not None and self._unchanged:
+            self._state.set_model(self._unchanged)
+            self.forget_changes()
+
+    def forget_changes(self) -> None:
+        """After an evaluation."""
+        self._unchanged = {}

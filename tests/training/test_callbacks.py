@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from documented import example
 from inside import run_inside
 from launching import TOY, Finished, faults
 from trainings import Run, Trained, trains
 
+import hvdtrain
 from hvdtrain import engine
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.watchdog import Patience, Watchdog
 from hvdtrain.settings import read_settings
 from hvdtrain.training import notifier
@@ -305,6 +308,45 @@ def test_all_ranks_are_notified_and_end_together(trained: Trained) -> None:
     assert not (results.folder / "noted.zero.1").exists()
     assert results.needed("noted.tracked.0").read_text() == "2\n"  # the number of ranks
     assert not (results.folder / "noted.tracked.1").exists()
+
+
+class Averages:
+    """Evaluates an average, which it puts into the model for the time of an evaluation."""
+
+    def on_evaluation_begin(self, training: Any) -> None:
+        self.trained = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+        training.model.load_state_dict({name: tensor * 0.5 for name, tensor in self.trained.items()})
+
+    def on_evaluation_end(self, training: Any) -> None:
+        training.model.load_state_dict(self.trained)
+
+
+class StopsInEvaluation(Averages):
+    def on_evaluation_begin(self, training: Any) -> None:
+        super().on_evaluation_begin(training)
+        training.stop("planted")
+
+
+@pytest.mark.parametrize("more", [{}, {"ema_decay": 0.5}])
+def test_weights_that_callbacks_evaluate_are_not_those_of_a_checkpoint(more: dict[str, Any], tmp_path: Path) -> None:
+    def train(folder: str, callbacks: Any) -> dict[str, Any]:
+        items = [{"data": numpy.full((3, 2), number, "float32")} for number in range(32)]
+
+        def get_model(**_: Any) -> Any:
+            return torch.nn.Linear(2, 1)
+
+        def train_step(*, model: Any, extern_data: Any, **_: Any) -> None:
+            hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor)[..., 0].square(), "ce")
+
+        keys = {"train": items, "dev": items, "max_seqs": 4, "learning_rate": 1e-4, "num_threads": 1, "num_epochs": 2, **more}
+        keys |= {"get_model": get_model, "train_step": train_step, "callbacks": callbacks, "model": str(tmp_path / folder)}
+        return dict(hvdtrain.train(keys).model.state_dict())
+
+    whole = train("whole", Averages)
+    with pytest.raises(Stopped, match="in the evaluation"):
+        train("two", StopsInEvaluation)
+    again = train("two", Averages)
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
 
 
 STOPPED = """

@@ -213,7 +213,7 @@ class TorchState(StateBase):
             )
         return {name: own[name] for name in missing}
 
-    def _set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._model.state_dict()
         unsaved = {name: own[name] for name in self._unsaved}
         self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})

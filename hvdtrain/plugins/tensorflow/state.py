@@ -64,7 +64,7 @@ class TensorFlowState(StateBase):
     def model_tensors(self) -> dict[str, Array]:
         return _arrays(self._variables.by_name.items())
 
-    def _set_model(self, tensors: Mapping[str, Array]) -> None:
+    def set_model(self, tensors: Mapping[str, Array]) -> None:
         assign(self._variables.by_name.items(), tensors)
 
     def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class NetworkState(StateBase):
         graph = self._networks.graph
         return {**graph.arrays(list(graph.variables)), STEP: numpy.array(graph.step, numpy.int64)}
 
-    def _set_model(self, tensors: Mapping[str, Any]) -> None:
+    def set_model(self, tensors: Mapping[str, Any]) -> None:
         stored: StoredNetwork = tensors["stored"]
         self._networks.load(stored.prefix, stored.epoch)
 

@@ -80,7 +80,7 @@ class ArrayState(StateBase):
     def model_tensors(self) -> dict[str, Array]:
         return dict(self.named_parameters())
 
-    def _set_model(self, tensors: Mapping[str, Any]) -> None:
+    def set_model(self, tensors: Mapping[str, Any]) -> None:
         self.set_tensors("parameters", {name: tensors[name] for name in self._arrays})
 
     def set_tensors(self, role: Role, values: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 from measuring import ROOT, machine
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
 from hvdtrain.plugins.hdf_tools.dump import dump
@@ -49,7 +49,7 @@ def main() -> int:
         if options.words:
             source, problems = parse("train", str(options.data), {})
             assert source is not None, problems
-            dump(source, folder / "words.hdf", Selection(end=options.words - 1), Alone())
+            dump(source, folder / "words.hdf", Selection(end=options.words - 1), SinglePeer())
             keys = {"train.files": str(folder / "words.hdf"), "max_seqs": str(256 // options.ranks), "log": "None"}
             train(options, "g2p", [ROOT / "configs/g2p.py"], folder, {**keys, "dev": "None", "eval": "None"})
     print(machine())

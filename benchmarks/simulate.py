@@ -39,7 +39,7 @@ from hvdtrain.comm.torch_pickled import LENGTH, first_space  # noqa: E402
 from hvdtrain.data.plan.shared import Offer  # noqa: E402
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
 from hvdtrain.runtime.heartbeats import Contact, Heartbeats
-from hvdtrain.runtime.peers import Process  # noqa: E402
+from hvdtrain.runtime.peers import RankProcess  # noqa: E402
 from hvdtrain.training.account import MODULUS, Usage  # noqa: E402  # found through the lines above
 
 EPOCHS = 2
@@ -358,7 +358,7 @@ class WatchedJob:
 
     def __post_init__(self) -> None:
         network: dict[tuple[str, int], CountedDatagrams] = {}
-        own = Process.of(1)
+        own = RankProcess.of_pid(1)
         places = [(f"10.{rank >> 16}.{rank >> 8 & 255}.{rank & 255}", 9) for rank in range(self.size)]
         hosts = [f"node{rank // PER_HOST}" for rank in range(self.size)]
         contacts = [Contact(host, replace(own, place=host), (), 9, "token") for host in hosts]

@@ -47,7 +47,7 @@ from pathlib import Path
 import numpy
 from measuring import machine
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
@@ -167,7 +167,7 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
     if not data.exists():
         source, problems = parse("train", str(options.data), {})
         assert source is not None, problems
-        dump(source, data, Selection(end=num_sequences - 1), Alone())
+        dump(source, data, Selection(end=num_sequences - 1), SinglePeer())
     batch = options.batch // ranks
     settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch, options.channels))
     dataset = open_dataset(settings.train)

@@ -22,9 +22,10 @@ import socket
 import sys
 import time
 
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import all_reduce
-from hvdtrain.comm.launch import cores, launch
 from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.this_process import cores
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.plugins.horovod.communicator import open_horovod
 
@@ -41,21 +42,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch")
     framework = parser.parse_args().framework
-    started = launch()
+    place = this_process.place()
     try:
-        say(started.rank, f"{started.launcher or 'no launcher'} started {started.size} process{'es' if started.size > 1 else ''}")
+        say(place.rank, f"{place.launcher or 'no launcher'} started {place.size} process{'es' if place.size > 1 else ''}")
         versions = f"Python {platform.python_version()}, {version(framework)}, {version('horovod')}, {version('mpi4py')}"
-        say(started.rank, versions + built_with(framework))
-        hello_over_mpi(started.rank)
+        say(place.rank, versions + built_with(framework))
+        hello_over_mpi(place.rank)
         return hello_over_horovod(framework)
     except HvdtrainError as error:
-        print(f"rank {started.rank}: {error}", file=sys.stderr, flush=True)
+        print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2
 
 
 def hello_over_mpi(rank: int) -> None:
     """Gather a greeting from every rank with mpi4py, if MPI connects the processes."""
-    if launch().launcher == "srun" and "PMIX_RANK" not in os.environ:
+    if this_process.place().launcher == "srun" and "PMIX_RANK" not in os.environ:
         say(rank, "MPI: skipped, as srun connects the processes only with --mpi=pmix")
         return
     if os.environ.get("HOROVOD_CONTROLLER") == "gloo":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.comm.for_configs import gather_values as all_gather
 from hvdtrain.comm.for_configs import reduce_values as all_reduce
 from hvdtrain.comm.for_configs import run_on_main
-from hvdtrain.comm.launch import launch as _launch
+from hvdtrain.comm.this_process import place as _place
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
 from hvdtrain.version import __version__
@@ -51,9 +51,9 @@ def __dir__() -> list[str]:
 
 def rank() -> int:
     """The rank of this process, from 0 to size - 1. Available while the config file runs."""
-    return _launch().rank
+    return _place().rank
 
 
 def size() -> int:
     """The number of processes that the launcher started."""
-    return _launch().size
+    return _place().size

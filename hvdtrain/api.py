@@ -22,10 +22,10 @@ from typing import Any
 import numpy
 
 from hvdtrain.cli import restarts, run_task
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import local, this_process
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.config.overrides import CALL, OVERRIDING
 from hvdtrain.config.source import Config, separate_imports
@@ -251,8 +251,8 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
         reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),
         torch_distributed=None,
     )
-    started = launch.launch()
-    comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
+    place = this_process.place()
+    comm = SingleCommunicator(place.local_rank, place.local_size)  # also in a process that mpirun started
     with (
         FRAMEWORKS[settings.run.backend].preserve_state(),
         use_communicator(comm),
@@ -291,21 +291,21 @@ def _keys_of(checkpoint: CheckpointLike | None) -> dict[str, Any]:
     return {"load": os.fspath(checkpoint), "load_epoch": None}
 
 
-def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Launch]:
+def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Place]:
     """The ranks to start; empty: this process runs the job. Raises: LaunchError."""
-    started = launch.launch()
+    place = this_process.place()
     if ranks is None:
-        return local.processes(settings.launch, started)
+        return local.places(settings.launch, place)
     if ranks == 1:
         return []
-    if started.launcher is not None:
-        raise LaunchError(f"ranks: expected none for a process that {started.launcher} has started as a rank, got {ranks}")
+    if place.launcher is not None:
+        raise LaunchError(f"ranks: expected none for a process that {place.launcher} has started as a rank, got {ranks}")
     if settings.reduce.use_horovod:
         raise LaunchError(
             f"ranks: expected torch.distributed for ranks that the call starts, got {ranks} and use_horovod (use_horovod=False "
             "with backend 'torch'; or mpirun -np N python PROGRAM.py, where each process calls hvdtrain.train without ranks)"
         )
-    return [Launch("hvdtrain", rank, ranks, rank, ranks) for rank in range(ranks)]
+    return [Place("hvdtrain", rank, ranks, rank, ranks) for rank in range(ranks)]
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def _restored_process(configs: Sequence[Config]) -> Iterator[None]:
     """Restore at the end the state of the process that a job, or reading its config, changes."""
     generators = random.getstate(), numpy.random.get_state()
     with ExitStack() as stack:
-        stack.enter_context(launch.preserved_environment())
+        stack.enter_context(this_process.preserved_environment())
         stack.enter_context(programs_log())
         stack.enter_context(separate_imports(config for config in configs if isinstance(config, Path)))
         for name, framework in FRAMEWORKS.items():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm import fork_server, launch, local
+from hvdtrain.comm import fork_server, local, this_process
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
 from hvdtrain.comm.restarts import Restarts, check_restarts
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:  # of a plug-in
         return _fail_before_connecting(error.on_all_ranks())
     except KeyboardInterrupt:  # while a config is read, which may import a framework
-        if launch.launch().rank == 0:
+        if this_process.place().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return BY_CTRL_C
 
@@ -147,7 +147,7 @@ def _open_streams() -> None:
 
 def run_command(arguments: list[str] | None) -> int:
     """As `main`. Raises: KeyboardInterrupt."""
-    words = completion.words_to_complete(launch.environment())
+    words = completion.words_to_complete(this_process.environment())
     if words is not None:
         return complete(words)
     LargeImports.install()
@@ -186,7 +186,7 @@ def complete(words: list[str]) -> int:
         words: the arguments up to the cursor.
     """
     if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
-        launch.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
+        this_process.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
         module = import_part(COMMANDS[words[0]][1])
         parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
     else:
@@ -206,7 +206,7 @@ def run_config(arguments: list[str]) -> int:
     from hvdtrain.settings import read_settings, with_datasets
     from hvdtrain.start_up.effective import print_config
 
-    launcher = launch.launcher()
+    launcher = this_process.launcher()
     status = launcher.on_start()
     if status is not None:
         return status
@@ -221,19 +221,19 @@ def run_config(arguments: list[str]) -> int:
         finally:
             _open_streams()  # the config may have replaced them
         if "--print-config" in arguments:
-            if launcher.process.rank == 0:
+            if launcher.place.rank == 0:
                 print(print_config(settings, only_changed="--changed" in arguments))
             return 0
         if launcher.restarts == "lost ranks":
             check_elastic(settings.run.backend)
-        processes = local.processes(settings.launch, launcher.process)
+        processes = local.places(settings.launch, launcher.place)
         check_restarts(settings.launch, launcher, processes)
         if processes:
             of_framework = FRAMEWORKS[settings.run.backend].imports if settings.launch.max_restarts else ()
             imports = (*IMPORTS, *of_framework) if of_framework else ()
             rule = restarts(settings)
             os.chdir(here)  # the config may have changed it, and does so in each rank
-            return local.run(processes, arguments, launch.environment(), rule, began=process_began(), imports=imports)
+            return local.launch(processes, arguments, this_process.environment(), rule, began=process_began(), imports=imports)
         if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
@@ -285,7 +285,7 @@ def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> i
     Args:
         interrupted: the message after Ctrl-C.
     """
-    launcher = launch.launcher()
+    launcher = this_process.launcher()
     end_with(launcher.parent)
     try:
         work()
@@ -294,7 +294,7 @@ def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> i
     except LaunchError as error:
         return _fail_before_connecting(error)
     except Stopped as stopped:
-        if not stopped.on_every_rank and launcher.process.rank:
+        if not stopped.on_every_rank and launcher.place.rank:
             time.sleep(SECONDS_FOR_THE_CAUSE)  # of all ranks that got the signal, one is to print it
         launcher.on_stop(stopped.outcome, str(stopped))
         return stopped.status if stopped.is_printed else _end(str(stopped), stopped.outcome)
@@ -344,17 +344,17 @@ def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     Args:
         more: text after the error.
     """
-    outcome, launcher = error.outcome, launch.launcher()
-    if error.on_every_rank and launcher.process.rank != 0:
+    outcome, launcher = error.outcome, this_process.launcher()
+    if error.on_every_rank and launcher.place.rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
         outcome = replace(outcome, scope="this rank")
-        more += f"\n  (this is rank {launcher.process.rank} by {launcher.place}: unset these, if no launcher has started it)"
+        more += f"\n  (this is rank {launcher.place.rank} by {launcher.evidence}: unset these, if no launcher has started it)"
     return _fail(f"{error}{more}", outcome)
 
 
 def _fail(message: str, outcome: Outcome) -> int:
     """Report to the launcher that this rank fails, and print why; return the exit status or exit at once."""
-    return _end(message + launch.launcher().on_failure(outcome, message), outcome)
+    return _end(message + this_process.launcher().on_failure(outcome, message), outcome)
 
 
 def _end(message: str, outcome: Outcome) -> int:
@@ -363,8 +363,8 @@ def _end(message: str, outcome: Outcome) -> int:
     If all ranks end together, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
     closing its connections: its launcher then ends the others, which may be blocked on it in a collective.
     """
-    launcher = launch.launcher()
-    rank, size = launcher.process.rank, launcher.process.size
+    launcher = this_process.launcher()
+    rank, size = launcher.place.rank, launcher.place.size
     status = launcher.peer_status if outcome.scope == "a peer" else outcome.status
     if outcome.scope == "all ranks":
         if rank == 0:

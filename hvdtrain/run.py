@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.config.plugins import Registry
 from hvdtrain.engine import Engine
@@ -88,7 +88,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
         session.interrupt.defer()  # from here on, a signal ends the training after an update, with a checkpoint
         if session.comm.rank == 0:
-            launch.launcher().on_training()
+            this_process.launcher().on_training()
         if not limits.are_reached(session.progress):
             on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
             session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)

@@ -164,7 +164,7 @@ def test_the_environment_is_read_in_one_place() -> None:
             named = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
             if named in ("environ", "environb", "getenv", "putenv", "unsetenv"):
                 readers.add(place)
-    assert readers == {"comm/launch.py", "plugins/doctor/build_horovod.py"}
+    assert readers == {"comm/this_process.py", "plugins/doctor/build_horovod.py"}
 
 
 FORMATS_OF_RETURNN = [

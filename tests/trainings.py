@@ -273,7 +273,7 @@ class Trained:
         return self._folder / str(run) / request.name
 
     def _launch(self, run: Run, wanted: Request) -> None:
-        """Launch everything that belongs into the same launch as what a request wants in a run."""
+        """Place everything that belongs into the same launch as what a request wants in a run."""
         name = self._launch_of(wanted, run)
         if name in self._errors:
             return

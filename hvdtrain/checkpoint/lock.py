@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hvdtrain.comm.launch import launch
+from hvdtrain.comm.this_process import place
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.runtime import log
 
@@ -247,7 +247,7 @@ def _start_heartbeat(path: Path, beat: float) -> threading.Event:
 
 
 def _own_holder() -> Holder:
-    restarts = launch().launcher in ("hvdtrain", "torchrun")
+    restarts = place().launcher in ("hvdtrain", "torchrun")
     return Holder(launcher=os.getppid() if restarts else 0)
 
 

@@ -125,24 +125,27 @@ def check_alike(comm: Communicator, fact: Fact, values: Mapping[str, str], of: s
     Raises:
         ConfigError: on all ranks, with the names that differ and the first rank that differs.
     """
-    compared, name = COMPARED[fact], f"compare_{fact}"
+    compared = COMPARED[fact]
+    name = f"compare_{fact}"
     of = compared.of if of is None else of
     # Checksums first: the values of all ranks, such as the shapes of a thousand parameters, would fill the memory of each rank.
     checksum = sha256(repr(sorted(values.items())).encode()).digest()
     checksums = comm.gather(checksum, name=name)
-    rank = next((rank for rank, other in enumerate(checksums) if other != checksums[0]), None)
+    rank = next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), None)
     if rank is None:
         return
-    found = comm.gather(dict(values) if comm.rank in (0, rank) else {}, name=f"{name}.values")
-    first, theirs = found[0], found[rank]
+    by_rank = comm.gather(dict(values) if comm.rank in (0, rank) else {}, name=f"{name}.values")
+    first = by_rank[0]
+    theirs = by_rank[rank]
     names = [key for key in dict.fromkeys([*first, *theirs]) if first.get(key) != theirs.get(key)]
     names.sort(key=lambda key: key not in first or key not in theirs)  # what only one has often follows from the others
     problems = []
     for number, key in enumerate(names[:SHOWN], start=1):
         more = f", {len(names) - SHOWN} more differ" if len(names) > SHOWN else ""
         end = f"{more} ({compared.hint})" if number == len(names[:SHOWN]) else ""
-        mine, other = first.get(key, "nothing"), theirs.get(key, "nothing")
         problems += problem(
-            "rank-mismatch", f"{of}{key}: expected the same on all ranks, got {mine} on rank 0 and {other} on rank {rank}{end}"
+            "rank-mismatch",
+            f"{of}{key}: expected the same on all ranks, got {first.get(key, 'nothing')} on rank 0 and "
+            f"{theirs.get(key, 'nothing')} on rank {rank}{end}",
         )
     raise ConfigError(problems).on_all_ranks()

@@ -96,7 +96,8 @@ def report_cause(prefix: str) -> None:
 
 def wait_for_cause(environ: Mapping[str, str], seconds: float) -> None:
     """Wait until hvdtrain's launcher has reported that, for some seconds at most."""
-    file, deadline = _cause_file(environ[ENDED]), time.monotonic() + seconds
+    file = _cause_file(environ[ENDED])
+    deadline = time.monotonic() + seconds
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, gather_together
 from hvdtrain.errors import ConfigError
@@ -88,7 +88,8 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     comm = _communicator("all_reduce")
     if op not in ("sum", "average", "min", "max"):
         raise ConfigError.of("unknown-value", f"all_reduce: expected 'sum', 'average', 'min' or 'max', got {op!r}")
-    is_number, is_array = isinstance(value, numbers.Number), type(value).__module__.partition(".")[0] == "numpy"
+    is_number = isinstance(value, numbers.Number)
+    is_array = type(value).__module__.partition(".")[0] == "numpy"
     if not is_number and not hasattr(value, "dtype"):
         raise ConfigError.of("wrong-type", f"all_reduce: expected a number, a numpy array or a tensor, got {value!r}")
     if not is_number and not is_array and op not in ("sum", "average"):
@@ -146,11 +147,11 @@ def _communicator(caller: str) -> Communicator:
     comm = _current.get(None)
     if comm is not None:
         return comm
-    started = launch.launch()
-    if started.size > 1:
+    place = this_process.place()
+    if place.size > 1:
         raise ConfigError.of(
             "wrong-call",
-            f"{caller}: expected a call after the {started.size} processes are connected, got one before "
+            f"{caller}: expected a call after the {place.size} processes are connected, got one before "
             "(they are not connected while the config is read: call it in a function startup_callback(**_) of the config)",
         )
     return SingleCommunicator()

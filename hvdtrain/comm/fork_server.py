@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.child import PARENT_WATCH
 
 if TYPE_CHECKING:
@@ -48,13 +48,14 @@ CLOSE_TIMEOUT = 5.0
 
 def serve() -> None:
     """Become a fork server, if the process was started as one: returns in its forks only, which are ranks."""
-    asked = launch.take(ASKED)
+    asked = this_process.take(ASKED)
     if asked is None:
         return
     from multiprocessing.connection import Connection  # here, as are others below: `--help` imports this file
 
     number, _, modules = asked.partition(":")
-    name, connection = rename(NAME), Connection(int(number))
+    name = rename(NAME)
+    connection = Connection(int(number))
     try:
         for module in modules.split(","):
             importlib.import_module(module)
@@ -78,7 +79,7 @@ def serve() -> None:
     connection.close()
     os.setsid()  # so that the terminal's Ctrl-C reaches the launcher only
     rename(name)
-    launch.put(variables)
+    this_process.put(variables)
     _reseed()
 
 
@@ -204,8 +205,8 @@ def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
     from multiprocessing import Pipe
 
     parent = os.getpid()
-    connection, other = Pipe()
-    with other:
+    connection, fork_end = Pipe()
+    with fork_end:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -215,7 +216,7 @@ def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
         if pid == 0:
             try:
                 connection.close()
-                serve(other, parent)
+                serve(fork_end, parent)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -240,12 +241,12 @@ class ForkServer:
         # Not multiprocessing's fork server: its processes are not the launcher's children, and end without Python's usual exit.
         from multiprocessing import Pipe
 
-        self._connection, other = Pipe()
-        with other:
+        self._connection, server_end = Pipe()
+        with server_end:
             self._process = subprocess.Popen(
                 command,
-                env={**environ, ASKED: f"{other.fileno()}:{','.join(modules)}"},
-                pass_fds=[other.fileno()],
+                env={**environ, ASKED: f"{server_end.fileno()}:{','.join(modules)}"},
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,
             )
         self._is_ready = False

@@ -88,12 +88,12 @@ class BetweenGroups:
         self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
     ) -> list[Tensor]:
         # The others contribute no rows, so what they get is what the first rank of their group has.
-        own = (
+        rows = (
             [tensor[:0] for tensor in tensors]
             if self._leaders is None
             else self._leaders.gather_rows(tensors, name=name, lengths=lengths, narrow=narrow)
         )
-        return self._within.gather_rows(own, name=f"{name}.pass_on")
+        return self._within.gather_rows(rows, name=f"{name}.pass_on")
 
     def gather(self, value: T, *, name: str) -> list[T]:
         values = [value] if self._leaders is None else self._leaders.gather(value, name=name)

@@ -46,17 +46,17 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     if after_stop and _get(environ, f"/{SCOPE}/hosts") is None:
         return "stopped on request"
     answer = _get(environ, f"/rank_and_size/{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}", ASK_TIMEOUT)
-    given = dict(zip(DRIVER_NAMES, (answer or b"").decode("ascii").split(","), strict=False))
-    if len(given) < len(DRIVER_NAMES) or int(given["RANK"]) < 0:
+    assigned = dict(zip(DRIVER_NAMES, (answer or b"").decode("ascii").split(","), strict=False))
+    if len(assigned) < len(DRIVER_NAMES) or int(assigned["RANK"]) < 0:
         return "Horovod's driver has no rank for this process any more"
-    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} continues as rank {given['RANK']} of {given['SIZE']}\n")
+    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} continues as rank {assigned['RANK']} of {assigned['SIZE']}\n")
     sys.stderr.flush()
     sys.stdout.flush()
     for number in _open_files():  # do not close them here: Horovod's threads use them until the new program begins
         with suppress(OSError):
             os.set_inheritable(number, False)
-    assigned = {f"HOROVOD_{name}": value for name, value in given.items()}
-    return os.execve(sys.executable, sys.orig_argv, {**environ, **assigned})
+    variables = {f"HOROVOD_{name}": value for name, value in assigned.items()}
+    return os.execve(sys.executable, sys.orig_argv, {**environ, **variables})
 
 
 def _end_connections() -> None:
@@ -107,7 +107,8 @@ def _put(environ: Mapping[str, str], name: str, value: str) -> None:
 
 
 def _ask_driver(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
-    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    address = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    port = int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     for pause in (0.2, 1.0, 0.0):
         answer = request(address, port, method, path, body, timeout)
         if answer is not None:

@@ -57,36 +57,38 @@ class LaunchKeys(Section):
     data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: not supported, use ngpu instead")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = []
+        problems = []
         if self.data_parallel_backend:
-            found += problem(
+            problems += problem(
                 "unsupported", f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)"
             )
         if (self.dist_master_addr is None) != (self.dist_master_port is None):
-            given, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
-            found += problem("missing", f"dist_master_{missing}: expected with dist_master_{given}, got nothing")
+            present, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
+            problems += problem("missing", f"dist_master_{missing}: expected with dist_master_{present}, got nothing")
         if self.dist_master_addr is not None and self.dist_init_method is not None:
-            found += problem(
+            problems += problem(
                 "conflict",
                 "dist_init_method: expected either dist_init_method or dist_master_addr and dist_master_port, got both",
             )
         if self.max_restarts and self.ngpu is None:
-            found += problem(
+            problems += problem(
                 "missing",
                 "max_restarts: expected with ngpu, the number of processes that hvdtrain starts and watches, got no ngpu (one "
                 "process: ++ngpu 1; torchrun has --max-restarts)",
             )
         if self.min_ngpu is not None and not self.max_restarts:
-            found += problem("missing", f"min_ngpu: expected with max_restarts, got min_ngpu = {self.min_ngpu} and no restarts")
+            problems += problem(
+                "missing", f"min_ngpu: expected with max_restarts, got min_ngpu = {self.min_ngpu} and no restarts"
+            )
         if self.min_ngpu is not None and self.min_ngpu > (self.ngpu or 1):
-            found += problem("conflict", f"min_ngpu: expected at most ngpu, {self.ngpu}, got {self.min_ngpu}")
+            problems += problem("conflict", f"min_ngpu: expected at most ngpu, {self.ngpu}, got {self.min_ngpu}")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
-            found += problem(
+            problems += problem(
                 "unsupported",
                 f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "
                 f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts one process per GPU)",
             )
-        return found
+        return problems
 
     @property
     def init_method(self) -> str | None:
@@ -130,18 +132,18 @@ class TorchDistributedKeys(Section):
             "rank": ("dist_rank", self.rank, started.dist_rank),
             "world_size": ("dist_world_size", self.world_size, started.dist_world_size),
         }
-        found = [
-            Problem.of("conflict", f"torch_distributed.{name}: expected the value of {other}, {value!r}, got {entry!r}")
-            for name, (other, entry, value) in same.items()
+        problems = [
+            Problem.of("conflict", f"torch_distributed.{name}: expected the value of {key_name}, {value!r}, got {entry!r}")
+            for name, (key_name, entry, value) in same.items()
             if value is not None and entry not in (None, value)
         ]
         rank = self.rank if started.dist_rank is None else started.dist_rank
         size = started.dist_world_size or self.world_size
         if rank is not None and size is None:
-            found += problem("missing", f"dist_world_size: expected with dist_rank = {rank}, got nothing")
+            problems += problem("missing", f"dist_world_size: expected with dist_rank = {rank}, got nothing")
         if rank is not None and size is not None and rank >= size:
-            found += problem("conflict", f"dist_rank: expected a number below dist_world_size, {size}, got {rank}")
-        return found
+            problems += problem("conflict", f"dist_rank: expected a number below dist_world_size, {size}, got {rank}")
+        return problems
 
 
 NOT_SUPPORTED = {

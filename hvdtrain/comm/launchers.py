@@ -34,7 +34,7 @@ def _is_of_torch(process: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Place:
     """A process's place in its job, from the launcher. Without a launcher: rank 0 of 1."""
 
     launcher: str | None
@@ -49,7 +49,7 @@ class Launcher:
 
     Args:
         environ: the environment of this process.
-        process: the process's place in its job.
+        place: the process's place in its job.
 
     Attributes:
         name: its name in messages.
@@ -73,9 +73,9 @@ class Launcher:
     hung_status: ClassVar[int] = 1
     outlives: ClassVar[float] = 1.0
 
-    def __init__(self, environ: Mapping[str, str], process: Launch) -> None:
+    def __init__(self, environ: Mapping[str, str], place: Place) -> None:
         self._environ = environ
-        self.process = process
+        self.place = place
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
@@ -83,7 +83,7 @@ class Launcher:
         for rank, size, local_rank, local_size in cls.variables:
             if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
                 local = (number_in(environ, local_rank, 0), cls._local_size(environ, local_size))
-                return cls(environ, Launch(cls.name, int(environ[rank]), int(environ[size]), *local))
+                return cls(environ, Place(cls.name, int(environ[rank]), int(environ[size]), *local))
         return None
 
     @classmethod
@@ -91,7 +91,7 @@ class Launcher:
         return number_in(environ, variable, 1)
 
     @property
-    def place(self) -> str:
+    def evidence(self) -> str:
         """The variables that say which rank this is, with their values."""
         names = next((names[:2] for names in self.variables if names[0] in self._environ), ())
         return " and ".join(f"{name}={self._environ.get(name)}" for name in names)
@@ -159,7 +159,7 @@ class SingleProcess(Launcher):
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher:
         """This one, for any environment."""
-        return cls(environ, Launch(cls.name))
+        return cls(environ, Place(cls.name))
 
 
 class Mpirun(Launcher):
@@ -217,7 +217,7 @@ class Torchrun(Launcher):
     def on_start(self) -> int | None:
         """On several hosts, the failure has to be shared first: `refuse_to_repeat` does so once the ranks are connected."""
         failure = torchrun_failures.read(self._environ)
-        if failure is None or self.process.size != self.process.local_size:
+        if failure is None or self.place.size != self.place.local_size:
             return None
         torchrun_failures.print_refusal(self._environ, failure)
         return failure.status
@@ -229,7 +229,7 @@ class Torchrun(Launcher):
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:
-            rank = f"rank {self.process.rank} of {self.process.size}"
+            rank = f"rank {self.place.rank} of {self.place.size}"
             failure = Failure(outcome.status, f"{rank}: {torchrun_failures.cause_in(message)}")
             torchrun_failures.record(self._environ, failure)
         return super().on_failure(outcome, message)
@@ -247,8 +247,8 @@ class Horovodrun(Launcher):
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
         """This one, or the one with the elastic driver."""
-        found = super().detect(environ)
-        return ElasticHorovodrun(environ, found.process) if found and environ.get("HOROVOD_ELASTIC") == "1" else found
+        launcher = super().detect(environ)
+        return ElasticHorovodrun(environ, launcher.place) if launcher and environ.get("HOROVOD_ELASTIC") == "1" else launcher
 
 
 class ElasticHorovodrun(Horovodrun):
@@ -296,7 +296,7 @@ class Ngpu(Launcher):
     @cached_property
     def _outer(self) -> Launcher:
         outer = launcher_of({name: value for name, value in self._environ.items() if not name.startswith("HVDTRAIN_")})
-        return type(outer)(self._environ, self.process)
+        return type(outer)(self._environ, self.place)
 
     @property
     def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
@@ -323,11 +323,11 @@ class Ngpu(Launcher):
 
     def leave_checks(self, checks: Sequence[child.Check]) -> None:
         if child.ENDED in self._environ:
-            child.leave_checks(self._environ, self.process.rank, checks)
+            child.leave_checks(self._environ, self.place.rank, checks)
 
     def on_success(self) -> None:
         if child.ENDED in self._environ:
-            child.report_end(self._environ, self.process.rank)
+            child.report_end(self._environ, self.place.rank)
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:
@@ -345,8 +345,8 @@ srun."""
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher:
     """The launcher that has started a process with this environment."""
-    found = (kind.detect(environ) for kind in LAUNCHERS)
-    return next(launcher for launcher in found if launcher is not None)
+    launchers = (kind.detect(environ) for kind in LAUNCHERS)
+    return next(launcher for launcher in launchers if launcher is not None)
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -354,29 +354,29 @@ def check_variables(environ: Mapping[str, str]) -> None:
     first, *others = [launcher for kind in LAUNCHERS if (launcher := kind.detect(environ)) is not None]
     if first.proof is None or (first.proof in environ and first.excludes not in environ):
         return
-    for other in others:
-        if other.process.size > 1 and (other.process.rank, other.process.size) != (first.process.rank, first.process.size):
+    for launcher in others:
+        if launcher.place.size > 1 and (launcher.place.rank, launcher.place.size) != (first.place.rank, first.place.size):
             raise LaunchError(
-                f"the environment: expected the variables of one launcher, got {first.place}, and {other.place} of {other.name} "
-                f"(unset {first.place.partition('=')[0]}, if it is left over)"
+                f"the environment: expected the variables of one launcher, got {first.evidence}, and "
+                f"{launcher.evidence} of {launcher.name} (unset {first.evidence.partition('=')[0]}, if it is left over)"
             )
 
 
-def detect(environ: Mapping[str, str]) -> Launch:
+def detect(environ: Mapping[str, str]) -> Place:
     """A process's place in its job, from the launcher's variables.
 
     >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
-    Launch(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
+    Place(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
     >>> detect({})
-    Launch(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
+    Place(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
     """
-    return launcher_of(environ).process
+    return launcher_of(environ).place
 
 
-def variables(process: Launch) -> dict[str, str]:
-    """The environment variables from which `detect` reads this launch, for a process that hvdtrain starts itself."""
+def variables(place: Place) -> dict[str, str]:
+    """The environment variables from which `detect` reads this place, for a process that hvdtrain starts itself."""
     [names] = Ngpu.variables
-    numbers = (process.rank, process.size, process.local_rank, process.local_size)
+    numbers = (place.rank, place.size, place.local_rank, place.local_size)
     return {name: str(number) for name, number in zip(names, numbers, strict=True)}
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, TIMES, has_ended, report_cause, run_checks
 from hvdtrain.comm.fork_server import ForkedProcess, ForkServer
-from hvdtrain.comm.launchers import Launch, variables
-from hvdtrain.comm.torch_place import HVDTRAIN_PLACE
+from hvdtrain.comm.launchers import Place, variables
+from hvdtrain.comm.meeting_point import HVDTRAIN_INIT_METHOD
 from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED, LaunchError
 
 if TYPE_CHECKING:
@@ -38,73 +38,75 @@ REPORT_TIMEOUT = 2.0
 """Seconds in which the other processes may report their errors after one has failed."""
 
 
-def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
-    """The processes that this one has to start; empty if this process itself is a rank.
+def places(keys: LaunchKeys, place: Place) -> list[Place]:
+    """The places of the processes that this one has to start; empty if this process itself is a rank.
 
     >>> from hvdtrain.comm.keys import LaunchKeys
-    >>> [process.rank for process in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
+    >>> [place.rank for place in places(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Place(None))]
     [2, 3]
 
     Raises:
         LaunchError: the keys contradict the launcher, or do not determine this process's rank.
     """
-    if started.launcher == "hvdtrain":
+    if place.launcher == "hvdtrain":
         return []
-    if keys.dist_launcher is not None and started.launcher != LAUNCHERS[keys.dist_launcher]:
+    if keys.dist_launcher is not None and place.launcher != LAUNCHERS[keys.dist_launcher]:
         raise LaunchError(
             f"dist_launcher: expected processes that {LAUNCHERS[keys.dist_launcher]} started for {keys.dist_launcher!r}, got "
-            + ("a process without a launcher" if started.launcher is None else f"processes that {started.launcher} started")
+            + ("a process without a launcher" if place.launcher is None else f"processes that {place.launcher} started")
         ).on_all_ranks()
     num_local = keys.ngpu or 1
-    index, count = _index_and_count(keys, started)
-    if num_local > 1 and started.size > 1 and not keys.multiprocessing_distributed:
+    index, count = _index_and_count(keys, place)
+    if num_local > 1 and place.size > 1 and not keys.multiprocessing_distributed:
         raise LaunchError(
-            f"ngpu: expected 1 for processes that {started.launcher} started, got {num_local} (to train with these "
-            f"{started.size} processes, leave ngpu out; to start {num_local} processes from each, "
+            f"ngpu: expected 1 for processes that {place.launcher} started, got {num_local} (to train with these "
+            f"{place.size} processes, leave ngpu out; to start {num_local} processes from each, "
             "++multiprocessing_distributed true)"
         ).on_all_ranks()
-    if num_local == 1 and (started.launcher is not None or count == 1) and not keys.max_restarts:
+    if num_local == 1 and (place.launcher is not None or count == 1) and not keys.max_restarts:
         return []
-    size, local_size = count * num_local, started.local_size * num_local
-    first, first_local = index * num_local, started.local_rank * num_local
-    return [Launch("hvdtrain", first + number, size, first_local + number, local_size) for number in range(num_local)]
+    size = count * num_local
+    local_size = place.local_size * num_local
+    first = index * num_local
+    first_local = place.local_rank * num_local
+    return [Place("hvdtrain", first + number, size, first_local + number, local_size) for number in range(num_local)]
 
 
-def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
+def _index_and_count(keys: LaunchKeys, place: Place) -> tuple[int, int]:
     """The index of this process and the number of processes, from the launcher or from the keys."""
     if keys.dist_world_size is None:
-        return started.rank, started.size
-    if started.launcher is None:
+        return place.rank, place.size
+    if place.launcher is None:
         if keys.dist_rank is None and keys.dist_world_size > 1:
             raise LaunchError(
                 f"dist_rank: expected the rank of this process, of dist_world_size = {keys.dist_world_size}, got nothing"
             ).on_all_ranks()
         return keys.dist_rank or 0, keys.dist_world_size
-    rank = started.rank if keys.dist_rank is None else keys.dist_rank
-    if (rank, keys.dist_world_size) != (started.rank, started.size):
+    rank = place.rank if keys.dist_rank is None else keys.dist_rank
+    if (rank, keys.dist_world_size) != (place.rank, place.size):
         raise LaunchError(
-            f"dist_rank, dist_world_size: expected what {started.launcher} says, {started.rank} of {started.size}, got {rank} of "
+            f"dist_rank, dist_world_size: expected what {place.launcher} says, {place.rank} of {place.size}, got {rank} of "
             f"{keys.dist_world_size} (leave them out)"
         )
-    return started.rank, started.size
+    return place.rank, place.size
 
 
 Child = subprocess.Popen[bytes] | ForkedProcess
 
-RestartRule = Callable[[list[Launch], Mapping[int, int]], list[Launch]]
-"""Called with the processes that were started, and the exit statuses of those that failed, by rank; returns those to start
-next."""
+RestartRule = Callable[[list[Place], Mapping[int, int]], list[Place]]
+"""Called with the places of the processes that were started, and the exit statuses of those that failed, by rank; returns the
+places of those to start next."""
 
 
 PROGRAM = ("-m", "hvdtrain")
 """Python's arguments that start the command line."""
 
 
-def run(
-    wanted: list[Launch],
+def launch(
+    places: list[Place],
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    restarts: RestartRule = lambda started, failed: [],
+    restarts: RestartRule = lambda places, failed: [],
     *,
     program: Sequence[str] = PROGRAM,
     signals_to_forward: Sequence[signal.Signals] = STOP_SIGNALS,
@@ -113,7 +115,7 @@ def run(
     began: float | None = None,
     imports: Sequence[str] = (),
 ) -> int:
-    """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
+    """Start `python PROGRAM ARGUMENTS` once per place; return the highest exit status.
 
     Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal was
     received, the processes that `restarts` returns are started. If this process is killed, they end by themselves.
@@ -128,8 +130,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         ended = f"{folder}/ended"
         shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: ended}
-        if len(wanted) == wanted[0].size:  # all processes of the job are on this host
-            shared[HVDTRAIN_PLACE] = f"file://{folder}/address"
+        if len(places) == places[0].size:  # all processes of the job are on this host
+            shared[HVDTRAIN_INIT_METHOD] = f"file://{folder}/address"
         children: list[Child] = []
         signals: list[int] = []
         command = [sys.executable, *program, *arguments]
@@ -151,13 +153,13 @@ def run(
             while True:
                 for file in Path(folder).glob("ended.*"):  # of an earlier start
                     file.unlink()
-                for started in wanted:
-                    children.append(start(variables(started) | {TIMES: ",".join(map(str, times))}))
+                for place in places:
+                    children.append(start(variables(place) | {TIMES: ",".join(map(str, times))}))
                 for number in signals:  # received before all were started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals, ended, report, while_waiting, times.append)
-                wanted = restarts(wanted, failed) if failed and not signals else []
-                if not wanted:
+                failed = _wait(children, places, signals, ended, report, while_waiting, times.append)
+                places = restarts(places, failed) if failed and not signals else []
+                if not places:
                     return max(map(_exit_status, failed.values()), default=0)
                 children.clear()
         finally:
@@ -207,7 +209,7 @@ def _exit_status(status: int) -> int:
 
 def _wait(
     children: Sequence[Child],
-    wanted: list[Launch],
+    places: list[Place],
     signals: list[int],
     prefix: str,
     report: Callable[[str], object],
@@ -225,7 +227,7 @@ def _wait(
 
     def statuses() -> dict[int, int]:
         """Of the processes that have failed so far."""
-        ended = {process.rank: child.poll() for process, child in zip(wanted, children, strict=True)}
+        ended = {place.rank: child.poll() for place, child in zip(places, children, strict=True)}
         return {rank: status for rank, status in ended.items() if status or (status == 0 and not has_ended(prefix, rank))}
 
     while not (failed := statuses()):
@@ -240,7 +242,7 @@ def _wait(
         ended = statuses()
         for rank, status in sorted(ended.items() - failed.items()):
             if -status not in signals and (how := describe_end(status, oom_kills() > kills_before)) is not None:
-                report(f"rank {rank} of {wanted[0].size}: {how}\n")
+                report(f"rank {rank} of {places[0].size}: {how}\n")
         failed = ended
         report_cause(prefix)
     cut_off = [rank for rank, status in sorted(failed.items()) if -status == signal.SIGBUS]

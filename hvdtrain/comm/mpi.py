@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import together
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
 from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class SinglePeer:
     """A single process: every collective is the identity."""
 
     rank = 0
@@ -85,9 +85,9 @@ class MPIPeers:
         return list(self._world.allgather(value))
 
     def report_failure(self) -> None:
-        for other in range(self.size):
-            if other != self.rank:
-                self._world.isend(None, other, tag=FAILED)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._world.isend(None, rank, tag=FAILED)
 
     def has_failed(self) -> bool:
         return bool(self._world.Iprobe(tag=FAILED))
@@ -102,27 +102,27 @@ def open_peers() -> Peers:
     Raises:
         LaunchError: there are several processes, but MPI does not connect them.
     """
-    started = launch.launch()
-    return Alone() if started.size == 1 else MPIPeers(_world(started))
+    place = this_process.place()
+    return SinglePeer() if place.size == 1 else MPIPeers(_world(place))
 
 
 def from_rank_zero(value: T) -> T:
     """Collective. Broadcast rank 0's value over MPI. Raises: LaunchError, if MPI does not connect the processes."""
-    return _world(launch.launch()).bcast(value)  # type: ignore[no-any-return]
+    return _world(this_process.place()).bcast(value)  # type: ignore[no-any-return]
 
 
-def _world(started: Launch) -> Any:
+def _world(place: Place) -> Any:
     """MPI.COMM_WORLD, checked against what the launcher says. Raises: LaunchError."""
     try:
         from mpi4py import MPI  # importing it initializes MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"expected mpi4py to connect the {started.size} processes that {started.launcher} started, got: {error} "
+            f"expected mpi4py to connect the {place.size} processes that {place.launcher} started, got: {error} "
             "(pip install mpi4py; or start one process)"
         ) from None
-    if started.size != MPI.COMM_WORLD.Get_size():
+    if place.size != MPI.COMM_WORLD.Get_size():
         raise LaunchError(
-            f"expected the {started.size} processes that {started.launcher} started, got {MPI.COMM_WORLD.Get_size()} from mpi4py "
+            f"expected the {place.size} processes that {place.launcher} started, got {MPI.COMM_WORLD.Get_size()} from mpi4py "
             "(was mpi4py built for another MPI than the launcher's?)"
         )
     return MPI.COMM_WORLD

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.child import HUNG, PEER_FAILED
-from hvdtrain.comm.launchers import Launch, Launcher
+from hvdtrain.comm.launchers import Launcher, Place
 from hvdtrain.comm.local import describe_end
 from hvdtrain.errors import LaunchError
 
@@ -50,17 +50,17 @@ class Restarts:
         self._count = 0
         self._at_last_start = newest() if most else None
 
-    def __call__(self, started: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
-        """As `_next`; record why the job ends."""
-        wanted = self._next(started, failed)
+    def __call__(self, places: list[Place], failed: Mapping[int, int]) -> list[Place]:
+        """As `_next_places`; record why the job ends."""
+        next_places = self._next_places(places, failed)
         ends = [(rank, describe_end(status, out_of_memory=False)) for rank, status in failed.items()]
-        unexplained = [f"rank {rank} of {len(started)} {how}" for rank, how in ends if how is not None]
-        if unexplained and not wanted:
+        unexplained = [f"rank {rank} of {len(places)} {how}" for rank, how in ends if how is not None]
+        if unexplained and not next_places:
             self._record("; ".join(unexplained))
-        return wanted
+        return next_places
 
-    def _next(self, started: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
-        """Return the processes to start in place of those that have ended; if empty, the job has failed.
+    def _next_places(self, places: list[Place], failed: Mapping[int, int]) -> list[Place]:
+        """Return the places of the processes to start in place of those that have ended; if empty, the job has failed.
 
         Args:
             failed: by rank, the exit statuses of those that failed by themselves, as in `subprocess`: negative after a signal.
@@ -70,24 +70,24 @@ class Restarts:
         errors = [rank for rank, status in failed.items() if status >= 0 and status not in (PEER_FAILED, HUNG)]
         if errors or not lost or not self._most:
             return []
-        causes = ", ".join(f"rank {rank} of {len(started)} {how}" for rank, how in lost.items())
+        causes = ", ".join(f"rank {rank} of {len(places)} {how}" for rank, how in lost.items())
         if self._count == self._most:
             sys.stderr.write(f"{causes}: no restart, after {self._count} of {self._most} (max_restarts)\n")
             return []
         newest = self._newest()
-        size = len(started)
+        size = len(places)
         if self._count and newest == self._at_last_start and self._fewest is not None and killed:
             size = max(self._fewest, size - 1)
         self._count += 1
         self._at_last_start = newest
         ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
-        place = "from the beginning" if newest is None else f"from {newest}"
-        fewer = ", as no checkpoint was written since the last restart (min_ngpu)" if size < len(started) else ""
-        sys.stderr.write(f"restart {self._count} of {self._most}: {causes}; {ranks} {place}{fewer}\n")
-        return [replace(process, size=size, local_size=size) for process in started[:size]]
+        position = "from the beginning" if newest is None else f"from {newest}"
+        fewer = ", as no checkpoint was written since the last restart (min_ngpu)" if size < len(places) else ""
+        sys.stderr.write(f"restart {self._count} of {self._most}: {causes}; {ranks} {position}{fewer}\n")
+        return [replace(place, size=size, local_size=size) for place in places[:size]]
 
 
-def check_restarts(keys: LaunchKeys, launcher: Launcher, processes: list[Launch]) -> None:
+def check_restarts(keys: LaunchKeys, launcher: Launcher, processes: list[Place]) -> None:
     """Raise LaunchError if max_restarts is set, but hvdtrain's launcher does not start all processes of the job.
 
     Args:

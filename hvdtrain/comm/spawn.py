@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import local, this_process
 from hvdtrain.comm.child import end_with
-from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launch
+from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Place
 from hvdtrain.config.references import resolve
 from hvdtrain.config.source import MODULE_NAME
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
@@ -96,7 +96,7 @@ class RankTraceback(Exception):
 
 
 def call_on_ranks(
-    wanted: list[Launch], function: str, arguments: Mapping[str, Any], restarts: local.RestartRule, signals: bool = False
+    places: list[Place], function: str, arguments: Mapping[str, Any], restarts: local.RestartRule, signals: bool = False
 ) -> Any:
     """Start ranks that call a function, and wait until they end; return rank 0's value.
 
@@ -119,10 +119,10 @@ def call_on_ranks(
         reported: list[str] = []
         is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers only there
         with _Log(folder / "log") as log:
-            status = local.run(
-                wanted,
+            status = local.launch(
+                places,
                 [name],
-                launch.environment(),
+                this_process.environment(),
                 restarts,
                 program=PROGRAM,
                 signals_to_forward=STOP_SIGNALS if signals and is_main else (),
@@ -131,9 +131,9 @@ def call_on_ranks(
             )
         if status == 0:
             return pickle.loads((folder / "result").read_bytes())
-        _raise_error(folder, len(wanted))
+        _raise_error(folder, len(places))
         ends = "; ".join(map(str.strip, reported)) or f"exit status {status}, without an error (see what the ranks printed)"
-        raise TrainingError(f"ranks: expected {len(wanted)} ranks to complete, got {ends}")
+        raise TrainingError(f"ranks: expected {len(places)} ranks to complete, got {ends}")
 
 
 def _raise_error(folder: Path, size: int) -> None:
@@ -190,8 +190,9 @@ def on_rank(name: str) -> int:
     Args:
         name: of the folder shared with the program.
     """
-    folder, launcher = Path(name), launch.launcher()
-    rank = launcher.process.rank
+    folder = Path(name)
+    launcher = this_process.launcher()
+    rank = launcher.place.rank
     end_with(launcher.parent)
     try:
         job = pickle.loads((folder / "job").read_bytes())

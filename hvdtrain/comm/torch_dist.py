@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
+from hvdtrain.comm.meeting_point import meeting_point
 from hvdtrain.comm.torch_pickled import gather_pickled
-from hvdtrain.comm.torch_place import place
 from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure, TrainingError
 
@@ -61,28 +61,28 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
     Raises:
         LaunchError: the backend is not available, or the processes cannot connect.
     """
-    started = launch.launch()
-    if started.size == 1:
+    place = this_process.place()
+    if place.size == 1:
         return SingleCommunicator()
     backend = _choose_backend(backend)
-    meeting_place = place(launch.environment(), started, init_method)
-    if meeting_place is None and started.launcher != "mpirun":
+    meeting_place = meeting_point(this_process.environment(), place, init_method)
+    if meeting_place is None and place.launcher != "mpirun":
         raise LaunchError(
-            f"torch_distributed: expected a rendezvous address for the {started.size} processes that {started.launcher} started, "
+            f"torch_distributed: expected a rendezvous address for the {place.size} processes that {place.launcher} started, "
             "got none (set MASTER_ADDR and MASTER_PORT, or init_method to 'tcp://HOST:PORT' or 'file:///PATH')"
         )
     with _peer_failures():
-        on_one_host = started.local_size == started.size
+        on_one_host = place.local_size == place.size
         patience = min(timeout, MAX_START_TIMEOUT)
-        store = meet(meeting_place, started.rank, started.size, patience, on_one_host, stays=stays)
+        store = meet(meeting_place, place.rank, place.size, patience, on_one_host, stays=stays)
         torch.distributed.init_process_group(
             backend,
             store=PrefixStore("group", store),
-            rank=started.rank,
-            world_size=started.size,
+            rank=place.rank,
+            world_size=place.size,
             timeout=timedelta(seconds=timeout),
         )
-        return TorchCommunicator(started, timedelta(seconds=timeout))
+        return TorchCommunicator(place, timedelta(seconds=timeout))
 
 
 @contextmanager
@@ -109,10 +109,10 @@ class TorchCommunicator:
         group: the process group; None: that of the job.
     """
 
-    def __init__(self, started: Launch, timeout: timedelta, group: Any = None) -> None:
+    def __init__(self, place: Place, timeout: timedelta, group: Any = None) -> None:
         self._group = group
         self._channels: list[TorchCommunicator] = []
-        self._started = started
+        self._place = place
         self._timeout = timeout
         self._has_nccl = "nccl" in torch.distributed.get_backend_config(group)
         self.sent = 0
@@ -120,13 +120,13 @@ class TorchCommunicator:
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)
         self._members = list(range(self.size)) if group is None else torch.distributed.get_process_group_ranks(group)
-        hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
+        hosts = self.gather((socket.gethostname(), place.local_size), name="hosts")
         if all(local_size == 1 for _, local_size in hosts):  # processes started by hand do not know their local rank
             on_host = [rank for rank, (host, _) in enumerate(hosts) if host == hosts[self.rank][0]]
             self.local_rank: int = on_host.index(self.rank)
             self.local_size: int = len(on_host)
         else:
-            self.local_rank, self.local_size = started.local_rank, started.local_size
+            self.local_rank, self.local_size = place.local_rank, place.local_size
 
     def start(
         self,
@@ -164,7 +164,7 @@ class TorchCommunicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _of_peer(error) from None
+                raise _translate_error(error) from None
             wide = received.float() if received.dtype in HALVES else received
             if wide.dim() == 2:
                 wide = wide.sum(0, dtype=wide.dtype)
@@ -195,7 +195,7 @@ class TorchCommunicator:
             work = torch.distributed.all_to_all_single(received.view(-1), flat, out, shares, self._group, async_op=True)
             return received, flat, work
         except RuntimeError as error:
-            raise _of_peer(error) from None
+            raise _translate_error(error) from None
 
     def _flatten(self, tensors: list[Tensor], narrow: Narrow | None) -> Tensor:
         """Concatenate the flattened tensors, in the type in which they are sent; a single tensor is not copied.
@@ -240,9 +240,9 @@ class TorchCommunicator:
 
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered = gather_pickled((name, value), self.size, lambda tensor, lengths, _: self._gather_rows(tensor, lengths, None))
-        names = [other for other, _ in gathered]
-        if others := [rank for rank, other in enumerate(names) if other != names[0]]:
-            raise _mismatched_calls(names[0], names[others[0]], others[0])
+        calls = [call for call, _ in gathered]
+        if others := [rank for rank, call in enumerate(calls) if call != calls[0]]:
+            raise _mismatched_calls(calls[0], calls[others[0]], others[0])
         return [value for _, value in gathered]
 
     def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
@@ -273,31 +273,31 @@ class TorchCommunicator:
     def channel(self, name: str) -> TorchCommunicator:
         self._check_whole(f"channel {name}")
         with _peer_failures():
-            self._channels.append(self._of(torch.distributed.new_group(timeout=self._timeout, group_desc=name)))
+            self._channels.append(self._within_group(torch.distributed.new_group(timeout=self._timeout, group_desc=name)))
         return self._channels[-1]
 
     def split(self, sets: Sequence[Sequence[int]], *, name: str) -> Communicator | None:
         self._check_whole(f"split {name}")
-        found: Communicator | None = None
+        part: Communicator | None = None
         for ranks in sets:
             if len(ranks) == self.size:
-                found = self
+                part = self
             elif len(ranks) == 1:
-                found = SingleCommunicator(self.local_rank, self.local_size) if self.rank in ranks else found
+                part = SingleCommunicator(self.local_rank, self.local_size) if self.rank in ranks else part
             elif ranks:
                 with _peer_failures():
                     group = torch.distributed.new_group(list(ranks), self._timeout, group_desc=name)
                 if self.rank in ranks:
-                    self._channels.append(self._of(group))
-                    found = self._channels[-1]
-        return found
+                    self._channels.append(self._within_group(group))
+                    part = self._channels[-1]
+        return part
 
     def _check_whole(self, what: str) -> None:
         if self._group is not None:
             raise RuntimeError(f"{what}: PyTorch makes groups on all ranks of a job, not on a part of them")
 
-    def _of(self, group: Any) -> TorchCommunicator:
-        return TorchCommunicator(self._started, self._timeout, group)
+    def _within_group(self, group: Any) -> TorchCommunicator:
+        return TorchCommunicator(self._place, self._timeout, group)
 
     def close(self) -> None:
         self.gather(None, name="close")  # rank 0 serves the store, so it must not end before the others
@@ -308,10 +308,10 @@ class TorchCommunicator:
         torch.distributed.destroy_process_group()
 
 
-def _mismatched_calls(first: str, other: str, rank: int) -> TrainingError:
+def _mismatched_calls(first: str, theirs: str, rank: int) -> TrainingError:
     """Unlike Horovod, torch.distributed matches calls by order: without this check, a rank could get another call's result."""
     return TrainingError(
-        f"collective calls: expected the same on all ranks, got {first!r} on rank 0 and {other!r} on rank {rank} "
+        f"collective calls: expected the same on all ranks, got {first!r} on rank 0 and {theirs!r} on rank {rank} "
         "(does code of the config call hvdtrain.all_reduce or the like on some of the ranks only, or do their configs differ?)"
     )
 
@@ -339,10 +339,10 @@ def _peer_failures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _of_peer(error) from None
+        raise _translate_error(error) from None
 
 
-def _of_peer(error: RuntimeError) -> Exception:
+def _translate_error(error: RuntimeError) -> Exception:
     """The error to raise in place of one of Gloo or NCCL; itself, if it has another cause."""
     text = str(error)
     if "Duplicate GPU" in text:

@@ -31,15 +31,15 @@ def gather_pickled(value: T, size: int, gather_rows: Callable[[Any, Sequence[int
         gather_rows: concatenates a tensor of every rank along the first axis, given the tensor, that axis's length by rank, and a
             name.
     """
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     space = first_space(size)
     first = torch.zeros(1, LENGTH + space, dtype=torch.uint8)
-    first[0, :LENGTH] = torch.tensor([len(own)]).view(torch.uint8)
-    first[0, LENGTH : LENGTH + len(own)] = own[:space]
+    first[0, :LENGTH] = torch.tensor([len(message)]).view(torch.uint8)
+    first[0, LENGTH : LENGTH + len(message)] = message[:space]
     received = gather_rows(first, [1] * size, "first")
     lengths = received[:, :LENGTH].contiguous().view(torch.int64).flatten().tolist()
     missing = [max(0, length - space) for length in lengths]
-    rest = gather_rows(own[space:], missing, "rest").split(missing) if any(missing) else [own[:0]] * size
+    rest = gather_rows(message[space:], missing, "rest").split(missing) if any(missing) else [message[:0]] * size
     begun = received[:, LENGTH:].numpy()
     return [
         pickle.loads(row[:length].tobytes() + more.numpy().tobytes())

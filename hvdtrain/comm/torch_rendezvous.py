@@ -1,6 +1,6 @@
 """The rendezvous of a torch.distributed job: rank 0 serves a store that the others connect to.
 
-`meet` connects the processes at their place (torch_place.py), and imports torch when it is called.
+`meet` connects the processes at their meeting point (meeting_point.py), and imports torch when it is called.
 
 torch's own `init_method` file:// hangs or fails if the file is left over from an earlier run, and workers that torchrun
 restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store at that address returns
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.torch_place import LOOPBACK, Address, Agent, Place, SharedFile
+from hvdtrain.comm.meeting_point import LOOPBACK, Address, Agent, MeetingPoint, SharedFile
 from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import LaunchError
 
@@ -53,7 +53,7 @@ def names_of_this_host() -> list[str]:
     """The names under which other ranks may reach this host: its name, its addresses, and the loopback address."""
     name = socket.gethostname()
     try:
-        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
     except OSError:
         addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
@@ -67,7 +67,7 @@ def names_of_this_host() -> list[str]:
 
 
 class Board(Protocol):
-    """A place where rank 0 posts its address for the others."""
+    """A point where rank 0 posts its address for the others."""
 
     def post(self, text: str) -> None: ...
 
@@ -99,10 +99,10 @@ class FileBoard:
 class AgentBoard:
     """torchrun's store. Its agent keeps it across restarts, so it may hold the address of a dead rank 0."""
 
-    def __init__(self, place: Agent, deadline: float) -> None:
-        self._store = _connect((place.host,), place.port, deadline)
+    def __init__(self, point: Agent, deadline: float) -> None:
+        self._store = _connect((point.host,), point.port, deadline)
         if self._store is None:
-            raise LaunchError(f"expected torchrun's store at {place.host}:{place.port}, got no answer there")
+            raise LaunchError(f"expected torchrun's store at {point.host}:{point.port}, got no answer there")
 
     def post(self, text: str) -> None:
         self._store.set("hvdtrain.address", text)  # type: ignore[union-attr]
@@ -124,52 +124,54 @@ class MPIBoard:
 
 
 KEPT: dict[tuple[str, int, int], list[Store]] = {}
-"""By place, rank and size, the stores of this process's jobs: that at which its ranks met, and those within it for later jobs.
+"""By point, rank and size, the stores of this process's jobs: that at which its ranks met, and those within it for later jobs.
 Rank 0 cannot listen on a fixed port again while another rank is still connected there."""
 
 
-def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host: bool = False, *, stays: bool = False) -> Store:
+def meet(
+    point: MeetingPoint | None, rank: int, size: int, timeout: float, on_one_host: bool = False, *, stays: bool = False
+) -> Store:
     """Collective. Return a store that all ranks share, as soon as all of them are connected.
 
     Args:
-        place: the rendezvous; None: rank 0 broadcasts its address over MPI.
+        point: the rendezvous; None: rank 0 broadcasts its address over MPI.
         timeout: seconds to wait for the other ranks.
         on_one_host: all ranks are on one host. They connect over the loopback address, which other hosts cannot reach.
-        stays: the ranks may meet again at this place: each as often as the others.
+        stays: the ranks may meet again at this point: each as often as the others.
 
     Raises:
         LaunchError: a rank is missing or present twice, or the ranks disagree on their number.
     """
     deadline = time.monotonic() + timeout
-    jobs = KEPT.setdefault((str(place), rank, size), []) if stays else []
+    jobs = KEPT.setdefault((str(point), rank, size), []) if stays else []
     if jobs:
         from torch._C._distributed_c10d import PrefixStore
 
         jobs.append(PrefixStore(f"job {len(jobs)}", jobs[0]))
-        _check_in(jobs[-1], place, rank, size, deadline)
+        _check_in(jobs[-1], point, rank, size, deadline)
         return jobs[-1]
-    if isinstance(place, Address):
-        hosts = (LOOPBACK,) if on_one_host else place.hosts
-        store = _serve(place.port, on_one_host) if rank == 0 else _connect(hosts, place.port, deadline)
+    if isinstance(point, Address):
+        hosts = (LOOPBACK,) if on_one_host else point.hosts
+        store = _serve(point.port, on_one_host) if rank == 0 else _connect(hosts, point.port, deadline)
     else:
         board: Board
-        if isinstance(place, SharedFile):
-            board = FileBoard(place.path)
+        if isinstance(point, SharedFile):
+            board = FileBoard(point.path)
         else:
-            board = MPIBoard() if place is None else AgentBoard(place, deadline)
+            board = MPIBoard() if point is None else AgentBoard(point, deadline)
         if rank == 0:
-            names = [*names_of_this_host(), *([place.host] if isinstance(place, Agent) else [])]
+            names = [*names_of_this_host(), *([point.host] if isinstance(point, Agent) else [])]
             store = _serve_and_post(board, [LOOPBACK] if on_one_host else names, on_one_host)
         else:
             store = _read_and_connect(board, deadline)
     if store is None:
         raise LaunchError(
-            f"rank {rank} of {size}: expected rank 0 at {place}, got no answer within {timeout:.0f} s (was it started? can this "
+            f"rank {rank} of {size}: expected rank 0 at {point}, got no answer within {timeout:.0f} s (was it started? can this "
             "host connect to it, or does a firewall block the port?)"
         )
-    _check_in(store, place, rank, size, deadline)
-    if isinstance(place, SharedFile) and rank == 0:
-        place.path.unlink(missing_ok=True)  # all ranks have read it
+    _check_in(store, point, rank, size, deadline)
+    if isinstance(point, SharedFile) and rank == 0:
+        point.path.unlink(missing_ok=True)  # all ranks have read it
     jobs.append(store)
     return store
 
@@ -233,7 +235,7 @@ def _connect(hosts: tuple[str, ...], port: int, deadline: float) -> TCPStore | N
         time.sleep(POLL_INTERVAL)
 
 
-def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline: float) -> None:
+def _check_in(store: Store, point: MeetingPoint | None, rank: int, size: int, deadline: float) -> None:
     """Collective. Wait until all ranks are connected and check that they belong together. If one finds a problem, all raise.
 
     The ranks only count themselves, and the last one says that they are complete: if each of N ranks looked for all others, the
@@ -247,9 +249,9 @@ def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline:
     expected = int(store.compare_set("size", "", str(size)))
     problem = None
     if expected != size:
-        problem = f"{place}: expected the same number of processes on all ranks, got {expected} and {size}"
+        problem = f"{point}: expected the same number of processes on all ranks, got {expected} and {size}"
     elif store.add(_name(rank), 1) > 1:
-        problem = f"{place}: expected distinct ranks, got rank {rank} twice (does another job use the same address?)"
+        problem = f"{point}: expected distinct ranks, got rank {rank} twice (does another job use the same address?)"
     elif store.add("present", 1) == size:
         decide(COMPLETE)
     if problem is not None:
@@ -259,13 +261,13 @@ def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline:
     while not store.check([OUTCOME]):
         if not has_reported and rank == 0 and time.monotonic() - started > REPORT_AFTER:
             missing = _missing(store, size)
-            sys.stderr.write(f"rank 0 waits at {place} for rank {missing} of {size}\n")  # the log is not open yet
+            sys.stderr.write(f"rank 0 waits at {point} for rank {missing} of {size}\n")  # the log is not open yet
             has_reported = True
         if not has_searched and time.monotonic() >= deadline:
             has_searched = True
             if store.add("searches", 1) == 1:  # one rank searches for all
                 missing = _missing(store, size)
-                decide(f"{place}: expected {size} processes, got none with rank {missing} in time" if missing else COMPLETE)
+                decide(f"{point}: expected {size} processes, got none with rank {missing} in time" if missing else COMPLETE)
         time.sleep(max(POLL_INTERVAL, size / QUESTIONS))
     outcome = store.get(OUTCOME).decode()
     if outcome == COMPLETE and problem is None:

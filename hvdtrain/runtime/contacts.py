@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from hvdtrain.runtime.heartbeats import Contact, Heartbeats
-from hvdtrain.runtime.peers import LOOPBACK, Address, Process, network, open_datagrams
+from hvdtrain.runtime.peers import LOOPBACK, Address, RankProcess, network, open_datagrams
 
 
 def exchange_contacts(
@@ -28,7 +28,9 @@ def exchange_contacts(
     on_one_host = len(set(gather(network()))) == 1
     datagrams = open_datagrams(LOOPBACK if on_one_host else "")
     port = None if datagrams is None else datagrams.port
-    own = Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex() if rank == 0 else "")
+    own = Contact(
+        socket.gethostname(), RankProcess.of_pid(os.getpid()), tuple(names), port, secrets.token_hex() if rank == 0 else ""
+    )
     contacts: list[Contact] = gather(own)
     if datagrams is not None and contacts[0].port is None:
         datagrams.close()

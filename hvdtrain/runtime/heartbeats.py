@@ -20,7 +20,7 @@ from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose, values
 from hvdtrain.runtime.peers import (
     Address,
     Datagrams,
-    Process,
+    RankProcess,
     sign,
     verify,
 )
@@ -56,7 +56,7 @@ class Contact:
     """
 
     host: str
-    process: Process
+    process: RankProcess
     names: tuple[str, ...]
     port: int | None
     token: str

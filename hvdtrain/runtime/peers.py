@@ -34,7 +34,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Process:
+class RankProcess:
     """A process of the job.
 
     Attributes:
@@ -47,7 +47,7 @@ class Process:
     began: str
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of_pid(cls, pid: int) -> RankProcess:
         """A process in this PID namespace."""
         with suppress(OSError):
             place = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
@@ -94,7 +94,7 @@ def end_daemon_later(seconds: float) -> None:
     daemon may end this one first.
     """
     with suppress(OSError):
-        daemon = Process.of(os.getppid())
+        daemon = RankProcess.of_pid(os.getppid())
         if Path(f"/proc/{daemon.pid}/comm").read_text(encoding="utf-8").strip() in DAEMONS:
             command = END_LATER.format(seconds=seconds, pid=daemon.pid, began=daemon.began)
             nothing = subprocess.DEVNULL

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
 from hvdtrain.data.describe import batch_lines, cache_texts, feed_lines
@@ -56,19 +56,19 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
 
 def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> None:
     """Log where the ranks run, and warn of problems with the way in which they were started."""
-    started = launch.launch()
+    place = this_process.place()
     ranks = f"{size} rank{'s' if size > 1 else ''}"
     log.write(level, f"hvdtrain {__version__}, {settings.run.backend}: {ranks}, {hosts_text(hosts)}")
-    if settings.reduce.use_horovod and started.launcher is None:
+    if settings.reduce.use_horovod and place.launcher is None:
         log.warning("use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
-    if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
+    if settings.torch_distributed is not None and place.launcher is None and settings.launch.ngpu is None:
         log.warning(
             "torch_distributed is set, but this process was started alone: it trains as one rank (for 2: ++ngpu 2, or torchrun)",
         )
-    if launch.is_bound() and launch.cores() == 1:
+    if this_process.is_bound() and this_process.cores() == 1:
         log.warning("this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
-    if len({name for name, _ in hosts}) > 1 and launch.misses_lost_hosts(launch.environment()):
-        log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
+    if len({name for name, _ in hosts}) > 1 and this_process.misses_lost_hosts(this_process.environment()):
+        log.warning(f"mpirun does not notice when a host is lost; with {this_process.KEEPALIVE} it does")
 
 
 def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
@@ -148,7 +148,7 @@ def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits
     """Log from where training continues, and a restart; how the best epoch is selected; and whether all epochs are done."""
     if progress.start:
         log.write(level, progress.start)
-    may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
+    may_restart = settings.launch.max_restarts or this_process.launcher().restarts != "never"
     if may_restart and limits.save_steps is None and limits.save_minutes is None:
         log.write(
             level, "a restart continues from the last finished epoch that was saved; save_interval_minutes or _steps loses less"

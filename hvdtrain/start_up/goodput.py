@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.report.ends import WRITTEN
 from hvdtrain.report.runs import last_start
 from hvdtrain.runtime import log
@@ -17,7 +17,7 @@ from hvdtrain.training.session import Session
 
 def job_began(settings: Settings) -> float:
     """When the job began: its restarts by a launcher belong to it."""
-    launcher = launch.launcher()
+    launcher = this_process.launcher()
     if launcher.began is not None:
         return launcher.began
     return process_began(launcher.parent) if settings.process.is_own else steady_time()
@@ -45,7 +45,7 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
     """
     if session.comm.rank != 0:
         return Goodput(session.timer)
-    launcher, progress, folder = launch.launcher(), session.progress, settings.records
+    launcher, progress, folder = this_process.launcher(), session.progress, settings.records
     saved = Spent.from_state(progress.spent)
     # A training that starts from scratch is another one, unless it was the launcher that restarted it.
     recorded = Spent.from_state(last_start(folder).get("goodput")) if saved is not None or launcher.is_restart else None

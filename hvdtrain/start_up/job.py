@@ -31,7 +31,7 @@ from hvdtrain.checkpoint.start import (
     start_of_task,
     start_of_training,
 )
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.fork_server import Fork
@@ -124,7 +124,7 @@ def close(feeds: Iterable[Feed]) -> None:
 
 def _fork_writer(settings: Settings) -> Fork | None:
     """On rank 0, the process that writes checkpoints in the background, if the config asks for it and a fork is possible."""
-    if not settings.saving.save_in_background or not settings.process.is_own or launch.launch().rank:
+    if not settings.saving.save_in_background or not settings.process.is_own or this_process.place().rank:
         return None
     return FRAMEWORKS[settings.run.backend].fork_writer()
 
@@ -139,7 +139,7 @@ def _open(
         watched: closes the watchdog once the ranks are disconnected.
         stack: closes everything else before that.
     """
-    launcher = launch.launcher()
+    launcher = this_process.launcher()
     if launcher.restarts == "all ranks":
         together(comm, launcher.refuse_to_repeat, name="former_failure")
     check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, and ranks would wait for ever
@@ -150,7 +150,9 @@ def _open(
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(
-            comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process, launch.environment()), name="open_log"
+            comm,
+            lambda: open_log(settings.log, comm.rank, comm.size, settings.process, this_process.environment()),
+            name="open_log",
         )
         for message in (*settings.warnings, *settings.misplaced_keys):
             log.warning(message)
@@ -262,7 +264,7 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
         comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None
     )
     patience = inf if is_unwatched else settings.run.watchdog_timeout
-    launcher, heartbeats = launch.launcher(), None
+    launcher, heartbeats = this_process.launcher(), None
     if comm.size > 1 and purpose != "measure":
         heartbeats = exchange_contacts(
             comm.rank,

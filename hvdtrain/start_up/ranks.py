@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import check_variables
@@ -43,20 +43,20 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         LaunchError: several processes were started, but the config does not say how to connect them.
         ConfigError: a device does not exist, or the config computes while it is read.
     """
-    check_variables(launch.environment())
+    check_variables(this_process.environment())
     prepare(settings)
-    started = launch.launch()
+    place = this_process.place()
     comm: Communicator = SingleCommunicator()
     inside: AbstractContextManager[None] = nullcontext()
     transport = "horovod" if settings.reduce.use_horovod else "torch.distributed"
     if settings.reduce.use_horovod or settings.torch_distributed is not None:
         comm, inside = TRANSPORTS[transport](settings, not settings.process.is_own)
-    elif started.size > 1:
+    elif place.size > 1:
         raise LaunchError(
-            f"expected use_horovod or torch_distributed to connect the {started.size} processes that {started.launcher} started, "
+            f"expected use_horovod or torch_distributed to connect the {place.size} processes that {place.launcher} started, "
             "got neither: each process would train the model by itself and overwrite the files of the others "
             "(add ++use_horovod 1 to the command, or ++torch_distributed {}; without a launcher, unset "
-            f"{launch.launcher().place.partition('=')[0]})"
+            f"{this_process.launcher().evidence.partition('=')[0]})"
         ).on_all_ranks()
     try:
         with inside, use_communicator(comm):
@@ -70,18 +70,18 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
 def prepare(settings: Settings) -> None:
     """Choose device and threads before the framework computes anything. Raises: ConfigError."""
-    started = launch.launch()
+    place = this_process.place()
     if settings.learner.deterministic:
-        launch.put(DETERMINISTIC)
+        this_process.put(DETERMINISTIC)
     if settings.trace.profile_steps is not None and settings.reduce.horovod_timeline is None:
-        launch.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # starts with the profiler
-    num_threads = threads(settings, started.local_size)
-    FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
+        this_process.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # starts with the profiler
+    num_threads = threads(settings, place.local_size)
+    FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, place.local_rank, num_threads)
 
 
 def threads(settings: Settings, local_size: int) -> int:
     """The number of threads a rank computes with, if `local_size` ranks share its host."""
-    default = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
+    default = this_process.threads_per_rank(this_process.environment(), local_size, this_process.cores(), this_process.is_bound())
     return settings.run.num_threads or default
 
 

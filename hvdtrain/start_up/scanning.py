@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.runtime import log
@@ -27,8 +27,8 @@ def open_scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | N
     beat = partial(_beat, watchdog)
     folder = settings.data.lengths_dir
     stored = None if folder is None else Path(folder).expanduser()
-    cores = launch.cores()
-    processes = cores if launch.is_bound() else max(1, cores // comm.local_size)
+    cores = this_process.cores()
+    processes = cores if this_process.is_bound() else max(1, cores // comm.local_size)
     progress = partial(_progress, comm.rank == 0, beat)
     note, seed = (lambda line: log.info(line)), settings.run.random_seed
     return Scanning(stored, comm.rank, comm.size, progress, beat, note, processes, cores, seed=seed)

@@ -13,7 +13,7 @@ from cluster.slurm import wait_until_idle
 from launching import Finished
 from launching_page import PAGE, read_page
 
-from hvdtrain.comm.launch import KEEPALIVE
+from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.training.trace import has_begun, trained_on
 
 ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"

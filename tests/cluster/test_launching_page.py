@@ -10,7 +10,7 @@ from cluster.jobs import scores, submit, wait_for_job
 from launching import ROOT
 from launching_page import Command, read_page
 
-from hvdtrain.comm.launch import KEEPALIVE
+from hvdtrain.comm.this_process import KEEPALIVE
 
 AGAIN = (
     "mpirun -np 4 -bind-to none -map-by slot -x NCCL",  # as in tests/launchers/test_job_manager.py

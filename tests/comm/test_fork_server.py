@@ -14,18 +14,18 @@ from launching import clean_environment
 
 from hvdtrain.comm import local
 from hvdtrain.comm.fork_server import NAME
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
 
 RANK = """
 import atexit, json, os, random, signal, sys, time
 from pathlib import Path
-from hvdtrain.comm import fork_server, launch
+from hvdtrain.comm import fork_server, this_process
 from hvdtrain.comm import child
 from hvdtrain.comm.child import PEER_FAILED, end_with, wait_for_cause
 child.TERMINATE_TIMEOUT = 0.2
 fork_server.serve()
-launcher = launch.launcher()
-folder, rank = Path(sys.argv[1]), launcher.process.rank
+launcher = this_process.launcher()
+folder, rank = Path(sys.argv[1]), launcher.place.rank
 end_with(launcher.parent)
 starts = len(launcher.failures)
 found = {
@@ -38,7 +38,7 @@ found = {
     "files": len(os.listdir("/proc/self/fd")),
 }
 (folder / f"rank-{rank}-start-{starts}.json").write_text(json.dumps(found))
-while len(list(folder.glob(f"rank-*-start-{starts}.json"))) < launcher.process.size:
+while len(list(folder.glob(f"rank-*-start-{starts}.json"))) < launcher.place.size:
     time.sleep(0.01)
 if sys.argv[2] == "wait":
     time.sleep(60)
@@ -55,8 +55,8 @@ launcher.on_success()
 """
 
 
-def restart_once(started: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
-    return started if -signal.SIGKILL in failed.values() else []
+def restart_once(places: list[Place], failed: Mapping[int, int]) -> list[Place]:
+    return places if -signal.SIGKILL in failed.values() else []
 
 
 def finding_modules_in(folder: Path) -> dict[str, str]:
@@ -69,9 +69,9 @@ def run(folder: Path, planted: str, mode: str = "kill") -> tuple[int, list[str],
     """Run 2 ranks, of which the second one is killed once; return the status, the lines of the launcher, and what ranks found."""
     (folder / "planted.py").write_text(planted)
     reported: list[str] = []
-    wanted = [Launch("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
+    wanted = [Place("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
     environ = finding_modules_in(folder)
-    status = local.run(
+    status = local.launch(
         wanted, [str(folder), mode], environ, restart_once, program=("-c", RANK), report=reported.append, imports=["planted"]
     )
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"), key=lambda path: path.name[-6:])]
@@ -121,9 +121,9 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os
 from hvdtrain.comm import local
-from hvdtrain.comm.launchers import Launch
-wanted = [Launch("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
-local.run(wanted, [{str(tmp_path)!r}, "wait"], os.environ, program=("-c", {RANK!r}), imports=["planted"])
+from hvdtrain.comm.launchers import Place
+wanted = [Place("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
+local.launch(wanted, [{str(tmp_path)!r}, "wait"], os.environ, program=("-c", {RANK!r}), imports=["planted"])
 """
     environ = {**finding_modules_in(tmp_path), "TMPDIR": str(tmp_path)}  # a launcher that is killed leaves a folder
     launcher = subprocess.Popen([sys.executable, "-c", program], env=environ)

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hvdtrain.comm.launch import launch, threads_per_rank
-from hvdtrain.comm.launchers import Launch, detect
+from hvdtrain.comm.launchers import Place, detect
+from hvdtrain.comm.this_process import place, threads_per_rank
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -40,21 +40,21 @@ SRUN = {
     ],
 )
 def test_every_launcher_says_who_this_is(launcher: str, environ: dict[str, str]) -> None:
-    assert detect(environ) == Launch(launcher, rank=5, size=8, local_rank=1, local_size=4)
+    assert detect(environ) == Place(launcher, rank=5, size=8, local_rank=1, local_size=4)
 
 
 def test_alone() -> None:
-    assert detect({}) == Launch(None, rank=0, size=1, local_rank=0, local_size=1)
-    assert detect({"PATH": "/bin", "LOCAL_RANK": "3"}) == Launch(None)
+    assert detect({}) == Place(None, rank=0, size=1, local_rank=0, local_size=1)
+    assert detect({"PATH": "/bin", "LOCAL_RANK": "3"}) == Place(None)
 
 
 def test_a_script_of_sbatch_without_srun_is_one_process() -> None:
-    assert detect(SBATCH) == Launch(None)
+    assert detect(SBATCH) == Place(None)
 
 
 def test_the_innermost_launcher_decides() -> None:
     two = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert detect({**SBATCH, **two}) == Launch("mpirun", rank=1, size=2)
+    assert detect({**SBATCH, **two}) == Place("mpirun", rank=1, size=2)
     assert detect({**SRUN, **two}).launcher == "mpirun"
     assert detect({**SRUN, **TORCHRUN}).launcher == "torchrun"
     assert detect({**MPIRUN, **HOROVODRUN}).launcher == "horovodrun"
@@ -62,10 +62,10 @@ def test_the_innermost_launcher_decides() -> None:
 
 
 def test_values_that_are_no_numbers_are_not_believed() -> None:
-    assert detect({"RANK": "", "WORLD_SIZE": "4"}) == Launch(None)
-    assert detect({"RANK": "1"}) == Launch(None)
-    assert detect({"RANK": "senior", "WORLD_SIZE": "4"}) == Launch(None)
-    assert detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "?"}) == Launch("torchrun", rank=1, size=4)
+    assert detect({"RANK": "", "WORLD_SIZE": "4"}) == Place(None)
+    assert detect({"RANK": "1"}) == Place(None)
+    assert detect({"RANK": "senior", "WORLD_SIZE": "4"}) == Place(None)
+    assert detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "?"}) == Place("torchrun", rank=1, size=4)
 
 
 def test_tasks_per_node_of_slurm_may_differ() -> None:
@@ -81,7 +81,7 @@ def test_launch_reads_this_processes_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert launch() == detect(TORCHRUN)
+    assert place() == detect(TORCHRUN)
 
 
 def test_threads_of_a_rank() -> None:

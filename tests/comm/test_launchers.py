@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.comm import horovod_elastic
-from hvdtrain.comm.launchers import LAUNCHERS, Launch, Launcher, check_variables, launcher_of
+from hvdtrain.comm.launchers import LAUNCHERS, Launcher, Place, check_variables, launcher_of
 from hvdtrain.comm.torchrun_failures import Failure, read
 from hvdtrain.errors import ConfigError, DamagedCheckpoint, HvdtrainError, LaunchError, Outcome, PeerFailure, TrainingError
 from hvdtrain.runtime.interrupt import Stopped
@@ -85,8 +85,8 @@ def test_a_new_launcher_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -
         variables = (("ALPS_APP_PE", "ALPS_SIZE", "ALPS_LOCAL", "ALPS_LOCAL_SIZE"),)
 
     monkeypatch.setattr("hvdtrain.comm.launchers.LAUNCHERS", (Aprun, *LAUNCHERS))
-    assert launcher_of({"ALPS_APP_PE": "3", "ALPS_SIZE": "4"}).process == Launch("aprun", 3, 4)
-    assert launcher_of({}).process == Launch(None)
+    assert launcher_of({"ALPS_APP_PE": "3", "ALPS_SIZE": "4"}).place == Place("aprun", 3, 4)
+    assert launcher_of({}).place == Place(None)
 
 
 def everywhere(error: HvdtrainError) -> HvdtrainError:

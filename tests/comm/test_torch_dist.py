@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from launching import clean_environment
 
-from hvdtrain.comm.launchers import Launch, variables
-from hvdtrain.comm.torch_place import HVDTRAIN_PLACE
+from hvdtrain.comm.launchers import Place, variables
+from hvdtrain.comm.meeting_point import HVDTRAIN_INIT_METHOD
 
 RANK = """
 import sys
 from pathlib import Path
-from hvdtrain.comm import launch, torch_rendezvous
+from hvdtrain.comm import this_process, torch_rendezvous
 from hvdtrain.comm.torch_dist import open_torch_distributed
 from hvdtrain.errors import PeerFailure
 check_in = torch_rendezvous._check_in
@@ -22,7 +22,7 @@ def touch_and_check_in(*arguments):
     Path(sys.argv[1]).touch()
     check_in(*arguments)
 torch_rendezvous._check_in = touch_and_check_in
-launch.launcher()
+this_process.launcher()
 try:
     open_torch_distributed("gloo", None, 60)
 except PeerFailure as error:
@@ -36,8 +36,8 @@ def test_rank_zero_is_killed_while_the_ranks_meet(tmp_path: Path) -> None:
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank in (0, 1):  # of 3, so that both wait
-            environ = clean_environment() | {HVDTRAIN_PLACE: f"file://{tmp_path}/place"}
-            environ |= variables(Launch("hvdtrain", rank, 3, rank, 3))
+            environ = clean_environment() | {HVDTRAIN_INIT_METHOD: f"file://{tmp_path}/place"}
+            environ |= variables(Place("hvdtrain", rank, 3, rank, 3))
             command = [sys.executable, "-c", RANK, str(tmp_path / f"meets-{rank}")]
             ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         deadline = time.monotonic() + 60

@@ -12,17 +12,17 @@ from torch.distributed import HashStore
 
 from hvdtrain.comm import torch_rendezvous
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launchers import Launch, detect, variables
-from hvdtrain.comm.local import processes
+from hvdtrain.comm.launchers import Place, detect, variables
+from hvdtrain.comm.local import places
+from hvdtrain.comm.meeting_point import Address, Agent, SharedFile, meeting_point, parse
 from hvdtrain.comm.slurm import host_names
 from hvdtrain.comm.torch_dist import leaving
-from hvdtrain.comm.torch_place import Address, Agent, SharedFile, parse, place
 from hvdtrain.comm.torch_rendezvous import _check_in, meet
 from hvdtrain.errors import DataError, LaunchError
 
-ALONE = Launch(None)
-SRUN = Launch("srun", rank=3, size=5, local_rank=0, local_size=2)
-MPIRUN = Launch("mpirun", rank=1, size=2, local_rank=1, local_size=2)
+ALONE = Place(None)
+SRUN = Place("srun", rank=3, size=5, local_rank=0, local_size=2)
+MPIRUN = Place("mpirun", rank=1, size=2, local_rank=1, local_size=2)
 STEP = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "5",
@@ -57,7 +57,7 @@ def test_slurms_node_lists(text: str, hosts: list[str]) -> None:
 )
 def test_init_methods(text: str, expected: Any) -> None:
     assert parse(text) == expected
-    assert place({"MASTER_ADDR": "other", "MASTER_PORT": "1"}, MPIRUN, text) == expected
+    assert meeting_point({"MASTER_ADDR": "other", "MASTER_PORT": "1"}, MPIRUN, text) == expected
 
 
 @pytest.mark.parametrize("text", ["tcp://node1", "tcp://:29500", "tcp://node1:http", "file://", "node1:29500", "ftp://node1:3"])
@@ -69,48 +69,53 @@ def test_an_init_method_that_is_none_is_refused(text: str) -> None:
 def test_the_environment_says_where() -> None:
     master = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", **master}
-    assert place(torchrun, detect(torchrun)) == Address(("node1",), 29500)
-    assert place({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}, detect(torchrun)) == Agent("node1", 29500)
-    assert place({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "False"}, detect(torchrun), "env://") == Address(("node1",), 29500)
-    assert place({**STEP, **master}, SRUN) == Address(("node1",), 29500)
+    assert meeting_point(torchrun, detect(torchrun)) == Address(("node1",), 29500)
+    assert meeting_point({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}, detect(torchrun)) == Agent("node1", 29500)
+    assert meeting_point({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "False"}, detect(torchrun), "env://") == Address(
+        ("node1",), 29500
+    )
+    assert meeting_point({**STEP, **master}, SRUN) == Address(("node1",), 29500)
     with pytest.raises(LaunchError, match="MASTER_PORT: expected a number, got 'http'"):
-        place({"MASTER_ADDR": "node1", "MASTER_PORT": "http"}, MPIRUN)
+        meeting_point({"MASTER_ADDR": "node1", "MASTER_PORT": "http"}, MPIRUN)
 
 
 def test_a_step_of_srun_meets_on_its_first_node() -> None:
-    met = place(STEP, SRUN)
+    met = meeting_point(STEP, SRUN)
     assert isinstance(met, Address)
     assert met.hosts == ("n3",)
     assert 20000 <= met.port < 30000
-    others = [place({**STEP, "SLURM_PROCID": "0"}, Launch("srun", 0, 5, 0, 2)), place({**STEP, "SLURM_STEP_ID": "1"}, SRUN)]
+    others = [
+        meeting_point({**STEP, "SLURM_PROCID": "0"}, Place("srun", 0, 5, 0, 2)),
+        meeting_point({**STEP, "SLURM_STEP_ID": "1"}, SRUN),
+    ]
     assert others[0] == met  # every task works out the same
     assert others[1] != met  # another step of the same job another port
-    assert place({**STEP, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3"}, SRUN) == Address(("n3", "10.0.0.3"), met.port)
-    assert place({**STEP, "MASTER_PORT": "4242"}, SRUN) == Address(("n3",), 4242)
-    assert place(STEP, Launch("srun", 1, 2, 1, 2)) == Address(("127.0.0.1",), met.port)
+    assert meeting_point({**STEP, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3"}, SRUN) == Address(("n3", "10.0.0.3"), met.port)
+    assert meeting_point({**STEP, "MASTER_PORT": "4242"}, SRUN) == Address(("n3",), 4242)
+    assert meeting_point(STEP, Place("srun", 1, 2, 1, 2)) == Address(("127.0.0.1",), met.port)
 
 
 def test_an_mpirun_on_one_host_meets_there_and_one_on_several_does_not_know() -> None:
     environ = {"PMIX_NAMESPACE": "2887516161"}
-    met = place(environ, MPIRUN)
+    met = meeting_point(environ, MPIRUN)
     assert isinstance(met, Address)
     assert met.hosts == ("127.0.0.1",)
-    assert met != place({"PMIX_NAMESPACE": "2887516162"}, MPIRUN)
-    assert place(environ, Launch("mpirun", 1, 4, 1, 2)) is None
-    assert place({}, MPIRUN) is None
+    assert met != meeting_point({"PMIX_NAMESPACE": "2887516162"}, MPIRUN)
+    assert meeting_point(environ, Place("mpirun", 1, 4, 1, 2)) is None
+    assert meeting_point({}, MPIRUN) is None
 
 
 def test_processes_that_hvdtrain_started_meet_where_it_said() -> None:
-    environ = {**STEP, **variables(Launch("hvdtrain", 1, 2, 1, 2)), "HVDTRAIN_INIT_METHOD": "file:///tmp/x/address"}
-    assert detect(environ) == Launch("hvdtrain", 1, 2, 1, 2)
-    assert place(environ, detect(environ)) == SharedFile(Path("/tmp/x/address"))
-    assert place(environ, detect(environ), "tcp://h:1") == Address(("h",), 1)
+    environ = {**STEP, **variables(Place("hvdtrain", 1, 2, 1, 2)), "HVDTRAIN_INIT_METHOD": "file:///tmp/x/address"}
+    assert detect(environ) == Place("hvdtrain", 1, 2, 1, 2)
+    assert meeting_point(environ, detect(environ)) == SharedFile(Path("/tmp/x/address"))
+    assert meeting_point(environ, detect(environ), "tcp://h:1") == Address(("h",), 1)
     del environ["HVDTRAIN_INIT_METHOD"]  # each of several tasks of srun started some
-    assert place({**environ, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, detect(environ)) == place(STEP, SRUN)
+    assert meeting_point({**environ, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, detect(environ)) == meeting_point(STEP, SRUN)
 
 
-def ranks(keys: LaunchKeys, started: Launch) -> list[tuple[int, int, int, int]]:
-    return [(one.rank, one.size, one.local_rank, one.local_size) for one in processes(keys, started)]
+def ranks(keys: LaunchKeys, place: Place) -> list[tuple[int, int, int, int]]:
+    return [(one.rank, one.size, one.local_rank, one.local_size) for one in places(keys, place)]
 
 
 def test_which_processes_are_started() -> None:
@@ -118,7 +123,7 @@ def test_which_processes_are_started() -> None:
     assert ranks(LaunchKeys(ngpu=1, multiprocessing_distributed=False), ALONE) == []
     assert ranks(LaunchKeys(ngpu=0), ALONE) == []
     assert ranks(LaunchKeys(), SRUN) == []
-    assert ranks(LaunchKeys(ngpu=2), Launch("hvdtrain", 0, 2, 0, 2)) == []
+    assert ranks(LaunchKeys(ngpu=2), Place("hvdtrain", 0, 2, 0, 2)) == []
     assert ranks(LaunchKeys(ngpu=3), ALONE) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
     assert ranks(LaunchKeys(dist_rank=2, dist_world_size=3), ALONE) == [(2, 3, 0, 1)]
     assert ranks(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), ALONE) == [(2, 4, 0, 2), (3, 4, 1, 2)]
@@ -126,14 +131,14 @@ def test_which_processes_are_started() -> None:
 
 def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
     keys = LaunchKeys(ngpu=2, multiprocessing_distributed=True, dist_launcher="slurm")
-    assert ranks(keys, Launch("srun", 1, 2, 0, 1)) == [(2, 4, 0, 2), (3, 4, 1, 2)]
-    assert ranks(keys, Launch("srun", 1, 2, 1, 2)) == [(2, 4, 2, 4), (3, 4, 3, 4)]
+    assert ranks(keys, Place("srun", 1, 2, 0, 1)) == [(2, 4, 0, 2), (3, 4, 1, 2)]
+    assert ranks(keys, Place("srun", 1, 2, 1, 2)) == [(2, 4, 2, 4), (3, 4, 3, 4)]
     one_each = LaunchKeys(ngpu=1, multiprocessing_distributed=False, dist_launcher="slurm", dist_world_size=5)
     assert ranks(one_each, SRUN) == []
 
 
 @pytest.mark.parametrize(
-    ("keys", "started", "message"),
+    ("keys", "place", "message"),
     [
         (LaunchKeys(ngpu=2), MPIRUN, "ngpu: expected 1 for processes that mpirun started, got 2"),
         (
@@ -154,9 +159,9 @@ def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
         (LaunchKeys(dist_world_size=3), MPIRUN, "expected what mpirun says, 1 of 2, got 1 of 3"),
     ],
 )
-def test_keys_that_contradict_the_launcher(keys: LaunchKeys, started: Launch, message: str) -> None:
+def test_keys_that_contradict_the_launcher(keys: LaunchKeys, place: Place, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        processes(keys, started)
+        places(keys, place)
 
 
 class CountedStore:

@@ -20,7 +20,7 @@ import torch
 from opened_data import opened
 from speech_files import write_folder
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
@@ -446,7 +446,7 @@ def test_every_way_to_read_a_source_gives_the_same(
         dataset.close()
     spec, problems = parse("train", value, {})
     assert spec is not None, problems
-    dump(spec, tmp_path / "dumped.hdf", Selection(), Alone())
+    dump(spec, tmp_path / "dumped.hdf", Selection(), SinglePeer())
     assert sorted(by_index(open_hdf([tmp_path / "dumped.hdf"]))) == sorted(expected), "dump"
 
 

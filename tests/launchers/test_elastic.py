@@ -29,8 +29,8 @@ from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torc
 from hvdtrain.checkpoint.lock import Holder, lock_model
 from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launchers import Launch, Launcher, Mpirun, Ngpu, SingleProcess, Srun, Torchrun
-from hvdtrain.comm.local import processes
+from hvdtrain.comm.launchers import Launcher, Mpirun, Ngpu, Place, SingleProcess, Srun, Torchrun
+from hvdtrain.comm.local import places
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
 from hvdtrain.errors import LaunchError
@@ -181,7 +181,7 @@ def test_horovodrun_goes_on_with_another_host_and_without_it(corpus: Path, tmp_p
     assert trained_on(tmp_path / "trace") == dict.fromkeys(range(1, 5), EPOCH)
 
 
-FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
+FOUR = [Place("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -241,27 +241,27 @@ def test_keys_that_make_no_sense_are_refused(corpus: Path, tmp_path: Path, overr
 @pytest.mark.parametrize(
     ("launcher", "message"),
     [
-        (Mpirun({}, Launch("mpirun", 0, 2)), "got those of mpirun (the same command continues from the newest"),
-        (Srun({}, Launch("srun", 0, 2)), "got those of srun (sbatch --requeue starts the job again)"),
-        (Torchrun({}, Launch("torchrun", 0, 2)), "got those of torchrun (torchrun --max-restarts N"),
-        (SingleProcess({}, Launch(None)), "expected all 4 processes on this host, got 2 of them"),
+        (Mpirun({}, Place("mpirun", 0, 2)), "got those of mpirun (the same command continues from the newest"),
+        (Srun({}, Place("srun", 0, 2)), "got those of srun (sbatch --requeue starts the job again)"),
+        (Torchrun({}, Place("torchrun", 0, 2)), "got those of torchrun (torchrun --max-restarts N"),
+        (SingleProcess({}, Place(None)), "expected all 4 processes on this host, got 2 of them"),
     ],
 )
 def test_processes_of_others_are_not_restarted(launcher: Launcher, message: str) -> None:
-    alone = launcher.process.launcher is None
+    alone = launcher.place.launcher is None
     keys = LaunchKeys(ngpu=2, max_restarts=1, dist_rank=0, dist_world_size=2) if alone else LaunchKeys(ngpu=1, max_restarts=1)
     with pytest.raises(LaunchError) as caught:
-        check_restarts(keys, launcher, processes(keys, launcher.process))
+        check_restarts(keys, launcher, places(keys, launcher.place))
     assert message in str(caught.value)
 
 
 def test_one_process_can_be_watched_too() -> None:
     keys = LaunchKeys(ngpu=1, max_restarts=1)
-    own = processes(keys, Launch(None))
-    assert own == [Launch("hvdtrain", 0, 1, 0, 1)]
-    check_restarts(keys, SingleProcess({}, Launch(None)), own)
+    own = places(keys, Place(None))
+    assert own == [Place("hvdtrain", 0, 1, 0, 1)]
+    check_restarts(keys, SingleProcess({}, Place(None)), own)
     check_restarts(keys, Ngpu({}, own[0]), [])
-    assert processes(LaunchKeys(ngpu=1), Launch(None)) == []
+    assert places(LaunchKeys(ngpu=1), Place(None)) == []
 
 
 def test_the_first_error_is_remembered_by_an_agent_of_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

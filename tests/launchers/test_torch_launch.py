@@ -21,7 +21,7 @@ from fuzzing import SEED
 from launching import ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
 from strangers import strangers
 
-from hvdtrain.comm.torch_place import Address, SharedFile
+from hvdtrain.comm.meeting_point import Address, SharedFile
 from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import LaunchError
 from hvdtrain.report.ends import read_state

@@ -19,7 +19,7 @@ from launching import ROOT, TOY, launch, torchrun
 from trainings import assert_alike, saved_model
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
 from hvdtrain.context import RunContext
 from hvdtrain.data.padding import pad
 from hvdtrain.data.read_ahead import ReadAhead
@@ -108,7 +108,7 @@ def test_nccl_in_one_process() -> None:
 
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    comm = TorchCommunicator(Launch(None), timedelta(seconds=60))
+    comm = TorchCommunicator(Place(None), timedelta(seconds=60))
     try:
         assert few_steps(comm) == pytest.approx(few_steps(SingleCommunicator()), rel=1e-6)
     finally:

@@ -22,7 +22,7 @@ from hvdtrain.runtime.contacts import exchange_contacts
 from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose
 from hvdtrain.runtime.hanging import describe
 from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats
-from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
+from hvdtrain.runtime.peers import LOOPBACK, Datagrams, RankProcess
 from hvdtrain.runtime.relays import Layout, ranges_text, ranks_in
 
 PATIENCE = 60.0
@@ -155,7 +155,7 @@ def test_who_has_ended_waits_for_nobody() -> None:
 
 def test_a_rank_of_the_same_host_that_has_ended_is_seen_without_datagrams() -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=ROOT)
-    processes = [Process.of(os.getpid()), Process.of(os.getpid()), Process.of(other.pid)]
+    processes = [RankProcess.of_pid(os.getpid()), RankProcess.of_pid(os.getpid()), RankProcess.of_pid(other.pid)]
     contacts = [Contact(socket.gethostname(), process, (), None, "token") for process in processes]
     for rank in (0, 1):
         assert Heartbeats(rank, contacts).conclude(JUST_WAITS) is None
@@ -209,7 +209,9 @@ class Lost:
         self._sockets = [self._bound(rank) for rank in range(number)]
         self._monkeypatch = monkeypatch
         datagrams = [Datagrams(udp) for udp in self._sockets]
-        contacts = [Contact(f"host{rank}", Process.of(os.getpid()), (), datagrams[rank].port, "token") for rank in range(number)]
+        contacts = [
+            Contact(f"host{rank}", RankProcess.of_pid(os.getpid()), (), datagrams[rank].port, "token") for rank in range(number)
+        ]
         first = [(self.addresses[0], datagrams[0].port), ("127.0.0.99", 1)]  # one of its names leads nowhere
         self.ranks = [Heartbeats(rank, contacts, datagrams[rank], first, restarts=True, layout=layout) for rank in range(number)]
         for rank in self.ranks:
@@ -463,15 +465,15 @@ def test_who_is_behind_hangs_where_no_rank_is_seen_to_wait() -> None:
 
 def test_states_of_processes() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=ROOT)
-    own = Process.of(os.getpid())
-    process = Process.of(sleeper.pid)
+    own = RankProcess.of_pid(os.getpid())
+    process = RankProcess.of_pid(sleeper.pid)
     wait_until(lambda: process.describe() is None)  # it may be reading its program from a disk
     process.send(signal.SIGSTOP)
     wait_until(lambda: process.describe() == "is stopped (SIGSTOP)")
     process.send(signal.SIGKILL)
     sleeper.wait()
     assert process.describe() == "has ended"
-    assert Process(own.pid, own.place, "1").describe() == "has ended"  # another process with its id
+    assert RankProcess(own.pid, own.place, "1").describe() == "has ended"  # another process with its id
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.child import TIMES
-from hvdtrain.comm.launchers import Launch, Ngpu
+from hvdtrain.comm.launchers import Ngpu, Place
 from hvdtrain.learner.reducer import Traffic
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
@@ -68,9 +68,9 @@ def test_a_request_stays_until_it_is_carried_out(minutes: Any) -> None:
 
 def test_a_restart_does_not_begin_the_time_limit_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    launcher = Ngpu({TIMES: f"{now - 100},{now}"}, Launch(None))
+    launcher = Ngpu({TIMES: f"{now - 100},{now}"}, Place(None))
     monkeypatch.setattr("time.time", lambda: now + 5000.0)  # the clock may be set between two starts
-    monkeypatch.setattr("hvdtrain.comm.launch.launcher", lambda: launcher)
+    monkeypatch.setattr("hvdtrain.comm.this_process.launcher", lambda: launcher)
     settings: Any = SimpleNamespace(process=SimpleNamespace(is_own=True))
     assert job_began(settings) == pytest.approx(now + 4900.0, abs=1.0)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
 from hvdtrain.data.combine.workers import end_with
 from hvdtrain.errors import STOP_SIGNALS
@@ -134,7 +134,7 @@ class BackgroundWriter:
         with other, suppress(OSError):  # without memory for another process, the thread writes
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                env=launch.environment(),
+                env=this_process.environment(),
                 pass_fds=[other.fileno()],
             )
 
@@ -167,7 +167,7 @@ def serve(connection: Connection, parent: int) -> None:
     end_with(parent)  # a later start must not find it writing to the same files
     for number in STOP_SIGNALS:  # of the terminal, too: the training decides
         signal.signal(number, signal.SIG_IGN)
-    launch.put({"CUDA_VISIBLE_DEVICES": ""})
+    this_process.put({"CUDA_VISIBLE_DEVICES": ""})
     rename(NAME)
     memory: mmap.mmap | None = None
     while True:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import HvdtrainError
@@ -123,9 +123,9 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
 
 def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
-    started = launch.launch()
+    place = this_process.place()
     report, settings = None, None
-    if started.local_rank == 0:
+    if place.local_rank == 0:
         report, settings = examine(job)
     elif job.configs:
         settings, _ = read_config(job.configs, job.overrides)
@@ -134,18 +134,18 @@ def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
 
     def report_failure(why: str, fix: str = "") -> int:
         """Report only this rank's host, as the ranks cannot connect."""
-        return _finish(options, reports, [problem("ranks", why, fix)], quiet=started.rank > 0)
+        return _finish(options, reports, [problem("ranks", why, fix)], quiet=place.rank > 0)
 
     cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
-    late = f"expected {started.size} ranks to find each other within {options.patience:.0f} s, got no answer"
+    late = f"expected {place.size} ranks to find each other within {options.patience:.0f} s, got no answer"
     if job.configs and settings is None:
-        return _finish(options, reports, [], quiet=started.rank > 0)  # the config has problems, which are the same on all ranks
+        return _finish(options, reports, [], quiet=place.rank > 0)  # the config has problems, which are the same on all ranks
     with ExitStack() as stack:
         try:
             # Only rank 0 watches the time: when it ends, the launcher ends the others.
-            with Deadline(options.patience, lambda: report_failure(late, cure)) if started.rank == 0 else nullcontext():
+            with Deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
                 comm = stack.enter_context(connect(settings, framework))
-                reports, together = gather_reports(comm, this_rank(launch.environment(), started.local_size, report))
+                reports, together = gather_reports(comm, this_rank(this_process.environment(), place.local_size, report))
         except HvdtrainError as error:
             return report_failure(str(error))
         if not options.no_measure:

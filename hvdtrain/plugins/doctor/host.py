@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.comm.launchers import LAUNCHERS
+from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.learner.frameworks import FRAMEWORKS, libraries, library_of
@@ -50,14 +50,14 @@ class Job:
 
 def job_of(configs: list[Path], overrides: Mapping[str, str], other_hosts: int) -> Job:
     """The job as this process's launcher and command line describe it."""
-    started = launch.launch()
-    several = other_hosts > 0 or started.size > started.local_size
-    return Job(configs, dict(overrides), started.size, started.local_size, started.launcher, several)
+    place = this_process.place()
+    several = other_hosts > 0 or place.size > place.local_size
+    return Job(configs, dict(overrides), place.size, place.local_size, place.launcher, several)
 
 
 def examine(job: Job) -> tuple[HostReport, Settings | None]:
     """Run all checks on this host; return the report, and the config's settings if there are any."""
-    environ = launch.environment()
+    environ = this_process.environment()
     settings, of_config = read_config(job.configs, job.overrides) if job.configs else (None, [])
     framework = library_of(settings.run.backend) if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.learner.frameworks import libraries
 from hvdtrain.plugins.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.version import __version__
@@ -25,7 +25,7 @@ OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCA
 
 def environment_alone() -> dict[str, str]:
     """This process's environment without the variables that would make a child a rank of the same MPI job."""
-    return {name: value for name, value in launch.environment().items() if not name.startswith(OF_A_LAUNCHER)}
+    return {name: value for name, value in this_process.environment().items() if not name.startswith(OF_A_LAUNCHER)}
 
 
 def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str]:

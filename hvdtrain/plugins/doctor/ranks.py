@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from types import TracebackType
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator, SingleCommunicator, together
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
@@ -59,7 +59,7 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
         with open_communicator(settings) as comm:
             yield comm
         return
-    if launch.launch().launcher == "torchrun":
+    if this_process.place().launcher == "torchrun":
         from hvdtrain.comm.torch_dist import open_torch_distributed  # imports the framework
 
         comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.config.command_line import command_parser
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
@@ -163,7 +163,7 @@ def repack(path: Path, out: Path, compression: str | None = None, overwrite: boo
     spec, problems = parse("file", [str(path)], {})
     if spec is None:
         raise ConfigError(problems)
-    return dump(spec, out, Selection(), Alone(), overwrite=overwrite, compression=compression)
+    return dump(spec, out, Selection(), SinglePeer(), overwrite=overwrite, compression=compression)
 
 
 def _text(report: Report) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
+from hvdtrain.comm.mpi import Crashed, Peers, SinglePeer, open_peers, run_on_all
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Item
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         files = all(Path(word).exists() for word in [options.source, str(options.out), *more[:-1]])
         hint = f" (several files are written {options.source},{options.out})" if files else ""
         parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
-    peers: Peers = Alone()
+    peers: Peers = SinglePeer()
     try:
         with sigterm_as_interrupt(), ExitStack() as stack:
             peers = open_peers()

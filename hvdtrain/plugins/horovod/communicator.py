@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import (
     LARGE_BUCKET,
     ONE_GPU_EACH,
@@ -64,23 +64,23 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
     Raises:
         LaunchError: Horovod is not installed for the framework, or does not connect the processes that the launcher started.
     """
-    started = launch.launch()
-    launch.yield_when_idle(started.local_size, launch.cores())
+    place = this_process.place()
+    this_process.yield_when_idle(place.local_size, this_process.cores())
     if timeline is not None:
-        launch.put({"HOROVOD_TIMELINE": _writable(timeline, started.rank)})
+        this_process.put({"HOROVOD_TIMELINE": _writable(timeline, place.rank)})
     if in_sets:
-        launch.put({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+        this_process.put({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
     try:
-        launch.put(gloo_environment(launch.environment()))
+        this_process.put(gloo_environment(this_process.environment()))
         binding = importlib.import_module(f"horovod.{framework}")
     except ImportError as error:
         raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
     with _failures_while_connecting():
         binding.init()
-    if binding.size() != started.size:
+    if binding.size() != place.size:
         raise LaunchError(
-            f"use_horovod: expected the {started.size} processes that {started.launcher} started, got {binding.size()} from "
-            f"Horovod ({HINTS.get(started.launcher or '', OTHER_HINT)})"
+            f"use_horovod: expected the {place.size} processes that {place.launcher} started, got {binding.size()} from "
+            f"Horovod ({HINTS.get(place.launcher or '', OTHER_HINT)})"
         )
     if binding.size() == 1:
         if not stays:
@@ -280,7 +280,7 @@ def _failures_while_connecting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if launch.launcher().restarts != "lost ranks":
+        if this_process.launcher().restarts != "lost ranks":
             raise
         raise PeerFailure(f"stopped, because the ranks did not all connect: {error}") from None
 

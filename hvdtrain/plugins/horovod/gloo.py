@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.comm.horovod_elastic import request
-from hvdtrain.comm.launchers import Launch, detect
+from hvdtrain.comm.launchers import Place, detect
 from hvdtrain.comm.mpi import open_peers
 from hvdtrain.comm.slurm import host_names, tasks_per_node
 from hvdtrain.errors import LaunchError
@@ -111,38 +111,38 @@ def read_job(environ: Mapping[str, str]) -> Job | None:
     Raises:
         LaunchError: Slurm's variables contradict each other, or HOROVOD_CONTROLLER selects MPI where MPI is not available.
     """
-    started = detect(environ)
+    place = detect(environ)
     requested = [environ[name] for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS") if name in environ]
-    if started.size == 1:
+    if place.size == 1:
         return None
-    if started.launcher == "srun" and ("gloo" in requested or "PMIX_RANK" not in environ):
+    if place.launcher == "srun" and ("gloo" in requested or "PMIX_RANK" not in environ):
         if "mpi" in requested:
             raise LaunchError("HOROVOD_CONTROLLER: expected gloo under plain srun, got mpi (for MPI: srun --mpi=pmix)")
-        return _job_of_srun(environ, started)
-    if started.launcher == "mpirun" and "gloo" in requested:
-        return _job_of_mpirun(environ, started)
+        return _job_of_srun(environ, place)
+    if place.launcher == "mpirun" and "gloo" in requested:
+        return _job_of_mpirun(environ, place)
     return None
 
 
-def _job_of_srun(environ: Mapping[str, str], started: Launch) -> Job:
+def _job_of_srun(environ: Mapping[str, str], place: Place) -> Job:
     hosts = host_names(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if len(hosts) != len(tasks) or sum(tasks) != started.size:
+    if len(hosts) != len(tasks) or sum(tasks) != place.size:
         raise LaunchError(
-            f"srun: expected SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE for {started.size} tasks, got "
+            f"srun: expected SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE for {place.size} tasks, got "
             f"{environ.get('SLURM_STEP_NODELIST')!r} and {environ.get('SLURM_STEP_TASKS_PER_NODE')!r}"
         )
     name = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    return Job(name, started.rank, started.local_rank, int(environ.get("SLURM_NODEID", "0")), tuple(hosts), tuple(tasks))
+    return Job(name, place.rank, place.local_rank, int(environ.get("SLURM_NODEID", "0")), tuple(hosts), tuple(tasks))
 
 
-def _job_of_mpirun(environ: Mapping[str, str], started: Launch) -> Job:
+def _job_of_mpirun(environ: Mapping[str, str], place: Place) -> Job:
     """Collective. mpi4py is used only to gather the host names."""
     names = open_peers().gather(socket.gethostname(), name="hosts")
     hosts = tuple(dict.fromkeys(names))
     tasks = tuple(names.count(host) for host in hosts)
     name = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or ""
-    return Job(name, started.rank, started.local_rank, hosts.index(socket.gethostname()), hosts, tasks)
+    return Job(name, place.rank, place.local_rank, hosts.index(socket.gethostname()), hosts, tasks)
 
 
 def serve(job: Job) -> int:

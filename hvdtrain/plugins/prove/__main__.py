@@ -21,9 +21,9 @@ from pathlib import Path
 from textwrap import wrap
 
 from hvdtrain.cli import exit_status
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import local, this_process
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import Place
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -151,11 +151,9 @@ def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
     """The job for the options and the config. Raises: ConfigError, with all problems."""
     settings = with_datasets(read_settings(*parse_command_line(wanted)))
     problems = []
-    started = launch.launch()
-    if started.launcher is not None:
-        problems += problem(
-            "conflict", f"prove: expected to start the ranks itself, got a process that {started.launcher} started"
-        )
+    place = this_process.place()
+    if place.launcher is not None:
+        problems += problem("conflict", f"prove: expected to start the ranks itself, got a process that {place.launcher} started")
     sizes = [int(word) if word.strip().isdigit() else 0 for word in options.ranks.split(",")]
     if min(sizes) < 1 or len(set(sizes)) < len(sizes):
         problems += problem("out-of-range", f"--ranks: expected different positive numbers such as 1,2,3, got {options.ranks!r}")
@@ -290,10 +288,10 @@ def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
     """
     program = [*arguments, *(word for name, value in keys.items() for word in (f"++{name}", value))]
     if run.transport != "horovod":
-        wanted = [Launch("hvdtrain", rank, run.size, rank, run.size) for rank in range(run.size)]
-        return local.run(wanted, program, launch.environment())
+        wanted = [Place("hvdtrain", rank, run.size, rank, run.size) for rank in range(run.size)]
+        return local.launch(wanted, program, this_process.environment())
     command = ["mpirun", "-np", str(run.size), "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain", *program]
-    process = subprocess.Popen(command, env=dict(launch.environment()), stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=dict(this_process.environment()), stdin=subprocess.DEVNULL)
     try:
         return process.wait()
     except KeyboardInterrupt:  # mpirun also receives it, and ends the ranks

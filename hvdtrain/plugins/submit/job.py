@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hvdtrain.comm.launch import KEEPALIVE
+from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.plugins.submit.sweep import case_lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, on_rank_zero
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
@@ -101,12 +101,12 @@ def _computing(
 ) -> Measurement:
     """Collective. Everything but the exchange."""
     fixed, per_frame, jitter, slow_rank = fit(costs, seconds)
-    fixed_threads = launch.environment().get("OMP_NUM_THREADS", "")
+    fixed_threads = this_process.environment().get("OMP_NUM_THREADS", "")
     return Measurement(
         size=comm.size,
         per_host=comm.local_size,
         hosts=len(set(comm.gather(socket.gethostname(), name="doctor.hosts"))),
-        cores=launch.cores() * (comm.local_size if launch.is_bound() else 1),
+        cores=this_process.cores() * (comm.local_size if this_process.is_bound() else 1),
         threads=settings.run.num_threads or (int(fixed_threads) if fixed_threads.isdigit() else None),
         on_cpu=learner.meter.peak_memory() is None,
         fixed=fixed,

@@ -12,7 +12,7 @@ import numpy
 import pytest
 from opened_data import Numbers, opened
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
@@ -49,7 +49,7 @@ def dumped(value: Any, out: Path, epoch: int = 1) -> list[int]:
     """The numbers of the sequences that are written, in order."""
     spec, problems = parse("train", value, {})
     assert isinstance(spec, DatasetSpec), problems
-    dump(spec, out, Selection(epoch), Alone())
+    dump(spec, out, Selection(epoch), SinglePeer())
     written = open_hdf([out])
     return [int(written.sequence(index)["data"][0, 0]) for index in range(written.num_sequences)]
 

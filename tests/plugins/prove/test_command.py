@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from launching import TOY
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import this_process
+from hvdtrain.comm.launchers import Place
 from hvdtrain.plugins.prove.__main__ import Run, main, parse_job, parser, run_overrides, unavailable_reason
 from hvdtrain.settings import read_settings
 
@@ -34,7 +35,7 @@ def test_mistakes_are_told_before_anything_starts(
 
 
 def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "launch", lambda: launch.Launch("mpirun", 0, 2, 0, 2))
+    monkeypatch.setattr(this_process, "place", lambda: Place("mpirun", 0, 2, 0, 2))
     assert main([str(TOY), "++model", "m"]) == 2
     assert re.search("prove: .*mpirun", capfd.readouterr().err)
 

@@ -10,7 +10,7 @@ from hdf_files import BY_RETURNN as REFERENCE
 from returnn.datasets.basic import init_dataset
 from returnn_epochs import Item, by_returnn
 
-from hvdtrain.comm.mpi import Alone
+from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.of_config import parse
@@ -96,7 +96,7 @@ def test_what_returnn_makes_of_its_postprocessing(tmp_path: Path) -> None:
     config = {"class": "PostprocessingDataset", "dataset": inside, "map_seq_stream": twice}
     spec, problems = parse("train", {"class": "ReturnnDataset", "dataset": config}, {})
     assert spec is not None, problems
-    dump(spec, tmp_path / "out.hdf", Selection(start=1), Alone())
+    dump(spec, tmp_path / "out.hdf", Selection(start=1), SinglePeer())
     read = open_hdf([tmp_path / "out.hdf"])
     once = [arrays["classes"].tolist() for _, arrays in by_returnn(inside, 1)]
     assert [read.sequence(number)["classes"].tolist() for number in range(5)] == [once[0], once[1], once[1], once[2], once[2]]

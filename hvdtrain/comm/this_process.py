@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from hvdtrain.comm.launchers import Launch, Launcher, launcher_of, number_in
+from hvdtrain.comm.launchers import Launcher, Place, launcher_of, number_in
 
 
 def launcher() -> Launcher:
@@ -17,9 +17,9 @@ def launcher() -> Launcher:
     return launcher_of(os.environ)
 
 
-def launch() -> Launch:
+def place() -> Place:
     """How this process was launched."""
-    return launcher().process
+    return launcher().place
 
 
 def cores() -> int:

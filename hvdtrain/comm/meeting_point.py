@@ -1,4 +1,4 @@
-"""Where the processes of torch.distributed meet: `place` is a pure function of the environment and the config."""
+"""Where the processes of torch.distributed meet: `meeting_point` is a pure function of the environment and the config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hvdtrain.comm.launchers import Launch, detect
+from hvdtrain.comm.launchers import Place, detect
 from hvdtrain.comm.slurm import host_names
 from hvdtrain.errors import LaunchError
 
@@ -45,7 +45,7 @@ class SharedFile:
         return f"file://{self.path}"
 
 
-Place = Address | Agent | SharedFile
+MeetingPoint = Address | Agent | SharedFile
 
 FIRST_PORT, PORTS = 20000, 10000
 """Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
@@ -53,13 +53,13 @@ FIRST_PORT, PORTS = 20000, 10000
 LOOPBACK = "127.0.0.1"
 """Where the processes of a job on one host connect: other hosts cannot reach it."""
 
-HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
+HVDTRAIN_INIT_METHOD = "HVDTRAIN_INIT_METHOD"
 """The variable with the rendezvous address of processes that hvdtrain itself started."""
 
 FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
 
 
-def place(environ: Mapping[str, str], started: Launch, init_method: str | None = None) -> Place | None:
+def meeting_point(environ: Mapping[str, str], place: Place, init_method: str | None = None) -> MeetingPoint | None:
     """The rendezvous of a job; None if neither the config nor the environment determines it.
 
     In this order: `init_method`; MASTER_ADDR and MASTER_PORT, which torchrun sets, too; the launcher's variables. A step of
@@ -70,20 +70,20 @@ def place(environ: Mapping[str, str], started: Launch, init_method: str | None =
     """
     if init_method is not None and init_method != "env://":
         return parse(init_method)
-    if started.launcher == "hvdtrain":
-        if HVDTRAIN_PLACE in environ:
-            return parse(environ[HVDTRAIN_PLACE])
-        started = detect({name: value for name, value in environ.items() if not name.startswith("HVDTRAIN_")})
-    port = _master_port(environ) or _port_of_job(environ, started)
+    if place.launcher == "hvdtrain":
+        if HVDTRAIN_INIT_METHOD in environ:
+            return parse(environ[HVDTRAIN_INIT_METHOD])
+        place = detect({name: value for name, value in environ.items() if not name.startswith("HVDTRAIN_")})
+    port = _master_port(environ) or _port_of_job(environ, place)
     if "MASTER_ADDR" in environ and port is not None:
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Agent(environ["MASTER_ADDR"], port)
         return Address((environ["MASTER_ADDR"],), port)
     if init_method == "env://" or port is None:
         return None
-    if started.local_size == started.size > 1:
+    if place.local_size == place.size > 1:
         return Address((LOOPBACK,), port)
-    if started.launcher == "srun":
+    if place.launcher == "srun":
         return Address(_slurm_hosts(environ), port)
     return None
 
@@ -123,14 +123,14 @@ def _master_port(environ: Mapping[str, str]) -> int | None:
     return None if text is None else int(text)
 
 
-def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
+def _port_of_job(environ: Mapping[str, str], place: Place) -> int | None:
     """A port derived from the job's id: the same in all its processes, and most likely different from another job's."""
     names = {
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
         "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     }
-    known = [environ[name] for name in names.get(started.launcher or "", ()) if name in environ]
+    known = [environ[name] for name in names.get(place.launcher or "", ()) if name in environ]
     return FIRST_PORT + zlib.crc32(".".join(known).encode()) % PORTS if known else None
 
 

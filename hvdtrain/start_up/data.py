@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
@@ -19,7 +19,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.opening import OpeningContext, open_dataset
-from hvdtrain.data.plan.batch_keys import COST, BatchKeys
+from hvdtrain.data.plan.batch_keys import COST, LIMITS_OF_LENGTHS, LIMITS_OF_SIZES
 from hvdtrain.data.plan.chunk_keys import ChunkKeys, keys_of, parse_context
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, find_listed
@@ -127,7 +127,9 @@ def open_feeds(
 
 def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
     """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
-    for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
+    limits = {name: getattr(settings.batch, name) for name in (*LIMITS_OF_SIZES, *LIMITS_OF_LENGTHS)}
+    by_key = {name: list(limit) for name, limit in limits.items() if isinstance(limit, dict)}
+    for name, keys in {**by_key, "chunking": keys_of(settings.chunks)}.items():
         absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
             raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
@@ -135,17 +137,6 @@ def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
             log.warning(
                 f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(streams)}"
             )
-
-
-LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
-"""Keys with limits by data key, of which a dataset may have none. The other keys limit the size of batches, which would have no
-limit then."""
-
-
-def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
-    """By batch key, the data keys that it names."""
-    values = {field.name: getattr(keys, field.name) for field in fields(keys)}
-    return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 
 
 def open_datasets(

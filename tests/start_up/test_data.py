@@ -51,6 +51,12 @@ def test_a_file_of_no_sequences_beside_others(tmp_path: Path) -> None:
             assert [batch.data["data"].values[0, 0, 0] for batch in batches] == [0, 6, 0, 6]
 
 
+def test_options_of_batches_are_no_limits_of_data_keys(tmp_path: Path) -> None:
+    keys = "batch_cost = {'class': 'quadratic', 'at': 3}; online_shuffle_batches = {'buffer_size': 2}"
+    (feed,) = feeds(tmp_path, f"train = '{write(tmp_path / 'file.hdf')}'; batch_size = {{'data': 9}}; {keys}")
+    assert feed.plan(1).num_batches == 2
+
+
 def test_sequences_without_frames_are_reported_and_may_be_dropped(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", put("seqLengths", numpy.array([[0, 4], [5, 0]])))
     (feed,) = feeds(tmp_path, f"train = '{path}'")

@@ -18,6 +18,15 @@ COST = "cost"
 LARGEST = 2**62
 """The largest limit, as sums of lengths are int64."""
 
+LIMITS_OF_LENGTHS = ("max_pad_size", "max_seq_length", "min_seq_length")
+"""Limits by data key, of which a dataset may have none."""
+
+LIMITS_OF_SIZES = (
+    *("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total"),
+    *("packed_batch_size", "packed_batch_size_train", "packed_batch_size_dev"),
+)
+"""Limits by data key without which a batch may be of any size."""
+
 NO_LIMIT = "batch_size: expected batch_size or max_seqs (one of them at least), got neither"
 
 Limit = int | Mapping[str, int] | None
@@ -183,15 +192,14 @@ class BatchKeys(Section):
                 found += problem(
                     "conflict", f"{name}: expected it without frame_batches, whose batches have equally many frames, got both"
                 )
-        packed_sizes = ("packed_batch_size", "packed_batch_size_train", "packed_batch_size_dev")
-        for name in packed_sizes if self.frame_batches else ():
-            if getattr(self, name) is not None:
+        for name in LIMITS_OF_SIZES if self.frame_batches else ():
+            if name.startswith("packed") and getattr(self, name) is not None:
                 found += problem(
                     "conflict", f"{name}: expected batch_size with frame_batches, whose batches have no padding, got {name}"
                 )
-        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", *packed_sizes):
+        for name in LIMITS_OF_SIZES:
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
-        for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
+        for name in LIMITS_OF_LENGTHS:
             found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
         return found
 

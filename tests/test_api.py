@@ -317,6 +317,21 @@ def test_modules_next_to_two_configs_are_not_confused(tmp_path: Path) -> None:
     assert "beside" not in sys.modules
 
 
+@pytest.mark.parametrize("place", ["folder of the config", "another folder"])
+def test_an_override_of_an_imported_constant_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A program that lies in its config's folder, as most do, or that has the module on its path."""
+    text = small_config(tmp_path).read_text().replace("import hvdtrain\n", "import hvdtrain\nfrom beside import size\n")
+    (tmp_path / "config.py").write_text(text.replace("64", "size"))
+    folder = tmp_path if place == "folder of the config" else tmp_path / "other"
+    folder.mkdir(exist_ok=True)
+    (folder / "beside.py").write_text("size = 8\n")
+    monkeypatch.syspath_prepend(folder)
+    for number, (keys, size) in enumerate([({"size": 16}, 16), ({}, 8)]):
+        result = hvdtrain.train(tmp_path / "config.py", num_epochs=1, model=str(tmp_path / str(number) / "model"), **keys)
+        assert result.model.gru.hidden_size == size
+    sys.modules.pop("beside", None)
+
+
 def test_importing_it_is_light() -> None:
     program = "import sys, hvdtrain; print(sorted({'numpy', 'logging', 'argparse'} & set(sys.modules)), 'train' in dir(hvdtrain))"
     assert launch(["-c", program]).out == "[] True\n"

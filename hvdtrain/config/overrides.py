@@ -22,6 +22,10 @@ OVERRIDING = (COMMAND_LINE, CALL)
 """Origins of overrides: text from the command line, Python objects from a program that calls hvdtrain."""
 
 
+CHANGED = set[str]()
+"""Modules whose constants overrides have changed, until they are forgotten (`source.separate_imports`)."""
+
+
 @dataclass(frozen=True)
 class Code:
     """What the text of a Python file says.
@@ -70,6 +74,7 @@ def override(
             if module not in known and file.suffix == ".py":
                 inside = Code.of(file.read_text(encoding="utf-8"), str(file))
                 override(inner, inside, {name: value}, known, keys)
+                CHANGED.add(module)
             if inner[name] is value or found == value:
                 names[name] = value
                 reached.add(name)

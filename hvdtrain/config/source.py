@@ -23,7 +23,7 @@ from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.convert import text_value
 from hvdtrain.config.large_imports import file_of
 from hvdtrain.config.missing import import_failure
-from hvdtrain.config.overrides import COMMAND_LINE, Code, line_in, lines_that_read, override, set_nested
+from hvdtrain.config.overrides import CHANGED, COMMAND_LINE, Code, line_in, lines_that_read, override, set_nested
 from hvdtrain.errors import ConfigError, Problem
 
 MODULE_NAME = "__hvdtrain_config__"
@@ -297,16 +297,22 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
 
 @contextmanager
 def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
-    """Forget at the end what these configs imported from their folders: those of another one may have the same names."""
+    """Forget at the end what these configs imported from their folders: those of another one may have the same names.
+
+    What the program itself finds there stays, unless an override has changed it; with that, its whole package is forgotten.
+    """
     path, modules = list(sys.path), set(sys.modules)
     try:
         yield
     finally:
-        folders = {str(config.resolve().parent) for config in configs} - set(path)
+        folders = {str(config.resolve().parent) for config in configs} - (set() if CHANGED else set(path))
+        packages = {name.partition(".")[0] for name in CHANGED}
+        CHANGED.clear()
         sys.path[:] = path
         for name in set(sys.modules) - modules - {MODULE_NAME}:
             file = file_of(sys.modules[name]) or ""
-            if any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix):
+            is_theirs = any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix)
+            if is_theirs or name.partition(".")[0] in packages:
                 del sys.modules[name]
 
 

@@ -94,7 +94,8 @@ def record_end(folder: Path, rank: int) -> Iterator[None]:
         outcome = error.outcome if isinstance(error, HvdtrainError) else Outcome(1)
         is_stop = isinstance(error, Stopped | KeyboardInterrupt)
         if rank == 0 or (outcome.scope == "this rank" and not is_stop):
-            by, is_consequence = f"rank {rank}", outcome.scope == "a peer"
+            by = f"rank {rank}"
+            is_consequence = outcome.scope == "a peer"
             append_end(folder, "stopped" if is_stop else "failed", _why(error), by, is_consequence=is_consequence)
         if rank and not isinstance(error, HvdtrainError | KeyboardInterrupt):
             time.sleep(SECONDS_TO_COMPARE)
@@ -133,14 +134,14 @@ def _num_starts(folder: Path) -> int:
 
 def read_ends(folder: Path) -> list[End]:
     """The readable lines of ends.jsonl."""
-    found = []
+    ends = []
     path = folder / ENDS
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError, TypeError, RecursionError):
             end = End(**json.loads(line))
             if end.status in get_args(Status) and all(isinstance(text, str) for text in (end.why, end.by, end.time)):
-                found.append(end)
-    return found
+                ends.append(end)
+    return ends
 
 
 StateName = Literal["running", "finished", "stopped", "failed", "lost", "ended"]

@@ -140,13 +140,13 @@ class EpochReport:
     def _score_lines(self, datasets: Sequence[str]) -> list[str]:
         """One line for training and one for all evaluations."""
 
-        def of(dataset: str) -> str:
+        def scores_of(dataset: str) -> str:
             start = f"{dataset}_loss_"
             return text({name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)})
 
         total = self.seconds_before + sum(self.seconds[0].values()) if self.seconds else self.elapsed
-        lines = [f"epoch {self.epoch} score: {of('train')}, elapsed: {clock_text(total)}"]
-        evaluations = "; ".join(f"{dataset}: {of(dataset)}" for dataset in datasets)
+        lines = [f"epoch {self.epoch} score: {scores_of('train')}, elapsed: {clock_text(total)}"]
+        evaluations = "; ".join(f"{dataset}: {scores_of(dataset)}" for dataset in datasets)
         return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])
 
 
@@ -177,13 +177,13 @@ class EvaluationReport:
 
     def line(self, datasets: Sequence[str]) -> str:
         """The log line. `datasets`: the names of the evaluated datasets."""
-        found = []
+        texts = []
         for dataset in datasets:
             start = f"{dataset}_loss_"
             scores = {name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)}
-            found.append(f"{dataset}: {text(scores)}")
+            texts.append(f"{dataset}: {text(scores)}")
         return (
-            f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(found)}, "
+            f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(texts)}, "
             f"in {clock_text(self.seconds)}"
         )
 
@@ -274,17 +274,17 @@ def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
     'rank 1 held the others up by 3.0 s (38%): computing took 11.0 s, against 8.0 s'
     >>> straggler_line([{"compute": 8.0, "communication": 0.2}, {"compute": 8.3, "communication": 0.1}])
     """
-    found = straggler(seconds)
-    if found is None:
+    slowest = straggler(seconds)
+    if slowest is None:
         return None
     typical = {
-        name: median(rank.get(name, 0.0) for number, rank in enumerate(seconds) if number != found.rank) for name in OWN_WORK
+        name: median(rank.get(name, 0.0) for number, rank in enumerate(seconds) if number != slowest.rank) for name in OWN_WORK
     }
-    own = seconds[found.rank]
-    cause = max(OWN_WORK, key=lambda name: own.get(name, 0.0) - typical[name])
+    times = seconds[slowest.rank]
+    cause = max(OWN_WORK, key=lambda name: times.get(name, 0.0) - typical[name])
     return (
-        f"rank {found.rank} held the others up by {found.late:.1f} s ({found.share:.0%}): {OWN_WORK[cause]} took "
-        f"{own.get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
+        f"rank {slowest.rank} held the others up by {slowest.late:.1f} s ({slowest.share:.0%}): {OWN_WORK[cause]} took "
+        f"{times.get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
     )
 
 

@@ -139,17 +139,18 @@ def _lines(path: Path, position: Callable[[Any], P]) -> list[tuple[P, str]]:
     except OSError as error:
         _set_aside(path, f"it cannot be read: {error.strerror}")
         return []
-    found, damaged = [], []
+    entries: list[tuple[P, str]] = []
+    damaged = []
     for number, line in enumerate([*lines, last], start=1):
         try:
             text = line.decode("utf-8")
-            found.append((position(json.loads(text)), text))
+            entries.append((position(json.loads(text)), text))
         except DAMAGED_LINE_ERRORS:
             damaged += [number] if number <= len(lines) else []
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         _set_aside(path, f"line {damaged[0]}{more} cannot be read")
-    return found
+    return entries
 
 
 def _set_aside(path: Path, why: str) -> None:

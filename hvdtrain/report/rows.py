@@ -124,11 +124,11 @@ def times_text(report: EpochReport) -> str:
     >>> times_text(EpochReport(1, 10, 10, 107.0, 1.0, 0.1, 50, {}, seconds=seconds))
     '1:47 train, 0:34 eval'
     """
-    own = report.seconds[0] if report.seconds else {}
-    times = {"train": report.elapsed, "eval": own.get("evaluation", 0.0), "saving": own.get("saving", 0.0)}
+    seconds = report.seconds[0] if report.seconds else {}
+    times = {"train": report.elapsed, "eval": seconds.get("evaluation", 0.0), "saving": seconds.get("saving", 0.0)}
     if times["saving"] < LARGE_SHARE * sum(times.values()):
         del times["saving"]
-    return ", ".join(f"{seconds_text(seconds)} {name}" for name, seconds in times.items() if seconds or name == "train")
+    return ", ".join(f"{seconds_text(time)} {name}" for name, time in times.items() if time or name == "train")
 
 
 def speed_text(sequences: float, frames: Mapping[str, float]) -> str:
@@ -181,7 +181,8 @@ def end_row(total: float | None, best: Mapping[str, object] | None, folder: str,
     words = ""
     if best is not None:
         words = f"best epoch {best['epoch']}" + (f", step {best['step']}" if "step" in best else "")
-        measure, direction = str(best["measure"]), "higher" if best["higher_is_better"] else "lower"
+        measure = str(best["measure"])
+        direction = "higher" if best["higher_is_better"] else "lower"
         score = best["score"] if isinstance(best["score"], str) else score_text(float(str(best["score"])))
         file = "its model is not kept" if best["file"] is None else f"{folder}/{best['file']}"
         parts += [f"{words}: {measure.replace('_loss_', ' ', 1)} {score} ({direction} is better)", file]

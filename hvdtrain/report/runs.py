@@ -39,13 +39,13 @@ PACKAGES = (
 @cache
 def versions() -> Mapping[str, str]:
     """The versions of Python, hvdtrain and `PACKAGES`, determined without importing them."""
-    found = {"hvdtrain": __version__, "Python": platform.python_version()}
+    versions_by_name = {"hvdtrain": __version__, "Python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_name[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
 def command_text(arguments: Sequence[str]) -> str:
@@ -165,8 +165,8 @@ class Run:
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
-        found = [(line["epoch"], float(line["scores"][name])) for line in self.epochs if name in line["scores"]]
-        return [epoch for epoch, _ in found], [value for _, value in found]
+        points = [(line["epoch"], float(line["scores"][name])) for line in self.epochs if name in line["scores"]]
+        return [epoch for epoch, _ in points], [value for _, value in points]
 
     def setting(self, name: str) -> Any:
         """A key's value at the last start; None if it is unknown or not a Python literal."""
@@ -190,9 +190,9 @@ class Run:
         """The first epoch with the best value of a score, and that value; None if no epoch that may be the best has one."""
         never = {line["epoch"] for line in self.epochs if not line.get("updated", True) or line.get("diverged")}
         scores = zip(*self.scores(name), strict=True)
-        found = [(epoch, value) for epoch, value in scores if math.isfinite(value) and epoch not in never]
+        points = [(epoch, value) for epoch, value in scores if math.isfinite(value) and epoch not in never]
         sign = -1 if self.is_higher_better(name) else 1
-        return min(found, key=lambda pair: sign * pair[1], default=None)
+        return min(points, key=lambda pair: sign * pair[1], default=None)
 
 
 def read_runs(folders: list[Path], names: Sequence[str] | None = None, *, running: bool = False) -> list[Run]:
@@ -254,17 +254,17 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(*DAMAGED_LINE_ERRORS, AttributeError):
             line = json.loads(text)
             position = _position(line)
             line = {name: value for name, value in line.items() if name not in STEP or _is_like(value, STEP[name])}
             line["scores"] = {str(name): float(value) for name, value in line["scores"].items()}
-            while found and _position(found[-1]) >= position:
-                found.pop()
-            found.append(line)
-    return found
+            while lines and _position(lines[-1]) >= position:
+                lines.pop()
+            lines.append(line)
+    return lines
 
 
 def _position(line: Mapping[str, Any]) -> tuple[int, int]:
@@ -276,22 +276,22 @@ def _position(line: Mapping[str, Any]) -> tuple[int, int]:
 def _epoch(line: Any) -> dict[str, Any]:
     """A line of scores.jsonl, without entries of unexpected types. Raises one of `DAMAGED_LINE_ERRORS`."""
     scores = {str(name): float(value) for name, value in dict(line["scores"]).items()}
-    kept = {name: value for name, value in line.items() if name in EPOCH and _is_like(value, EPOCH[name])}
-    if not kept.get("elapsed"):
-        kept.pop("computing", None)  # a share of no time
-    if not kept.get("seconds"):
-        kept.pop("seconds", None)
-    return {"learning_rate": None, **kept, "epoch": int(line["epoch"]), "scores": scores}
+    entries = {name: value for name, value in line.items() if name in EPOCH and _is_like(value, EPOCH[name])}
+    if not entries.get("elapsed"):
+        entries.pop("computing", None)  # a share of no time
+    if not entries.get("seconds"):
+        entries.pop("seconds", None)
+    return {"learning_rate": None, **entries, "epoch": int(line["epoch"]), "scores": scores}
 
 
 def _start(line: Any) -> dict[str, Any]:
     """A line of starts.jsonl. Raises one of `DAMAGED_LINE_ERRORS`."""
     if not isinstance(line, dict):
         raise TypeError("no dict")
-    kept: dict[str, Any] = {name: value for name, value in line.items() if name not in START or _is_like(value, START[name])}
-    kept["settings"] = {name: pair for name, pair in (kept.get("settings") or {}).items() if pair and len(pair) == 2}
-    kept["hosts"] = [pair for pair in kept.get("hosts") or [] if pair and len(pair) == 2]
-    return kept
+    entries: dict[str, Any] = {name: value for name, value in line.items() if name not in START or _is_like(value, START[name])}
+    entries["settings"] = {name: pair for name, pair in (entries.get("settings") or {}).items() if pair and len(pair) == 2}
+    entries["hosts"] = [pair for pair in entries.get("hosts") or [] if pair and len(pair) == 2]
+    return entries
 
 
 NUMBER: Any = 0.0
@@ -358,15 +358,15 @@ def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple
             f"{path}: expected the file that a training writes next to its model, got: {error.strerror} "
             "(the key `model` of the config determines the folder)"
         ) from None
-    found, problems = [], []
+    entries, problems = [], []
     for number, line in enumerate([*lines, last], start=1):
         try:
-            found.append(parse(json.loads(line.decode("utf-8"))))
+            entries.append(parse(json.loads(line.decode("utf-8"))))
         except (*DAMAGED_LINE_ERRORS, AttributeError) as error:
             if number > len(lines):
                 break
             problems.append(f"{path}, line {number}: expected JSON, got: {getattr(error, 'msg', repr(error))}")
-    return found, problems
+    return entries, problems
 
 
 def names_of(folders: list[Path]) -> list[str]:

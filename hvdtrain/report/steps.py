@@ -157,8 +157,10 @@ class StepNumbers:
             work: counts the content of its batches.
             position: the number of batches of its plan that are done.
         """
-        self._work, self._position = work, position
-        self._since, self._seconds = time.perf_counter(), self._seconds_so_far()
+        self._work = work
+        self._position = position
+        self._since = time.perf_counter()
+        self._seconds = self._seconds_so_far()
 
     def skip(self, seconds: float) -> None:
         """Leave some seconds out of the time since the last record."""
@@ -177,11 +179,14 @@ class StepNumbers:
         scores: Mapping[str, float],
     ) -> StepRecord:
         """Record a step. The arguments are those of `StepRecord`, and the number of batches of the plan that are done."""
-        now, seconds = time.perf_counter(), self._seconds_so_far()
+        now = time.perf_counter()
+        seconds = self._seconds_so_far()
         passed = max(now - self._since, 1e-9)
         waited, computed = (min(max((new - old) / passed, 0.0), 1.0) for new, old in zip(seconds, self._seconds, strict=True))
         num_sequences, num_frames = self._work(self._position, position)
-        self._since, self._seconds, self._position = now, seconds, position
+        self._since = now
+        self._seconds = seconds
+        self._position = position
         record = StepRecord(
             epoch=epoch,
             step=step,

@@ -28,10 +28,10 @@ def exchange_contacts(
     on_one_host = len(set(gather(network()))) == 1
     datagrams = open_datagrams(LOOPBACK if on_one_host else "")
     port = None if datagrams is None else datagrams.port
-    own = Contact(
+    contact = Contact(
         socket.gethostname(), RankProcess.of_pid(os.getpid()), tuple(names), port, secrets.token_hex() if rank == 0 else ""
     )
-    contacts: list[Contact] = gather(own)
+    contacts: list[Contact] = gather(contact)
     if datagrams is not None and contacts[0].port is None:
         datagrams.close()
         datagrams = None
@@ -46,8 +46,8 @@ def exchange_contacts(
 
 def _addresses(contact: Contact, local: bool) -> list[Address]:
     """Addresses at which a rank may be reached. Names are looked up only here: without a name server, a lookup takes seconds."""
-    found = []
+    addresses = []
     for name in (LOOPBACK,) if local else [name for name in contact.names if not name.startswith("127.")]:
         with suppress(OSError):
-            found.append((socket.gethostbyname(name), contact.port or 0))
-    return list(dict.fromkeys(found))
+            addresses.append((socket.gethostbyname(name), contact.port or 0))
+    return list(dict.fromkeys(addresses))

@@ -52,8 +52,8 @@ class Diagnosis:
         return [*map(ranges_text, (self.hanging, self.silent, self.gone)), self.ends]
 
     @classmethod
-    def from_json(cls, found: Sequence[Any]) -> Diagnosis:
-        hanging, silent, gone, ends = found
+    def from_json(cls, values: Sequence[Any]) -> Diagnosis:
+        hanging, silent, gone, ends = values
         return cls(ranks_in(hanging), ranks_in(silent), ranks_in(gone), ends)
 
 

@@ -201,19 +201,22 @@ class Goodput:
 
     def go_on(self) -> None:
         """The start is over: the first epoch begins or goes on."""
-        self._going_on, self._counted = self._clock(), self._timer.total()
+        self._going_on = self._clock()
+        self._counted = self._timer.total()
 
     def count_save(self) -> None:
         self._saves += 1
 
     def spent(self, is_end: bool = False) -> Spent:
         """What has been spent until now, in all starts."""
-        now, before = self._clock(), self._before
+        now = self._clock()
+        before = self._before
         since = now if self._going_on is None else self._going_on
         starting = max(0.0, since - self._began)
         total = {} if self._going_on is None else self._timer.total()
         seconds = {name: value - self._counted.get(name, 0.0) for name, value in total.items()}
-        useful, saving = sum(seconds.get(name, 0.0) for name in USEFUL), seconds.get("saving", 0.0)
+        useful = sum(seconds.get(name, 0.0) for name in USEFUL)
+        saving = seconds.get("saving", 0.0)
         waiting = seconds.get("data wait", 0.0)
         return Spent(
             until=now,
@@ -256,7 +259,8 @@ class Goodput:
         spent = self.spent()
         if not spent.saves:
             return f"a checkpoint after {FIRST_SAVE:.0f} s, which shows how long saving takes"
-        cost, failures = spent.saving / spent.saves, f"{spent.failures} failure{'s' * (spent.failures != 1)}"
+        cost = spent.saving / spent.saves
+        failures = f"{spent.failures} failure{'s' * (spent.failures != 1)}"
         seconds = f"{self.save_interval():.3g} s"
         return f"a checkpoint every {seconds}, by {cost:.2g} s for each and {failures} in {clock_text(spent.seconds)}"
 

@@ -17,7 +17,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a process under a watchdog print its stack, even if it holds the GIL, so that no Python thread could."""
 
 
-def describe(heartbeats: Heartbeats, diagnosis: Diagnosis, own: Heartbeat) -> str | None:
+def describe(heartbeats: Heartbeats, diagnosis: Diagnosis, heartbeat: Heartbeat) -> str | None:
     """The diagnosis in words; None: the hanging ranks report everything themselves."""
     if len(heartbeats.contacts) < 2 or (
         not diagnosis.silent and not diagnosis.gone and (heartbeats.rank != 0 or not heartbeats.last)
@@ -30,11 +30,11 @@ def describe(heartbeats: Heartbeats, diagnosis: Diagnosis, own: Heartbeat) -> st
         return f"{'; '.join(lines)}: the remaining ranks are blocked on {them} and will exit"
     if diagnosis.silent:
         return "; ".join(_silent_line(heartbeats, rank) for rank in diagnosis.silent[:SHOWN])
-    known = heartbeats.heartbeats(own)
+    known = heartbeats.heartbeats(heartbeat)
     waiting = [rank for rank in known if rank not in diagnosis.hanging]
     if not waiting and all(known[rank].waits for rank in diagnosis.hanging if rank in known):
         activities = "; ".join(
-            f"rank {rank}: {heartbeat.activity}, for {heartbeat.idle:.0f} s" for rank, heartbeat in sorted(known.items())[:SHOWN]
+            f"rank {rank}: {last.activity}, for {last.idle:.0f} s" for rank, last in sorted(known.items())[:SHOWN]
         )
         return f"every rank waits for others: was a connection lost, or do they call different collectives? {activities}"
     text = "; ".join(

@@ -104,18 +104,16 @@ class Heartbeats:
     restarts: bool = False
     hub_addresses: Sequence[Address] = ()
     layout: Layout | None = None
-    last: dict[int, _LastDatagram] = field(default_factory=dict)
-    _ended: set[int] = field(default_factory=set)
-    _gone: set[int] = field(default_factory=set)  # because of an error, or killed
-    lost: set[int] = field(default_factory=set)
-    _groups: dict[int, GroupReport] = field(default_factory=dict)  # on rank 0, by relay
-    _details_until: float = -math.inf  # on rank 0 and relays: until then, relays report every rank
-    _reply: Diagnosis | None = None  # from rank 0, on the others
-    _last_diagnosis: Diagnosis | None = None  # that rank 0 broadcast, or a relay passed on
-    _number_sent: int = 0
-    _number_received: dict[int, int] = field(
-        default_factory=dict
-    )  # by sender, so that a replayed datagram does not count as a heartbeat
+    last: dict[int, _LastDatagram] = field(init=False, default_factory=dict)
+    _ended: set[int] = field(init=False, default_factory=set)
+    _gone: set[int] = field(init=False, default_factory=set)  # because of an error, or killed
+    lost: set[int] = field(init=False, default_factory=set)
+    _groups: dict[int, GroupReport] = field(init=False, default_factory=dict)  # on rank 0, by relay
+    _details_until: float = field(init=False, default=-math.inf)  # on rank 0 and relays: until then, relays report every rank
+    _reply: Diagnosis | None = field(init=False, default=None)  # from rank 0, on the others
+    _last_diagnosis: Diagnosis | None = field(init=False, default=None)  # that rank 0 broadcast, or a relay passed on
+    _number_sent: int = field(init=False, default=0)
+    _number_received: dict[int, int] = field(init=False, default_factory=dict)  # by sender: a replayed datagram does not count
 
     def __post_init__(self) -> None:
         self._layout = layout = self.layout or Layout.of(max(1, len(self.contacts)))
@@ -203,8 +201,8 @@ class Heartbeats:
         """On a relay: what rank 0 needs to know about the ranks behind it."""
         now = time.monotonic()
         heard = {rank: last for rank, last in self.last.items() if rank in self._below}
-        found = (self._gone, self._ended, self.lost, self._silent())
-        gone, ended, lost, silent = (tuple(ranks & self._below) for ranks in found)
+        counted = (self._gone, self._ended, self.lost, self._silent())
+        gone, ended, lost, silent = (tuple(ranks & self._below) for ranks in counted)
         is_overdue = any(last.heartbeat and last.heartbeat.overdue for rank, last in heard.items() if rank not in silent)
         report = GroupReport(gone, ended, lost, silent, is_overdue)
         if not report.is_trouble and now > self._details_until:
@@ -252,7 +250,7 @@ class Heartbeats:
         if self.datagrams is not None:
             self.datagrams.close()
 
-    def conclude(self, own: Heartbeat) -> Diagnosis | None:
+    def conclude(self, heartbeat: Heartbeat) -> Diagnosis | None:
         """Why the job makes no progress, as far as this rank can tell; None: it makes progress."""
         self._find_lost_hosts()
         decides = self.decides
@@ -260,19 +258,21 @@ class Heartbeats:
             self._find_gone_ranks(set(self.local) - {self.rank} if decides else self._below.intersection(self.local))
         if not decides:
             return self._reply
-        if self._groups and not self._has_details(own):
+        if self._groups and not self._update_details(heartbeat):
             return self._last_diagnosis
         # A rank ends in an orderly way only when all are about to, so a slower one is not blocked on it.
         are_blocked = self.together and not self._ended
-        return diagnose(self.heartbeats(own), self._silent(), self._gone | self.lost if are_blocked else ())
+        return diagnose(self.heartbeats(heartbeat), self._silent(), self._gone | self.lost if are_blocked else ())
 
-    def _has_details(self, own: Heartbeat) -> bool:
-        """On rank 0, whether it knows enough for a diagnosis: all is well, or all relays that can have reported every rank."""
-        now, silent = time.monotonic(), self._silent()
+    def _update_details(self, heartbeat: Heartbeat) -> bool:
+        """On rank 0, ask relays for every rank if there is trouble, else forget what they said. Returns whether it knows enough
+        for a diagnosis: all is well, or all relays that can have reported every rank."""
+        now = time.monotonic()
+        silent = self._silent()
         relays = (self._groups.keys() & self.last.keys()) - self._gone - silent
         is_trouble = bool(self._gone or self.lost) or any(self._groups[relay].is_trouble for relay in relays)
         direct = [last for rank, last in self.last.items() if last.address is not None and rank not in silent]
-        if is_trouble or own.overdue or any(last.heartbeat and last.heartbeat.overdue for last in direct):
+        if is_trouble or heartbeat.overdue or any(last.heartbeat and last.heartbeat.overdue for last in direct):
             self._details_until = now + SECONDS_OF_DETAILS
         elif now > self._details_until:  # what relays have reported gets old, and so do ranks that their relays hear again
             relayed = {rank for rank, last in self.last.items() if last.address is None}
@@ -307,13 +307,13 @@ class Heartbeats:
         """
         began = time.monotonic()
         while True:
-            found = self._gone | {rank for rank in self.local if self.contacts[rank].process.has_ended()}
+            ended = self._gone | {rank for rank in self.local if self.contacts[rank].process.has_ended()}
             for rank, last in list(self.last.items()):
                 if self.datagrams is not None and last.address is not None:
-                    found |= {rank} if self.datagrams.refused.get(last.address, -math.inf) > began else set()
+                    ended |= {rank} if self.datagrams.refused.get(last.address, -math.inf) > began else set()
                     self.datagrams.probe(last.address)
-            if found - self._ended or time.monotonic() - began > seconds:
-                return [self.ended_line(rank) for rank in sorted(found - self._ended)][:SHOWN]
+            if ended - self._ended or time.monotonic() - began > seconds:
+                return [self.ended_line(rank) for rank in sorted(ended - self._ended)][:SHOWN]
             time.sleep(max(0.05, len(self.local) / 500))  # every rank of the host does the same
 
     def ended_line(self, rank: int) -> str:
@@ -348,10 +348,10 @@ class Heartbeats:
         self._last_diagnosis = diagnosis
         self._send_below(self._reply_to_send())
 
-    def heartbeats(self, own: Heartbeat) -> dict[int, Heartbeat]:
+    def heartbeats(self, heartbeat: Heartbeat) -> dict[int, Heartbeat]:
         """By rank, the last heartbeat, with the seconds since then counted as idle."""
         now = time.monotonic()
-        return {self.rank: own} | {
+        return {self.rank: heartbeat} | {
             rank: replace(last.heartbeat, idle=last.heartbeat.idle + now - last.received_at)
             for rank, last in self.last.items()
             if last.heartbeat
@@ -379,5 +379,6 @@ class Heartbeats:
 
     def is_local(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""
-        other, own = self.contacts[rank], self.contacts[self.rank]
-        return (other.host, other.process.place) == (own.host, own.process.place)
+        contact = self.contacts[rank]
+        mine = self.contacts[self.rank]
+        return (contact.host, contact.process.place) == (mine.host, mine.process.place)

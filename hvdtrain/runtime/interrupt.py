@@ -29,8 +29,8 @@ def seconds_of(limit: float | str) -> float:
     if len(parts) > 3 or any(not part for part in parts) or (days and not days.isdigit()):
         raise ValueError(f"not a time: {limit!r}")
     seconds = 0.0
-    for part in parts:
-        seconds = 60 * seconds + float(part)
+    for field in parts:
+        seconds = 60 * seconds + float(field)
     return 86400 * int(days or 0) + seconds
 
 

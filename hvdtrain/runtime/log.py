@@ -276,7 +276,9 @@ class Screen(logging.Handler):
             sys.stdout.flush()
 
     def format(self, record: logging.LogRecord) -> str:
-        text, indent, good = super().format(record), getattr(record, "indent", None), getattr(record, "good", "")
+        text = super().format(record)
+        indent = getattr(record, "indent", None)
+        good = getattr(record, "good", "")
         if self._terminal is not None and indent is not None:
             text = "\n".join(wrap(text, self._terminal.columns, indent))
         if self._has_colors and record.levelno == LEVELS[2]:

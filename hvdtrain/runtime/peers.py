@@ -222,9 +222,11 @@ class Datagrams:
 
     def ask(self, name: str) -> None:
         """Ask a host whether it is up. Call this repeatedly; a host that never answers is no longer asked after some time."""
-        host, now = self.hosts[name], time.monotonic()
+        host = self.hosts[name]
+        now = time.monotonic()
         if now - host.asked_at >= ASK_EVERY and (host.answers or host.asked * ASK_EVERY < SECONDS_TO_ANSWER):
-            host.asked, host.asked_at = host.asked + 1, now
+            host.asked = host.asked + 1
+            host.asked_at = now
             self.probe((name, CLOSED_PORT))
 
     def receive(self, seconds: float) -> tuple[bytes, Address] | None:
@@ -243,7 +245,8 @@ class Datagrams:
                 if any(part[:2] == (socket.IPPROTO_IP, IP_RECVERR) and _refuses(part[2], address[0]) for part in parts):
                     self.refused[address] = time.monotonic()
                     host = self.hosts[address[0]]
-                    host.answers, host.asked = True, 0
+                    host.answers = True
+                    host.asked = 0
 
     def close(self) -> None:
         self._udp.close()

@@ -16,8 +16,8 @@ SUFFIX = ".records"
 
 def records_of(prefix: Path) -> Path:
     """The folder with the records of the training whose model files have a prefix (the key `model`)."""
-    own = prefix.with_name(prefix.name + SUFFIX)
-    return own if own.is_dir() or _owner(prefix) not in (None, prefix.name) else prefix.parent
+    folder = prefix.with_name(prefix.name + SUFFIX)
+    return folder if folder.is_dir() or _owner(prefix) not in (None, prefix.name) else prefix.parent
 
 
 def claim_records(prefix: Path, is_alone: bool) -> None:

@@ -55,8 +55,8 @@ class Layout:
 
     def senders(self, hub: int) -> list[int]:
         """The ranks that send their heartbeats to a hub."""
-        found = list(range(hub + 1, min(hub + self.group, self.size)))
-        return found if hub else found + list(range(self.group, self.size, self.group))
+        ranks = list(range(hub + 1, min(hub + self.group, self.size)))
+        return ranks if hub else ranks + list(range(self.group, self.size, self.group))
 
     @property
     def has_relays(self) -> bool:
@@ -101,8 +101,8 @@ class GroupReport:
         return [*ranks, self.overdue, self.members]
 
     @classmethod
-    def from_json(cls, found: Sequence[Any]) -> GroupReport:
-        gone, ended, lost, silent, overdue, members = found
+    def from_json(cls, values: Sequence[Any]) -> GroupReport:
+        gone, ended, lost, silent, overdue, members = values
         return cls(ranks_in(gone), ranks_in(ended), ranks_in(lost), ranks_in(silent), overdue, members)
 
 

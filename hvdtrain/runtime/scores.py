@@ -50,7 +50,7 @@ class Scores:
 
     def means(self) -> dict[str, float]:
         """The mean over all elements by name, in alphabetical order; NaN if there are no elements."""
-        return {name: _divide(_sum(entry.totals), _sum(entry.counts)) for name, entry in self._of_losses()}
+        return {name: _divide(_sum(entry.totals), _sum(entry.counts)) for name, entry in self._losses()}
 
     def first(self) -> dict[str, float]:
         """The mean of the first batch that has elements, by name.
@@ -62,7 +62,7 @@ class Scores:
         {'ce': 3.0}
         """
         means = {}
-        for name, entry in self._of_losses():
+        for name, entry in self._losses():
             pairs = zip(entry.totals, entry.counts, strict=True)
             if (first := next((total / count for total, count in pairs if count), None)) is not None:
                 means[name] = first
@@ -70,22 +70,22 @@ class Scores:
 
     def counts(self) -> dict[str, float]:
         """The number of elements of each mean."""
-        return {name: _sum(entry.counts) for name, entry in self._of_losses()}
+        return {name: _sum(entry.counts) for name, entry in self._losses()}
 
     def scales(self) -> dict[str, float]:
         """The losses that were minimized, each with its scale."""
-        return {name: entry.scale for name, entry in self._of_losses() if entry.scale}
+        return {name: entry.scale for name, entry in self._losses() if entry.scale}
 
     def statistics(self) -> dict[str, list[float]]:
         """The sums of statistics (`epoch_scores`), which are no means, by name: one number or several."""
-        found: dict[str, dict[int, float]] = {}
+        statistics: dict[str, dict[int, float]] = {}
         for name, entry in self._sums.items():
             if STATISTIC in name:
                 statistic, _, place = name.rpartition(STATISTIC)
-                found.setdefault(statistic, {})[int(place)] = _sum(entry.totals)
-        return {name: [total for _, total in sorted(sums.items())] for name, sums in sorted(found.items())}
+                statistics.setdefault(statistic, {})[int(place)] = _sum(entry.totals)
+        return {name: [total for _, total in sorted(sums.items())] for name, sums in sorted(statistics.items())}
 
-    def _of_losses(self) -> list[tuple[str, Sum]]:
+    def _losses(self) -> list[tuple[str, Sum]]:
         """What is not of statistics, in alphabetical order."""
         return sorted((name, entry) for name, entry in self._sums.items() if STATISTIC not in name)
 

@@ -59,16 +59,16 @@ def status_line(text: str) -> Iterator[None]:
 @contextmanager
 def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
     """The terminal of the first stream that has one, for bars below the lines that Python prints meanwhile; None: no terminal."""
-    found = next(((stream, window) for stream in streams if (window := terminal_of(stream)) is not None), None)
-    if found is None:
+    terminal = next(((stream, window) for stream in streams if (window := terminal_of(stream)) is not None), None)
+    if terminal is None:
         yield None
         return
     from tqdm import tqdm  # not needed by a program that draws no bar
 
-    above = [LinesAbove(stream, found[0]) for stream in (sys.stdout, sys.stderr)]
+    above = [LinesAbove(stream, terminal[0]) for stream in (sys.stdout, sys.stderr)]
     with configured_tqdm(tqdm), redirect_stdout(above[0]), redirect_stderr(above[1]):
         try:
-            yield Terminal(*found)
+            yield Terminal(*terminal)
         finally:
             for stream in above:
                 stream.end()
@@ -101,14 +101,15 @@ def terminal_of(stream: IO[str] | None) -> int | None:
     """
     if stream is None or not hasattr(stream, "isatty") or not stream.isatty():
         return None
-    own, parent = stream.fileno(), f"/proc/{os.getppid()}"
+    descriptor = stream.fileno()
+    parent = f"/proc/{os.getppid()}"
     with suppress(OSError):
         name = Path(parent, "comm").read_text().strip()
         if name == MPIRUN_OF_OPEN_MPI_5:
             return None
-        if name.startswith(MPIRUN) and (window := _opened_terminal(f"{parent}/fd/{own}")) is not None:
+        if name.startswith(MPIRUN) and (window := _opened_terminal(f"{parent}/fd/{descriptor}")) is not None:
             return window
-    return own if os.get_terminal_size(own).columns else None
+    return descriptor if os.get_terminal_size(descriptor).columns else None
 
 
 @cache

@@ -26,7 +26,7 @@ class Timer:
         self.clock = clock
         self.seconds: dict[str, float] = {}
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None  # a profiler's, around every span
-        self._taken: dict[str, float] = {}
+        self._before: dict[str, float] = {}
         self._spans: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since = 0.0
@@ -65,13 +65,13 @@ class Timer:
 
     def take(self) -> dict[str, float]:
         """Return the seconds by name since the last call, and reset them."""
-        taken, self.seconds = self.seconds, {}
-        self._taken = _added(self._taken, taken)
-        return taken
+        seconds, self.seconds = self.seconds, {}
+        self._before = _added(self._before, seconds)
+        return seconds
 
     def total(self) -> dict[str, float]:
         """All seconds by name so far, taken or not."""
-        return _added(self._taken, self.seconds)
+        return _added(self._before, self.seconds)
 
     def _count(self) -> None:
         """Count the time since the last call under the innermost open name."""
@@ -114,7 +114,7 @@ class CpuClock(AbstractContextManager[None]):
     """Accumulates the wall-clock seconds within its spans, which are not within each other."""
 
     def __init__(self) -> None:
-        self._seconds = self._taken = self._began = 0.0
+        self._seconds = self._before = self._began = 0.0
 
     def span(self) -> AbstractContextManager[None]:
         return self
@@ -128,12 +128,12 @@ class CpuClock(AbstractContextManager[None]):
     def take(self) -> float:
         """The seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
-        self._taken += seconds
+        self._before += seconds
         return seconds
 
     def known_seconds(self) -> float:
         """All seconds so far, without those of an open span."""
-        return self._taken + self._seconds
+        return self._before + self._seconds
 
 
 def clock_text(seconds: float) -> str:

@@ -186,7 +186,8 @@ class Watchdog:
         self._patience.learn(self._pace, now - self._last_beat)
         self._last_beat = now
         self._beats += 1
-        self._activity, self._pace = activity, pace
+        self._activity = activity
+        self._pace = pace
 
     def go_on(self) -> None:
         """Reset the timeout in the midst of an activity."""
@@ -241,14 +242,14 @@ class Watchdog:
         if was_suspended:
             self._last_beat = now
             self._heartbeats.reset_silence()
-        own = self._heartbeat()
-        if own.overdue or now - self._last_sent >= self._heartbeats.interval:
+        heartbeat = self._heartbeat()
+        if heartbeat.overdue or now - self._last_sent >= self._heartbeats.interval:
             with self._sending:
                 if not self._done.is_set():
-                    self._heartbeats.send(own)
+                    self._heartbeats.send(heartbeat)
             self._last_sent = now
         if not was_suspended:
-            self._act(self._heartbeats.conclude(own), own)
+            self._act(self._heartbeats.conclude(heartbeat), heartbeat)
         self._heartbeats.listen(self._interval)
 
     def _heartbeat(self) -> Heartbeat:
@@ -263,7 +264,7 @@ class Watchdog:
                 return overdue
         return heartbeat
 
-    def _act(self, diagnosis: Diagnosis | None, own: Heartbeat) -> None:
+    def _act(self, diagnosis: Diagnosis | None, heartbeat: Heartbeat) -> None:
         """Report that there is no progress, give the other ranks time to report it, too, and end the process."""
         decides = self._heartbeats.decides
         if diagnosis is None:
@@ -271,22 +272,26 @@ class Watchdog:
                 self._heartbeats.broadcast(None)
                 if self._has_printed_stacks:
                     _print(f"rank {self._rank}: makes progress again, in {self._activity}")
-            self._reported_at, self._has_printed_stacks = None, False
+            self._reported_at = None
+            self._has_printed_stacks = False
             return
         if self._reported_at is None:
             self._reported_at = time.monotonic()
-            if decides and (text := describe(self._heartbeats, diagnosis, own)) is not None:
+            if decides and (text := describe(self._heartbeats, diagnosis, heartbeat)) is not None:
                 _print(text)
         ends = diagnosis.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
         if self._rank in diagnosis.hanging and not self._has_printed_stacks:
             self._has_printed_stacks = True
-            _print(f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:")
+            _print(
+                f"rank {self._rank}: no progress for {heartbeat.idle:.0f} s (watchdog_timeout) in {heartbeat.activity}; "
+                "its threads:"
+            )
             _print(_stacks())
-        has_work = bool(diagnosis.gone) and not has_waited_long(own)
+        has_work = bool(diagnosis.gone) and not has_waited_long(heartbeat)
         if decides and ends and not has_work and not self._has_recorded and not self._done.is_set():
             self._has_recorded = True  # before the others end: their launcher may then end this process
-            hangs = f"rank {self._rank} hangs: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}"
-            self.record(describe(self._heartbeats, diagnosis, own) or hangs, bool(diagnosis.gone))
+            hangs = f"rank {self._rank} hangs: no progress for {heartbeat.idle:.0f} s (watchdog_timeout) in {heartbeat.activity}"
+            self.record(describe(self._heartbeats, diagnosis, heartbeat) or hangs, bool(diagnosis.gone))
         if decides:
             self._heartbeats.broadcast(replace(diagnosis, ends=ends))
         if has_work:

@@ -34,7 +34,7 @@ from measuring import ROOT, machine
 
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.training.trace import has_begun  # noqa: E402  # found through the line above
+from hvdtrain.plugins.trace.records import has_begun  # noqa: E402  # found through the line above
 
 CONFIG = """
 import sys, time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,9 +28,8 @@ from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
 from hvdtrain.training.notifier import LONG, Notifier
 from hvdtrain.training.phase import EvaluatedModel, Phase
 from hvdtrain.training.saving import Saving
-from hvdtrain.training.session import Session
+from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, StepReport
-from hvdtrain.training.trace import StepRecorder, record_nothing
 from hvdtrain.training.train_scores import TrainScores, check_elements, note_missing_parts, warn_of_means
 from hvdtrain.training.vote import vote_interval
 from hvdtrain.training.within import EvaluationWithin, follow_scores
@@ -43,7 +42,7 @@ class Engine:
         session: train is the first of its datasets; the others are evaluated after every epoch. Its progress is kept up to date.
         reporters: receive the reports of finished epochs and the records of steps.
         step_log: logs the progress within an epoch.
-        trace: called with the sequences of every step.
+        recorders: called before every step.
         callbacks: those of the config, of this rank.
     """
 
@@ -54,7 +53,7 @@ class Engine:
         limits: TrainingLimits,
         reporters: Reporters,
         step_log: StepLog,
-        trace: StepRecorder = record_nothing,
+        recorders: Sequence[StepRecorder] = (),
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
         self._session = session
@@ -68,7 +67,7 @@ class Engine:
         self._reporters = reporters
         self._step_numbers = StepNumbers(reporters.steps, session.timer, learner.meter) if reporters.steps else None
         self._step_log = step_log
-        self._trace = trace
+        self._recorders = recorders
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
         self._phase = Phase(session.progress)
         self._evaluated = evaluated = EvaluatedModel(learner.state, session.reducer.sync)
@@ -230,7 +229,8 @@ class Engine:
         if batch is None:
             return None
         self._scores.add(batch)
-        self._trace(current.epoch, self._progress.step, batch.indices)
+        for record in self._recorders:
+            record(current.epoch, self._progress.step, batch.indices)
         return batch.if_any
 
     def _update(self, epoch: TrainingEpoch, begun: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,12 @@ from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
-from hvdtrain.start_up.trace import open_trace, profile_steps
 from hvdtrain.training.callbacks import pruned_before
 from hvdtrain.training.result import Average
-from hvdtrain.training.session import Session
+from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, open_step_log
 
+RECORDERS: Registry[Callable[[Settings, Session], AbstractContextManager[StepRecorder | None]]] = Registry("recorders")
 FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
 """Those of plug-ins."""
 
@@ -97,10 +98,12 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
             with (
                 note_changed_files(session.feeds),
                 open_reporters(settings, session, start) as reporters,
-                profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
                 count_steps(session.goodput),
+                ExitStack() as recording,
             ):
-                pruned = Engine(session, rates, limits, reporters, step_log, trace, callbacks).run()
+                opened = [recording.enter_context(open_recorder(settings, session)) for open_recorder in RECORDERS.values()]
+                recorders = [recorder for recorder in opened if recorder is not None]
+                pruned = Engine(session, rates, limits, reporters, step_log, recorders, callbacks).run()
         else:  # it may have been killed before Optuna knew
             pruned = pruned_before(limits.end_after_epoch(session.progress))
         averages = [average for make in FINAL_MODELS.values() for average in make(settings, session, step_log)]

@@ -51,7 +51,6 @@ from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.derived import DERIVED, framework_problems, resolve
 from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys
 from hvdtrain.training.run_keys import RunKeys
-from hvdtrain.training.trace import TraceKeys
 
 S = TypeVar("S", bound=Section)
 
@@ -105,7 +104,6 @@ class Settings:
     log: LogKeys
     callbacks: CallbackKeys
     evaluation: EvaluationKeys
-    trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launching import ROOT, TOY, clean_environment, hvdtrain
 
-from hvdtrain.training.trace import trained_on
+from hvdtrain.plugins.trace.records import trained_on
 
 PLANTED = """
 from hvdtrain.checkpoint.folder import CheckpointFolder

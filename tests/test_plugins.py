@@ -33,6 +33,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
     "param_average": {"horovod_reduce_type: expected 'grad'": ["++horovod_reduce_type", "param"]},
+    "trace": {"profile_steps: unknown key": ["++profile_steps", "3"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},

@@ -31,6 +31,7 @@ NAMES = {
     "synthetic": "Task12AXDataset DummyDataset",
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
+    "trace": "trace_sequences profile_steps",
     "transformers": "transformers_trainer transformers",
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",

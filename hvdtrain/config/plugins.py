@@ -44,6 +44,7 @@ Kind = Literal[
     "artifacts",
     "sources",
     "steps",
+    "recorders",
     "writers",
     "final_models",
     "translations",
@@ -72,6 +73,8 @@ class Plugin:
         trackers: by an entry of the key `trackers`, a class with methods of a tracker.
         reporters: by any name, a function of the settings, the `Session` and the record of the start, which rank 0 calls when a
             training begins; it returns a context manager, open until the training ends, of the `Reporters` that get its numbers.
+        recorders: by any name, a function of the settings and the `Session`, which all ranks call when a training begins; it
+            returns a context manager, open until the training ends, of a `StepRecorder`, or of None.
         writers: by any name, a function of the settings that returns what makes an `OutputWriter` for the tasks forward and
             search, or None.
         final_models: by any name, a function of the settings, the session and the step log, which all ranks call after the last
@@ -100,6 +103,7 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     reporters: Mapping[str, str] = field(default_factory=dict)
+    recorders: Mapping[str, str] = field(default_factory=dict)
     writers: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)

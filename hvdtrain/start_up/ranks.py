@@ -73,8 +73,6 @@ def prepare(settings: Settings) -> None:
     place = this_process.place()
     if settings.learner.deterministic:
         this_process.put(DETERMINISTIC)
-    if settings.trace.profile_steps is not None and settings.reduce.horovod_timeline is None:
-        this_process.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # starts with the profiler
     num_threads = threads(settings, place.local_size)
     FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, place.local_rank, num_threads)
 

@@ -16,5 +16,4 @@ def writing_nothing(settings: Settings) -> Settings:
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None, checkpoint_mirror=None),
         evaluation=replace(settings.evaluation, eval_interval_steps=None, eval_interval_minutes=None),
-        trace=replace(settings.trace, profile_steps=None),
     )

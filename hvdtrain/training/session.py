@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver_base import SaverBase
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.goodput import Goodput
@@ -18,6 +19,9 @@ from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.best_start import BestStart
 from hvdtrain.training.flops import FlopRate
+
+StepRecorder = Callable[[int, int, Array], None]
+"""Called before a step with the epoch, the number of earlier steps of the training, and the indices of this rank's sequences."""
 
 
 class Epochs(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.hosts import HEAD, Hosts, Started
 
-from hvdtrain.training.trace import has_begun
+from hvdtrain.plugins.trace.records import has_begun
 
 SUBMIT = [sys.executable, "-m", "hvdtrain", "submit", "config.py", "--submit", "--name", "job", "--scheduler", "slurm"]
 

@@ -12,7 +12,7 @@ from cluster.jobs import restarts, slow_down, start_slowly, stop, submit_slowly,
 from cluster.slurm import wait_until_idle
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.training.trace import has_begun, trained_on
+from hvdtrain.plugins.trace.records import has_begun, trained_on
 
 EPOCHS = 4
 EPOCH = Counter(range(231))

@@ -14,7 +14,7 @@ from launching import Finished
 from launching_page import PAGE, read_page
 
 from hvdtrain.comm.this_process import KEEPALIVE
-from hvdtrain.training.trace import has_begun, trained_on
+from hvdtrain.plugins.trace.records import has_begun, trained_on
 
 ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"
 

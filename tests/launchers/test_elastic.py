@@ -34,9 +34,9 @@ from hvdtrain.comm.local import places
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
 from hvdtrain.errors import LaunchError
+from hvdtrain.plugins.trace.records import has_begun, num_runs, trained_on
 from hvdtrain.report.ends import read_state
 from hvdtrain.settings import read_settings
-from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
 
 @pytest.fixture

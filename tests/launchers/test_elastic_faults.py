@@ -23,7 +23,7 @@ from elastic import (
 )
 from launching import EMPTY, ROOT, Finished, clean_environment, hvdtrain, launch, torchrun
 
-from hvdtrain.training.trace import has_begun, num_runs, trained_on
+from hvdtrain.plugins.trace.records import has_begun, num_runs, trained_on
 
 pytestmark = pytest.mark.again
 

@@ -25,7 +25,7 @@ from hvdtrain.data.padding import pad
 from hvdtrain.data.read_ahead import ReadAhead
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
-from hvdtrain.training.trace import trained_on
+from hvdtrain.plugins.trace.records import trained_on
 
 pytestmark = [
     pytest.mark.gpu,

@@ -241,7 +241,7 @@ def _train_epoch(
         limits, rates = _accumulate_ranks(limits, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
     opened = replace(session, feeds=[feed], saver=saver, progress=progress)
     try:
-        Engine(opened, rates, limits, Reporters(), recorder, recorder.record_weights).run()
+        Engine(opened, rates, limits, Reporters(), recorder, [recorder.record_weights]).run()
     except StopTraining:
         return True
     return False

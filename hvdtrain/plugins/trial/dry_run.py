@@ -147,7 +147,7 @@ def trainer(settings: Settings, session: Session, limits: TrainingLimits, record
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=SaverBase(), progress=fresh)
-        Engine(tried, open_rates(settings, session.comm.size, session.epochs), one_epoch, Reporters(), StepLog(), note).run()
+        Engine(tried, open_rates(settings, session.comm.size, session.epochs), one_epoch, Reporters(), StepLog(), [note]).run()
         record.scores.update(fresh.history[-1].scores)
         record.losses.update(fresh.history[-1].losses)
         return step_starts[-1] - step_starts[0] if step_starts else 0.0

@@ -1,6 +1,5 @@
-"""The trace of what was trained on, and scores.jsonl, after kills."""
+"""The trace of what was trained on, after kills."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,10 +7,7 @@ import numpy
 import pytest
 from launching import ROOT, launch
 
-from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.json_lines import JsonLines
-from hvdtrain.runtime.scores import Scores
-from hvdtrain.training.trace import Trace, has_begun, num_runs, trained_on
+from hvdtrain.plugins.trace.records import Trace, has_begun, num_runs, trained_on
 
 
 def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
@@ -33,40 +29,6 @@ def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
     with (tmp_path / "deep" / "trace.run-1.rank-0.jsonl").open("a") as file:
         file.write('{"epoch": 2, "st')  # killed
     assert trained_on(prefix) == {1: Counter([0, 1, 10, 11, 7, 8]), 2: Counter([0])}
-
-
-def test_scores_jsonl_is_put_right(tmp_path: Path) -> None:
-    path = tmp_path / "scores.jsonl"
-    lines = JsonLines(path)
-    lines.go_on(0, None)
-    assert not path.exists()
-    for epoch in (1, 2, 3):
-        lines.epoch(EpochReport(epoch, 1, epoch, 1.0, 0.5, 0.1, 3, {"dev_loss_ce": float("nan")}))
-    path.write_text(path.read_text() + '{"epoch": 4, "sco')
-
-    def epochs() -> list[int]:
-        return [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
-
-    JsonLines(path).go_on(4, {"epoch": 4})  # the checkpoint was written, the line was not
-    assert epochs() == [1, 2, 3, 4]
-    JsonLines(path).go_on(2, {"epoch": 2})  # continues from an older one
-    assert epochs() == [1, 2]
-    before = path.read_text()
-    JsonLines(path).go_on(2, {"epoch": 2, "other": 1})
-    assert path.read_text() == before
-
-
-@pytest.mark.parametrize("numbers", [[1e16, 1.0, -1e16, 3e-17], [0.1] * 10, [1e308, 1e308, -1e308], [], [0.0, -0.0]])
-def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
-    scores, more = Scores(), Scores()
-    for number in numbers:
-        scores.add("a", number, 3.0)
-    more.add("a", 0.3, 1.0)
-    compact = Scores.from_state(scores.compact().state())
-    assert repr(Scores.merge([compact, more]).means()) == repr(Scores.merge([scores, more]).means())
-    for odd in (float("inf"), float("nan"), float("-inf")):
-        scores.add("a", odd, 1.0)
-        assert repr(scores.compact().means()) == repr(scores.means())
 
 
 @pytest.mark.soak

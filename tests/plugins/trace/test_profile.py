@@ -13,8 +13,8 @@ import pytest
 from launching import hvdtrain
 from trainings import CONFIGS, Run, Trained, trains
 
+from hvdtrain.plugins.trace.profile import PROFILED_AFTER, Profile
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.training.trace import PROFILED_AFTER, Profile, record_nothing
 
 TORCH = Run("torch", "horovod", 2)
 
@@ -94,7 +94,7 @@ def steps(profile: Profile, timer: Timer, count: int) -> None:
 
 def test_the_first_steps_are_left_out(tmp_path: Path) -> None:
     timer, recorder, timeline = Timer(), Recorder(), list[bool]()
-    profile = Profile(record_nothing, recorder, timer, tmp_path / "profile" / "trace.json.gz", 2, timeline.append)
+    profile = Profile(recorder, timer, tmp_path / "profile" / "trace.json.gz", 2, timeline.append)
     steps(profile, timer, PROFILED_AFTER)
     assert not recorder.calls
     steps(profile, timer, 4)
@@ -102,7 +102,7 @@ def test_the_first_steps_are_left_out(tmp_path: Path) -> None:
     assert timeline == [True, False]
     profile.stop()
     assert recorder.calls.count("stop") == 1
-    short = Profile(record_nothing, Recorder(), timer, tmp_path / "trace.json.gz", 2, timeline.append)
+    short = Profile(Recorder(), timer, tmp_path / "trace.json.gz", 2, timeline.append)
     steps(short, timer, PROFILED_AFTER + 1)
     short.stop()
     assert timeline == [True, False] * 2, "a training may end before"
@@ -111,6 +111,6 @@ def test_the_first_steps_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails", ["start", "stop"])
 def test_a_profiler_that_fails_ends_no_training(tmp_path: Path, fails: str, caplog: pytest.LogCaptureFixture) -> None:
     timer = Timer()
-    profile = Profile(record_nothing, Recorder(fails), timer, tmp_path / "trace.json.gz", 1, lambda _: None)
+    profile = Profile(Recorder(fails), timer, tmp_path / "trace.json.gz", 1, lambda _: None)
     steps(profile, timer, PROFILED_AFTER + 3)
     assert timer.ranges is None

@@ -125,11 +125,11 @@ def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = N
         ConfigError: a mistake in the config.
     """
     path = Path(checkpoint)
-    given: dict[str, Any] = dict(keys)
+    overrides: dict[str, Any] = dict(keys)
     if config is None and not keys:
-        config, given = _read_start(records_of(prefix_of(path)))
+        config, overrides = _read_start(records_of(prefix_of(path)))
     with _one_job(), _restored_process(_configs(config)):
-        return _load(read_settings(_configs(config), given | {"task": "train"}, CALL), path)
+        return _load(read_settings(_configs(config), overrides | {"task": "train"}, CALL), path)
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,12 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
         return _set_to_evaluate(session.learner.model)
 
 
-def _best(folder: Path, found: Mapping[str, Any] | None) -> Best | None:
-    if found is None:
+def _best(folder: Path, best: Mapping[str, Any] | None) -> Best | None:
+    if best is None:
         return None
-    file = None if found["file"] is None else folder / found["file"]
-    scores = {name: float(score) for name, score in found["scores"].items()}
-    return Best(found["epoch"], found["measure"], float(found["score"]), scores, file)
+    file = None if best["file"] is None else folder / best["file"]
+    scores = {name: float(score) for name, score in best["scores"].items()}
+    return Best(best["epoch"], best["measure"], float(best["score"]), scores, file)
 
 
 def _configs(config: ConfigLike | None) -> list[Config]:
@@ -346,7 +346,8 @@ def _read_start(folder: Path) -> tuple[list[Path], dict[str, Any]]:
     hint = "pass the config: load_model(checkpoint, config)"
     try:
         start = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        texts, settings = dict(start["texts"]), dict(start["settings"])
+        texts = dict(start["texts"])
+        settings = dict(start["settings"])
         files = [Path(start["directory"], name) for name in texts]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path}: expected what a training was started with, got: {error} ({hint})") from None

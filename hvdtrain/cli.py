@@ -153,17 +153,17 @@ def run_command(arguments: list[str] | None) -> int:
     LargeImports.install()
     fork_server.serve()
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = without_local_rank(arguments)
-    if given[:1] == ["help"] and (len(given) == 1 or given[1] in COMMANDS):
-        given = [*given[1:2], "--help"]
-    if given and given[0] in COMMANDS:
-        _, module = COMMANDS[given[0]]
-        status: int = import_part(module).main(given[1:])
+    words = without_local_rank(arguments)
+    if words[:1] == ["help"] and (len(words) == 1 or words[1] in COMMANDS):
+        words = [*words[1:2], "--help"]
+    if words and words[0] in COMMANDS:
+        _, module = COMMANDS[words[0]]
+        status: int = import_part(module).main(words[1:])
         return status
-    if not given:
+    if not words:
         print(usage())
         return 2
-    if {"-h", "--help"} & set(given):
+    if {"-h", "--help"} & set(words):
         from hvdtrain.help import first_page, show
 
         show(first_page(usage()))
@@ -171,10 +171,10 @@ def run_command(arguments: list[str] | None) -> int:
     if "--version" in arguments:
         print(f"hvdtrain {__version__}")
         return 0
-    instead = next((text for tasks, text in INSTEAD.items() if given[0].replace("_", "-") in tasks), None)
-    hint = f" (write {instead.replace('NAME', given[0])})" if instead is not None else did_you_mean(given[0], COMMANDS)
-    if hint and not Path(given[0]).exists():
-        mistake = LaunchError(f"{given[0]}: expected a command or a config file, got neither{hint}")
+    instead = next((text for tasks, text in INSTEAD.items() if words[0].replace("_", "-") in tasks), None)
+    hint = f" (write {instead.replace('NAME', words[0])})" if instead is not None else did_you_mean(words[0], COMMANDS)
+    if hint and not Path(words[0]).exists():
+        mistake = LaunchError(f"{words[0]}: expected a command or a config file, got neither{hint}")
         return _fail_before_connecting(mistake.on_all_ranks())
     return run_config(arguments)
 
@@ -276,7 +276,7 @@ def without_options(arguments: list[str]) -> list[str]:
     ['++overfit_batches', '1', 'config.py']
     """
     rest = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config", "--changed")]
-    return [re.sub("^(--[a-z-]+)(?==|$)", lambda found: VALUE_OPTIONS.get(found[1], found[1]), word) for word in rest]
+    return [re.sub("^(--[a-z-]+)(?==|$)", lambda match: VALUE_OPTIONS.get(match[1], match[1]), word) for word in rest]
 
 
 def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> int:
@@ -316,8 +316,8 @@ def restarts(settings: Settings) -> Restarts:
     checkpoints = checkpoint_folder(replace(settings, run=replace(settings.run, model=str(prefix))))
 
     def newest() -> Path | None:
-        found = checkpoints.newest()
-        return None if found is None else found.model_file
+        newest = checkpoints.newest()
+        return None if newest is None else newest.model_file
 
     def record(why: str) -> None:
         if settings.run.task == "train" and (folder := records_of(prefix)).is_dir():
@@ -344,7 +344,8 @@ def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     Args:
         more: text after the error.
     """
-    outcome, launcher = error.outcome, this_process.launcher()
+    outcome = error.outcome
+    launcher = this_process.launcher()
     if error.on_every_rank and launcher.place.rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
         outcome = replace(outcome, scope="this rank")

@@ -159,7 +159,9 @@ class Engine:
 
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
         """Collective. Run the remaining steps of an epoch. Afterwards its progress holds the scores of all ranks."""
-        current, progress, sync = epoch.current, self._progress, self._session.reducer.sync
+        current = epoch.current
+        progress = self._progress
+        sync = self._session.reducer.sync
         rank_batches = self._train.rank_batches(epoch.plan, current.position)
         self._check_trained()  # on_epoch_begin may have changed it
         counts = agree_on_batches(self._comm, self._train, epoch.plan, len(rank_batches), current, progress.file)
@@ -208,7 +210,8 @@ class Engine:
 
     def _begin_steps(self, epoch: TrainingEpoch, steps: int) -> None:
         """Begin the training of an epoch, or resume it with its last `steps` steps."""
-        current, step = epoch.current, self._progress.step
+        current = epoch.current
+        step = self._progress.step
         listener = None if self._step_numbers is None else StepListener(self._step_numbers, epoch, self._train, self._clock)
         self._step_log.begin(current.epoch, None, steps, self._clock.elapsed(current), listener)
         done = step - current.first_step
@@ -291,7 +294,8 @@ class Engine:
     def _check(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
         note that an evaluation is due."""
-        phase, decision = self._phase, self._control.poll(self._phase)
+        phase = self._phase
+        decision = self._control.poll(self._phase)
         if decision.report:
             raise self._scores.not_finite_error(current)
         if decision.compare:

@@ -172,9 +172,9 @@ class ConfigError(HvdtrainError):
     """Problems in the config or the command line: all that were found, in one error."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
-        self.problems = [Problem.of("other", found) if isinstance(found, str) else found for found in problems]
+        self.problems = [Problem.of("other", problem) if isinstance(problem, str) else problem for problem in problems]
         count = len(self.problems)
-        where = "options" if count and all(found.key.startswith("--") for found in self.problems) else "config"
+        where = "options" if count and all(problem.key.startswith("--") for problem in self.problems) else "config"
         super().__init__("\n  ".join([f"{count} problem{'' if count == 1 else 's'} in the {where}:", *map(str, self.problems)]))
 
     @classmethod
@@ -249,17 +249,21 @@ def failure_text(error: BaseException) -> str:
     if (rank := getattr(error, TOLD_BY, None)) is not None:
         return f"{_first_line(error)} (as on {rank}, which prints more)\n"
     lines: list[str] = []
-    own: list[str] = []
+    inside: list[str] = []
     for line in traceback.format_exception(error):
         is_frame = line.startswith("  File ")
         if is_frame and line.startswith(PACKAGE):
-            own.append(line)
+            inside.append(line)
             continue
-        lines += [f"  ({len(own)} calls within hvdtrain, the last one in {_place(own[-1])})\n"] if own and is_frame else own
-        own = []
+        lines += (
+            [f"  ({len(inside)} calls within hvdtrain, the last one in {_place(inside[-1])})\n"]
+            if inside and is_frame
+            else inside
+        )
+        inside = []
         lines.append(line)
     said = traceback.format_exception_only(error)
-    rest = [*lines, *own]
+    rest = [*lines, *inside]
     return "".join([*said, *rest[: len(rest) - len(said)], f"{_first_line(error)}\n"])
 
 

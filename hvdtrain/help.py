@@ -91,9 +91,9 @@ def explanation(word: str) -> str:
     if name == "all":
         return "\n".join(_section_text(section) for section in _sections())
     topics = _topics()
-    found = [(section, key) for section in _sections() for key in declared_keys(section) if _is_meant(name, section, key)]
-    if found:
-        return "\n".join(_key_text(section, key) for section, key in found)
+    meant_keys = [(section, key) for section in _sections() for key in declared_keys(section) if _is_meant(name, section, key)]
+    if meant_keys:
+        return "\n".join(_key_text(section, key) for section, key in meant_keys)
     if name.lower() in topics:
         return _section_text(topics[name.lower()])
     for known in filter(None, (each.explain(name) for each in TRANSLATIONS.values())):
@@ -118,7 +118,7 @@ def anchor(section: type, key: Key) -> str:
     ['task', 'HDFDataset.files', 'torch_distributed.backend']
     """
     of_class = re.search(r'"class": "(\w+)"', _title(section))
-    outer = next((name for name, one in DICTS.items() if one is section), of_class[1] if of_class else None)
+    outer = next((name for name, keys in DICTS.items() if keys is section), of_class[1] if of_class else None)
     if outer is None and section in DATASET_SECTIONS:
         outer = "dataset"
     return key.name if outer is None else f"{outer}.{key.name}"
@@ -131,7 +131,7 @@ def pointer(problems: Iterable[Problem]) -> str:
     '\\npython -m hvdtrain help max_seqs explains the key, and docs/messages.md the message'
     """
     declared = {name for section in SECTIONS for key in declared_keys(section) for name in key.names}
-    keys = [key for key in dict.fromkeys(found.key for found in problems) if key in declared][:3]
+    keys = [key for key in dict.fromkeys(problem.key for problem in problems) if key in declared][:3]
     words = "the key, and docs/messages.md the message" if len(keys) == 1 else "the keys, and docs/messages.md the messages"
     return f"\npython -m hvdtrain help {' '.join(keys)} explains {words}" if keys else ""
 
@@ -141,7 +141,7 @@ def _is_meant(name: str, section: type, key: Key) -> bool:
     outer, _, entry = name.rpartition(".")
     if outer in ("train", "dev", "eval"):
         return section in DATASET_SECTIONS and entry in key.names
-    dicts = {dict_name for dict_name, one in DICTS.items() if one is section}
+    dicts = {dict_name for dict_name, keys in DICTS.items() if keys is section}
     return name in key.names or ALIASES.get(name) == key.name or (outer in dicts and entry in key.names)
 
 
@@ -174,8 +174,8 @@ def _section_text(section: type) -> str:
 
 
 def _key_text(section: type, key: Key) -> str:
-    others = [*key.names[1:], *(other for other, name in ALIASES.items() if name == key.name)]
-    lines = [", ".join(dict.fromkeys([key.name, *others]))]
+    names = [*key.names[1:], *(alias for alias, name in ALIASES.items() if name == key.name)]
+    lines = [", ".join(dict.fromkeys([key.name, *names]))]
     for text in (key.doc, describe(key)):
         lines += _wrap(text, "    ", "    ")
     lines += _wrap(f"topic {section.__name__.removesuffix('Keys').lower()}: {_title(section)}", "    ", "    ")

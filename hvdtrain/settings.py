@@ -134,8 +134,8 @@ class Settings:
 
     def of(self, section: type[S]) -> S:
         """The values of a plug-in's keys."""
-        found: S = self.sections[section]
-        return found
+        keys: S = self.sections[section]
+        return keys
 
     @property
     def files(self) -> list[Path]:
@@ -171,25 +171,25 @@ class Settings:
             self.last_best,
             self.reduce,
         )
-        found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
-        found["random_seed"] = str(self.run.random_seed)
+        texts = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
+        texts["random_seed"] = str(self.run.random_seed)
         of_twice_as_many, _ = make_schedule(self.schedule.learning_rate_schedule, 2 * self.run.num_epochs)
         if self.step_schedule != of_twice_as_many:
-            found["num_epochs"] = str(self.run.num_epochs)
-        return found
+            texts["num_epochs"] = str(self.run.num_epochs)
+        return texts
 
     @property
     def shared_keys(self) -> dict[str, str]:
         """By name, as text, the values that have to be the same on all ranks."""
-        own = OWN_KEYS | (OF_LOCAL_UPDATES if self.reduce.updates_alone else frozenset())
+        left_out = OWN_KEYS | (OF_LOCAL_UPDATES if self.reduce.updates_alone else frozenset())
         if self.reduce.dataset_distribution != "shard":
-            own |= {"random_seed"}
-        found = {name: "None" if value is None else "a folder" for name, value in self._named_values() if name in OWN_FOLDERS}
+            left_out |= {"random_seed"}
+        texts = {name: "None" if value is None else "a folder" for name, value in self._named_values() if name in OWN_FOLDERS}
         for name, value in self._named_values():
-            if name not in own and name not in OWN_FOLDERS:
+            if name not in left_out and name not in OWN_FOLDERS:
                 text = as_text(value)
-                found[name] = value_text(value) if text is None else text
-        return found | {"evaluated datasets": repr([spec.name for spec in self.evaluations])}
+                texts[name] = value_text(value) if text is None else text
+        return texts | {"evaluated datasets": repr([spec.name for spec in self.evaluations])}
 
     def _named_values(self) -> Iterator[tuple[str, Any]]:
         """All keys with their values; the own entries of torch_distributed with the dict's name."""
@@ -197,7 +197,7 @@ class Settings:
         if self.torch_distributed is not None:
             sections.append(("torch_distributed.", self.torch_distributed))
         for prefix, section in sections:
-            yield from ((f"{prefix}{one.name}", getattr(section, one.field)) for one in declared_keys(type(section)))
+            yield from ((f"{prefix}{key.name}", getattr(section, key.field)) for key in declared_keys(type(section)))
 
     @property
     def misplaced_keys(self) -> tuple[str, ...]:
@@ -232,8 +232,8 @@ def all_keys() -> list[Key]:
 
 def entries_of(name: str) -> list[Key]:
     """The entries of a dict among `DICTS`, each with its name in the dict."""
-    spelled = [(found, spelling.partition(".")) for found in all_keys() for spelling in found.names]
-    others = [replace(found, name=entry) for found, (outer, _, entry) in spelled if outer == name and entry]
+    spelled = [(key, spelling.partition(".")) for key in all_keys() for spelling in key.names]
+    others = [replace(key, name=entry) for key, (outer, _, entry) in spelled if outer == name and entry]
     return [*declared_keys(DICTS[name]), *others]
 
 
@@ -273,7 +273,8 @@ def _from_home(value: Any) -> Any:
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
-    values, origins = _with_placeholders(source.values), source.origins
+    values = _with_placeholders(source.values)
+    origins = source.origins
     entries = [
         *((name, entries_of(name)) for name in DICTS),
         *(("train", declared_keys(section)) for section in DATASET_SECTIONS),
@@ -282,14 +283,14 @@ def check(source: Source, names: list[str]) -> Settings:
     unknown, look_alikes = unknown_keys(source, [*names, *ALIASES], inside)
     problems = [*source.problems, *unknown]
     built: dict[type, Any] = {}
-    found: dict[type, list[Problem]] = {}
+    problems_by_section: dict[type, list[Problem]] = {}
     for kind in SECTIONS:
-        built[kind], found[kind] = build(kind, values, "", origins)
+        built[kind], problems_by_section[kind] = build(kind, values, "", origins)
     torch_distributed, connecting = _torch_distributed(Sections(built, values), origins)
     built, torch_distributed = resolve(built, torch_distributed)
     sections = Sections(built, values)
     for kind, section in built.items():
-        problems += found[kind] + ([] if section is None else section.problems(sections))
+        problems += problems_by_section[kind] + ([] if section is None else section.problems(sections))
     problems += connecting + framework_problems(built)
     derived: dict[str, Any] = {}
     for name, derive in DERIVED.items():
@@ -298,7 +299,7 @@ def check(source: Source, names: list[str]) -> Settings:
     if problems:
         raise ConfigError(problems)
     several = {each.name: [*spellings(each, values)][-1:] for each in all_keys() if len(each.names) > 1}
-    in_dicts = {name: origins[spelling.partition(".")[0]] for name, given in several.items() for spelling in given}
+    in_dicts = {name: origins[spelling.partition(".")[0]] for name, spelled in several.items() for spelling in spelled}
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
         **derived,
@@ -325,14 +326,15 @@ def with_datasets(settings: Settings) -> Settings:
 
     more = ("forward_data", "search_data") if settings.forward is not None else ()
     data, problems = call_data_functions(settings.data, ("train", "dev", "eval", *more))
-    sections, source = Sections({**settings.sections, DataKeys: data}), Source({}, dict(settings.origins), ())
-    found: dict[str, Any] = {}
+    sections = Sections({**settings.sections, DataKeys: data})
+    source = Source({}, dict(settings.origins), ())
+    derived: dict[str, Any] = {}
     for name in ("datasets", "forward"):
-        found[name], wrong = DERIVED[name](sections, source)
+        derived[name], wrong = DERIVED[name](sections, source)
         problems += wrong
     if problems:
         raise ConfigError(problems)
-    return replace(settings, **found)
+    return replace(settings, **derived)
 
 
 DATASETS = ("train", "dev", "eval")
@@ -358,8 +360,9 @@ def _with_placeholders(values: dict[str, Any]) -> dict[str, Any]:
 
 def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[Problem]]:
     """The entries of torch_distributed, or None if it is not used; the problems."""
-    reduce, started = sections.get(ReduceKeys), sections.get(LaunchKeys)
-    if reduce is None or started is None or (reduce.torch_distributed is None and not started.ask_for_torch):
+    reduce = sections.get(ReduceKeys)
+    launch = sections.get(LaunchKeys)
+    if reduce is None or launch is None or (reduce.torch_distributed is None and not launch.ask_for_torch):
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
         return None, problem(

@@ -61,7 +61,8 @@ def import_part(module: str) -> ModuleType:
         name = str(error.name)
         if not name.startswith("hvdtrain.plugins."):
             raise
-        part, missing = module.removeprefix("hvdtrain."), name.split(".")[2]
+        importer = module.removeprefix("hvdtrain.")
+        missing = name.split(".")[2]
         raise ConfigError.of(
-            "missing-package", f"{part}: expected hvdtrain's plug-in {missing}, which it needs, got none in {PLUGINS}"
+            "missing-package", f"{importer}: expected hvdtrain's plug-in {missing}, which it needs, got none in {PLUGINS}"
         ) from error

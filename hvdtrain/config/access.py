@@ -29,35 +29,35 @@ class ConfigAccess:
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value as a string; a list is joined by commas."""
-        found = self._values.get(name, default)
-        if isinstance(found, (list, tuple)):
-            return ",".join(str(member) for member in found)
-        return found if found is None or found is default else str(found)
+        value = self._values.get(name, default)
+        if isinstance(value, (list, tuple)):
+            return ",".join(str(member) for member in value)
+        return value if value is None or value is default else str(value)
 
     def bool(self, name: str, default: Any = None) -> Any:
         """The value as a bool, from a bool, a number or one of true/yes/on/1, false/no/off/0."""
-        found = self._values.get(name, default)
-        if isinstance(found, str):
-            if found.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-                raise ValueError(f"{name}: expected true or false, got {found!r}")
-            return found.lower() in ("true", "yes", "on", "1")
-        return found if found is None else builtins.bool(found)
+        value = self._values.get(name, default)
+        if isinstance(value, str):
+            if value.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+                raise ValueError(f"{name}: expected true or false, got {value!r}")
+            return value.lower() in ("true", "yes", "on", "1")
+        return value if value is None else builtins.bool(value)
 
     def is_true(self, name: str) -> builtins.bool:
         """Like `bool`, but False if the name has no value."""
         return builtins.bool(self.bool(name))
 
     def int(self, name: str, default: Any = None) -> Any:
-        found = self._values.get(name, default)
-        return found if found is None else builtins.int(found)
+        value = self._values.get(name, default)
+        return value if value is None else builtins.int(value)
 
     def float(self, name: str, default: Any = None) -> Any:
-        found = self._values.get(name, default)
-        return found if found is None else builtins.float(found)
+        value = self._values.get(name, default)
+        return value if value is None else builtins.float(value)
 
     def list(self, name: str, default: Any = None) -> Any:
         """The value as a list; a string is split at commas."""
-        found = self._values.get(name, default)
-        if isinstance(found, str):
-            return found.split(",")
-        return found if found is None else builtins.list(found)
+        value = self._values.get(name, default)
+        if isinstance(value, str):
+            return value.split(",")
+        return value if value is None else builtins.list(value)

@@ -40,12 +40,12 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
     problems = []
     filled: dict[str, Any] = {}
     for key in declared_keys(section):
-        given = spellings(key, values)
-        if not given:
+        spelled = spellings(key, values)
+        if not spelled:
             if key.default is REQUIRED:
                 wanted = "a value" if key.type is Any else words_of(key.type)
                 problems += problem("missing", f"{where}{key.name}: expected {wanted} ({key.doc}), got nothing")
-        for name, value in given.items():
+        for name, value in spelled.items():
             try:
                 filled[key.field] = convert(value, key)
             except Mismatch as mismatch:
@@ -244,7 +244,7 @@ def build_objects(
         passed_over: entries that are no objects.
     """
     several = isinstance(value, (list, tuple))
-    made: list[Factory] = []
+    factories: list[Factory] = []
     problems: list[Problem] = []
     for number, entry in enumerate(value if several else () if value is None else (value,)):
         where = f"{key}[{number}]" if several else key
@@ -252,12 +252,12 @@ def build_objects(
             continue
         try:
             names = by_name if isinstance(entry, dict) else {**by_name, **dict.fromkeys(passed_over, "")}
-            made.append(_factory(entry, methods, prefix, names))
+            factories.append(_factory(entry, methods, prefix, names))
         except ConfigError as error:
-            problems += [found.within(f"{where}: ") for found in error.problems]
+            problems += [problem.within(f"{where}: ") for problem in error.problems]
         except ImportError as error:
             problems += problem("cannot-import", f"{where}: expected a class that can be imported, got {error}")
-    return made, problems
+    return factories, problems
 
 
 def _factory(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Factory:

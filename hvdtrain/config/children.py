@@ -36,7 +36,9 @@ class _Hint:
     """Becomes a finder of the module where it is unpickled. What that needs may be large, so it is pickled for processes only."""
 
     def __init__(self, name: str, folder: str, packed: Callable[[], bytes]) -> None:
-        self._name, self._folder, self._packed = name, folder, packed
+        self._name = name
+        self._folder = folder
+        self._packed = packed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _install, (self._name, self._folder, self._packed())
@@ -56,7 +58,9 @@ class _Finder(MetaPathFinder, Loader):
     """
 
     def __init__(self, name: str, folder: str, packed: bytes) -> None:
-        self._name, self._folder, self._packed = name, folder, packed
+        self._name = name
+        self._folder = folder
+        self._packed = packed
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name == self._name else None

@@ -83,15 +83,15 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     >>> split_overrides(["config.py", "++max_seqs", "128", "--json"])
     (['config.py', '--json'], ['++max_seqs', '128'])
     """
-    own: list[str] = []
+    others: list[str] = []
     overrides: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
-        (overrides if word.startswith("++") else own).append(word)
+        (overrides if word.startswith("++") else others).append(word)
         if word.startswith("++") and "=" not in word and rest and not _is_key(rest[0]):
             overrides.append(rest.pop(0))
-    return own, overrides
+    return others, overrides
 
 
 def _is_key(word: str) -> bool:

@@ -32,7 +32,7 @@ class Watches:
 
     def builtins(self, names: dict[str, Any]) -> dict[str, Any]:
         """The builtins for a config file with the namespace `names`."""
-        return vars(builtins) | {name: made for watch in self._watches for name, made in watch.builtins(names).items()}
+        return vars(builtins) | {name: function for watch in self._watches for name, function in watch.builtins(names).items()}
 
     def translate(self, source: Source, keys: Collection[str], booleans: Collection[str]) -> Source:
         """The config in hvdtrain's terms."""

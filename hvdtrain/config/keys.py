@@ -156,22 +156,22 @@ def _declared_keys(section: type) -> tuple[Key, ...]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         names = field.metadata["names"] or (field.name,)
-        found = {**field.metadata, "names": names, "field": field.name}
-        keys.append(Key(names[0], hints[field.name], default, section=section.__name__, **found))
+        options = {**field.metadata, "names": names, "field": field.name}
+        keys.append(Key(names[0], hints[field.name], default, section=section.__name__, **options))
     return tuple(keys)
 
 
 def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a config gives a key, by spelling; the last one wins. None as an entry of a dict counts as not given."""
-    found: dict[str, Any] = {}
+    spelled: dict[str, Any] = {}
     for name in declared_key.names:
         outer, dot, entry = name.partition(".")
         inside = values.get(outer)
         if dot and isinstance(inside, dict) and inside.get(entry) is not None:
-            found[name] = inside[entry]
+            spelled[name] = inside[entry]
         elif not dot and name in values:
-            found[name] = values[name]
-    return found
+            spelled[name] = values[name]
+    return spelled
 
 
 class Sections:

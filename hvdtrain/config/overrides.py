@@ -41,7 +41,7 @@ class Code:
 
     @classmethod
     @cache
-    def of(cls, text: str, path: str) -> Code:
+    def parse(cls, text: str, path: str) -> Code:
         """Raises: SyntaxError."""
         tree = ast.parse(text, path)
         return cls(tree, constants_of(tree), [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)])
@@ -67,15 +67,15 @@ def override(
             names[name] = value
         for module in _imported_from(code.imports, name, names.get("__package__")):
             inner = vars(sys.modules.get(module, object))
-            found = inner.get(name)
-            if found is None or callable(found):
+            constant = inner.get(name)
+            if constant is None or callable(constant):
                 continue
             file = Path(inner.get("__file__") or "")
             if module not in known and file.suffix == ".py":
-                inside = Code.of(file.read_text(encoding="utf-8"), str(file))
+                inside = Code.parse(file.read_text(encoding="utf-8"), str(file))
                 override(inner, inside, {name: value}, known, keys)
                 CHANGED.add(module)
-            if inner[name] is value or found == value:
+            if inner[name] is value or constant == value:
                 names[name] = value
                 reached.add(name)
             elif name not in keys:
@@ -104,7 +104,8 @@ def lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
     >>> lines_that_read(ast.parse("b = 2 * a\\ndef f(c=a): return d"), "a"), lines_that_read(ast.parse("f = lambda: a"), "a")
     (([1, 2], False), ([], True))
     """
-    lines, is_read_later = set[int](), False
+    lines = set[int]()
+    is_read_later = False
     left: list[tuple[ast.AST, bool]] = [(tree, False)]
     for node, is_later in left:
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
@@ -112,7 +113,7 @@ def lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
             lines |= set() if is_later else {node.lineno}
         bodies = getattr(node, "body", []) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else []
         later = bodies if isinstance(bodies, list) else [bodies]
-        left += [(part, is_later or part in later) for part in ast.iter_child_nodes(node)]
+        left += [(child, is_later or child in later) for child in ast.iter_child_nodes(node)]
     return sorted(lines), is_read_later
 
 
@@ -129,10 +130,10 @@ def constants_of(tree: ast.Module) -> set[str]:
             continue
         statements += ast.iter_child_nodes(statement)  # such as those under an if
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and statement.value is not None:
-            computed = any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(statement.value))
+            computed = any(isinstance(node, ast.Name | ast.Call) for node in ast.walk(statement.value))
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for part in (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)):
-                constant[part.id] = constant.get(part.id, True) and not computed
+            for node in (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)):
+                constant[node.id] = constant.get(node.id, True) and not computed
     return {name for name, is_constant in constant.items() if is_constant}
 
 
@@ -157,14 +158,14 @@ def set_nested(
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)
-    for part in path[:-1]:
-        if not isinstance(inside.get(part), dict):
+    for entry in path[:-1]:
+        if not isinstance(inside.get(entry), dict):
             return problem(
                 "wrong-type",
-                f"{start}{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}",
+                f"{start}{name}: expected '{entry}' to be a dict inside '{first}', got {type(inside.get(entry)).__name__}",
             )
-        inside[part] = dict(inside[part])
-        inside = inside[part]
+        inside[entry] = dict(inside[entry])
+        inside = inside[entry]
     inside[path[-1]] = parse(value, str if isinstance(inside.get(path[-1]), str) else Any)
     if origin not in origins[first]:
         origins[first] = f"{origins[first]} and {origin}"

@@ -121,24 +121,25 @@ class Registry(Mapping[str, T]):
         own: an entry 'module:name' is imported when it is used.
     """
 
-    def __init__(self, kind: Kind, own: Mapping[str, T | str] = MappingProxyType({})) -> None:
+    def __init__(self, kind: Kind, builtin: Mapping[str, T | str] = MappingProxyType({})) -> None:
         self._kind = kind
-        self._own = own
+        self._builtin = builtin
         self._loaded: dict[str, T] = {}
 
     @cached_property
     def entries(self) -> Mapping[str, Any]:
         """The entries as they were declared: nothing is imported. Raises: ConfigError, if two have the same name."""
-        found: dict[str, Any] = dict(self._own)
-        owners = dict.fromkeys(found, "hvdtrain")
+        entries: dict[str, Any] = dict(self._builtin)
+        owners = dict.fromkeys(entries, "hvdtrain")
         for where, plugin in plugins().items():
             for name, entry in getattr(plugin, self._kind).items():
-                if name in found:
+                if name in entries:
                     raise ConfigError.of(
                         "duplicate", f"{where}: expected other names of {self._kind} than those of {owners[name]}, got {name!r}"
                     )
-                found[name], owners[name] = entry, where
-        return found
+                entries[name] = entry
+                owners[name] = where
+        return entries
 
     def __getitem__(self, name: str) -> T:
         """Raises: KeyError; ConfigError, if a plug-in's entry cannot be imported."""
@@ -183,19 +184,20 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
         ConfigError: by a plug-in's function.
     """
     values, origins = dict(source.values), dict(source.origins)
-    given = {names.get(name, name) for name, value in source.values.items() if value is not None}
+    keys_set = {names.get(name, name) for name, value in source.values.items() if value is not None}
     for name in CONFIGS:
         if source.values.get(name) in (None, "") or not fits(source.values[name], keys[name]):
             continue
         implied = CONFIGS[name](MappingProxyType(source.values))
         for key, value in implied.items():
-            if key in given:
+            if key in keys_set:
                 if key not in JOINED:
                     continue
                 value = _joined(value, values[key])
             elif key not in source.values and key in values:
                 raise ConfigError.of("conflict", f"{key}: expected it from {origins[key]} or from {name}, got both")
-            values[key], origins[key] = value, name
+            values[key] = value
+            origins[key] = name
     return replace(source, values=values, origins=origins)
 
 
@@ -218,8 +220,8 @@ def plugins() -> Mapping[str, Plugin]:
     Raises:
         ConfigError: one cannot be imported.
     """
-    own = sorted(path.parent.name for path in (Path(__file__).parents[1] / "plugins").glob("*/__init__.py"))
-    found: dict[str, Plugin] = {f"plug-in {name}": import_module(f"hvdtrain.plugins.{name}").PLUGIN for name in own}
+    names = sorted(path.parent.name for path in (Path(__file__).parents[1] / "plugins").glob("*/__init__.py"))
+    by_origin: dict[str, Plugin] = {f"plug-in {name}": import_module(f"hvdtrain.plugins.{name}").PLUGIN for name in names}
     for folder in _distributions():
         from importlib.metadata import PathDistribution  # here: its import takes as long as half of numpy's
 
@@ -241,8 +243,8 @@ def plugins() -> Mapping[str, Plugin]:
             for kind in fields(Plugin):
                 if not isinstance(table := getattr(plugin, kind.name), Mapping):
                     raise ConfigError.of("wrong-type", f"{where}: expected a dict of {kind.name}, got {table!r}")
-            found[where] = plugin
-    return found
+            by_origin[where] = plugin
+    return by_origin
 
 
 def _distributions() -> Iterator[Path]:

@@ -20,7 +20,7 @@ def is_reference(value: object) -> bool:
     if not isinstance(value, str) or value.count(":") != 1:
         return False
     module, name = value.split(":")
-    return name.isidentifier() and (module.endswith(".py") or all(part.isidentifier() for part in module.split(".")))
+    return name.isidentifier() and (module.endswith(".py") or all(package.isidentifier() for package in module.split(".")))
 
 
 def resolve(reference: str) -> Any:

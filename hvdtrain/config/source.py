@@ -89,7 +89,8 @@ def _names_read(text: str) -> frozenset[str]:
         scopes = [symtable.symtable(text, "config", "exec")]
     except SyntaxError:
         return frozenset()
-    top, names = scopes[0], set[str]()
+    top = scopes[0]
+    names = set[str]()
     for scope in scopes:
         scopes += scope.get_children()
         symbols = (symbol for symbol in scope.get_symbols() if symbol.is_referenced())
@@ -185,12 +186,14 @@ def load(
     for name, value in overrides.items():
         forgotten = _given({name: top.get(name)}, spellings)
         values = _without_spellings(values, forgotten)
-        nested = {other: value for other, value in nested.items() if not any(other in others for others in forgotten)}
+        nested = {outer: value for outer, value in nested.items() if not any(outer in others for others in forgotten)}
         if "." in name:
             nested[name] = value
         else:
-            values[name], origins[name] = top[name], origin
-    problems, before = [], dict(values)
+            values[name] = top[name]
+            origins[name] = origin
+    problems = []
+    before = dict(values)
     for name, value in nested.items():
         problems += set_nested(values, origins, name, value, parse, origin)
     for name in {name.partition(".")[0] for name in nested} & values.keys():
@@ -246,7 +249,7 @@ def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> lis
     def has(name: str) -> bool:
         outer, dot, entry = name.partition(".")
         inside = values.get(outer)
-        is_named = any(given == name or given.startswith(f"{name}.") for given in values)
+        is_named = any(spelling == name or spelling.startswith(f"{name}.") for spelling in values)
         return is_named or bool(dot and isinstance(inside, dict) and inside.get(entry) is not None)
 
     return [others for names in spellings if len(others := {name for name in names if not has(name)}) < len(names)]
@@ -301,7 +304,8 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
 
     What the program itself finds there stays, unless an override has changed it; with that, its whole package is forgotten.
     """
-    path, modules = list(sys.path), set(sys.modules)
+    path = list(sys.path)
+    modules = set(sys.modules)
     try:
         yield
     finally:
@@ -341,7 +345,7 @@ def _run_python(
     if builtins is not None:
         names["__builtins__"] = builtins(names)
     try:
-        code = Code.of(text, str(path))
+        code = Code.parse(text, str(path))
         exec(compile(code.tree, str(path), "exec", dont_inherit=True), names)  # not with the __future__ imports of this file
     except ConfigError:
         raise

@@ -106,14 +106,17 @@ class Dataset(ABC):
         def describe(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
 
-        from hvdtrain.data.padding import pack, pad  # here, as numpy below: `--help` imports the kinds of datasets without numpy
+        import numpy
 
-        made = {
-            name: (pack if name in packed else pad)([sequence[name] for sequence in sequences], partial(describe, name))
-            for name in streams
-        }
-        for name in [name for name, stream in streams.items() if stream.holds_items]:
-            made[name] = Items(made[name].values, self.lengths[name][indices])
+        from hvdtrain.data.padding import pack, pad  # here, as numpy: `--help` imports the kinds of datasets without numpy
+
+        made: dict[str, Padded] = {}
+        for name, stream in streams.items():
+            column = [sequence[name] for sequence in sequences]
+            if stream.holds_items:
+                made[name] = Items(numpy.concatenate(column)[:, None], self.lengths[name][indices])
+            else:
+                made[name] = (pack if name in packed else pad)(column, partial(describe, name))
         return made
 
     def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:

@@ -98,16 +98,18 @@ def _bytes(state: Any) -> bytes:
 def _reachable(root: Any) -> Iterator[Any]:
     """The object and what it refers to, the nearest first."""
     waiting, seen = deque([root]), {id(root): root}
+    methods: dict[type, list[FunctionType]] = {}
     while waiting:
         value = waiting.popleft()
         yield value
-        for inner in _inside(value):
+        for inner in _inside(value, methods):
             if len(seen) < MOST_OBJECTS and id(inner) not in seen and not isinstance(inner, (str, int, float, type, ModuleType)):
                 seen[id(inner)] = inner
                 waiting.append(inner)
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: Any, methods: dict[type, list[FunctionType]]) -> list[Any]:
+    """What an object refers to. `methods`: by class, those that are known."""
     if isinstance(value, FunctionType):
         if (value.__module__ or "").partition(".")[0] in sys.stdlib_module_names:
             return []  # `tempfile` has one, too
@@ -124,10 +126,12 @@ def _inside(value: Any) -> list[Any]:
         return list(islice(list.__iter__(value), MOST_ENTRIES))
     if isinstance(value, tuple):
         return list(islice(tuple.__iter__(value), MOST_ENTRIES))
-    kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("hvdtrain.")]
-    methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType)]
+    kind = type(value)
+    if kind not in methods:
+        kinds = [each for each in kind.__mro__ if not each.__module__.startswith("hvdtrain.")]
+        methods[kind] = [each for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType)]
     attributes = getattr(value, "__dict__", None)
-    return [*(attributes.values() if isinstance(attributes, dict) else ()), *methods]
+    return [*(attributes.values() if isinstance(attributes, dict) else ()), *methods[kind]]
 
 
 def _contents(cells: Iterable[CellType]) -> Iterator[Any]:

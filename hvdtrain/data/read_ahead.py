@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy
 
 from hvdtrain.data.randomness import ALONE
 from hvdtrain.data.types import Batch
@@ -112,12 +115,28 @@ fifth longer if the thread that reads is woken for every four batches instead of
 
 def ahead_of(batch: Batch) -> int:
     """How many batches like this one to read ahead."""
-    size = 1
-    for padded in batch.data.values():
-        if padded.values.dtype.hasobject:  # they may be large
-            return FEW
-        size += padded.values.nbytes
-    return MANY if size * MANY <= SMALL else max(FEW, SMALL // size)
+    size = 1 + sum(size_of(padded.values) for padded in batch.data.values()) + size_of(batch.tree)
+    return MANY if size * MANY <= SMALL else max(FEW, int(SMALL // size))
+
+
+def size_of(value: Any) -> float:
+    """The bytes of what is read: arrays, tensors, and what has them inside; infinite: they are not known.
+
+    >>> size_of({"data": numpy.zeros((2, 3)), "text": "abc", "rows": [1, None]}), size_of({"image": object()})
+    (67.0, inf)
+    """
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return sum(map(size_of, value.ravel().tolist()))
+    try:
+        if isinstance(size := getattr(value, "nbytes", None), int):
+            return size
+    except Exception:  # of a sparse tensor, for example
+        return math.inf
+    if value is None or isinstance(value, (int, float, str, bytes)):
+        return 8.0 if value is None or isinstance(value, (int, float)) else len(value)
+    if isinstance(value, (list, tuple)):
+        return sum(map(size_of, value))
+    return sum(map(size_of, value.values())) if isinstance(value, Mapping) else math.inf
 
 
 class Staging(Protocol):

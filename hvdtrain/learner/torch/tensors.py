@@ -187,7 +187,7 @@ def means_of_items(losses: Mapping[str, Loss], count: int) -> dict[str, Loss]:
     """Those losses of a collated batch that are one number without a count, as the means over its items that they are: their
     weight is the number of items."""
     return {
-        name: replace(loss, value=_sum(loss.value) * count, count=float(count), use_normalized_loss=not loss.as_error)
+        name: Loss(_sum(loss.value) * count, loss.scale, loss.as_error, not loss.as_error, count, loss.seq_lens)
         for name, loss in losses.items()
         if loss.value.ndim == 0 and loss.count is None
     }
@@ -198,7 +198,7 @@ def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor
     sums, counts = [], []
     for loss in losses.values():
         sums.append(_sum_of(loss.value))
-        counts.append(float(loss.value.numel()) if loss.count is None else count_of(loss))
+        counts.append(count_of(loss))
     return _together(sums + counts, device)
 
 
@@ -209,7 +209,9 @@ def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor | li
 
 def count_of(loss: Loss) -> float | torch.Tensor:
     """The number of elements of a loss; a scalar where it is on the device."""
-    return float(loss.value.numel()) if loss.count is None else _sum_of(torch.as_tensor(loss.count))
+    if loss.count is None or type(loss.count) is int:
+        return float(loss.value.numel() if loss.count is None else loss.count)
+    return _sum_of(torch.as_tensor(loss.count))
 
 
 def _sum_of(values: torch.Tensor) -> float | torch.Tensor:
@@ -279,7 +281,8 @@ def array_of(value: Any) -> Array:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).sum()
+    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return wide.sum() if wide.ndim else wide
 
 
 @dataclass(frozen=True, kw_only=True)

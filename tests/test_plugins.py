@@ -32,7 +32,11 @@ ASKING: dict[str, dict[str, list[str]]] = {
     "inspect": {"task: expected one of": ["++task", "summary"]},
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
-    "param_average": {"horovod_reduce_type: expected 'grad'": ["++horovod_reduce_type", "param"]},
+    "param_average": {
+        "horovod_reduce_type: expected 'grad'": ["++horovod_reduce_type", "param"],
+        "horovod_param_outer: unknown key": ["++horovod_param_outer", "bmuf"],
+        "torch_distributed.param_outer: unknown key": ["++torch_distributed", "{'param_outer': 'bmuf'}"],
+    },
     "trace": {"profile_steps: unknown key": ["++profile_steps", "3"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
@@ -84,10 +88,13 @@ def entries(plugin: Plugin) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_names_of_what_may_be_missing_are_those_of_the_plug_in(name: str) -> None:
     from hvdtrain.config.keys import declared_keys
+    from hvdtrain.learner.reducers import REDUCERS, CompressionKeys
     from hvdtrain.settings import OF_PLUGINS
 
     plugin = plugins()[f"plug-in {name}"]
-    keys = {key.name for section in plugin.keys for key in declared_keys(OF_PLUGINS[section])}
+    sections = [OF_PLUGINS[section] for section in plugin.keys] + [REDUCERS[reducer].keys for reducer in plugin.reducers]
+    keys = {key.name for section in sections for key in declared_keys(section)}
+    keys -= {key.name for key in declared_keys(CompressionKeys)}
     assert set(NAMES[name].split()) - {"network"} == entries(plugin) | keys
 
 

@@ -24,6 +24,7 @@ from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training, prune
 from hvdtrain.training.control import Control, StopNow, stopped_by
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.evaluation_within import EvaluationWithin, follow_scores
 from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
 from hvdtrain.training.notifier import LONG, Notifier
 from hvdtrain.training.phase import EvaluatedModel, Phase
@@ -32,7 +33,6 @@ from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.train_scores import TrainScores, check_elements, note_missing_parts, warn_of_means
 from hvdtrain.training.vote import vote_interval
-from hvdtrain.training.within import EvaluationWithin, follow_scores
 
 
 class Engine:
@@ -172,7 +172,7 @@ class Engine:
                     self._evaluate_within(epoch)
                 if current.ended_by:
                     break
-                planned = counts.in_step(steps[0])  # a rank with any batch has one in the first step
+                planned = counts.with_batch(steps[0])  # a rank with any batch has one in the first step
                 self._session.reducer.gradients.begin_update(planned)
                 begun = epoch.continuous  # the position at its first step: the rate does not depend on the later ones
                 has_batch = False
@@ -238,7 +238,7 @@ class Engine:
 
     def _update(self, epoch: TrainingEpoch, begun: float) -> None:
         """Update the parameters. `begun`: the number of epochs done before the first step of the update."""
-        rate = self._rates.of_step(self._progress.step, begun, epoch.learning_rate)
+        rate = self._rates.step_rate(self._progress.step, begun, epoch.learning_rate)
         self._learner.update(rate)
         self._training.learning_rate = rate
         epoch.current.rates.add(rate)
@@ -272,7 +272,7 @@ class Engine:
         self._training.scores = scores
         self._before_evaluation = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._evaluated.use(), self._phase.of(feed.name):
+            with self._timer.span("evaluation"), self._evaluated.use(), self._phase.evaluating(feed.name):
                 self._notifier.notify_of_evaluation()
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
                 scores = {**scores, **name_scores(feed.name, means)}
@@ -324,7 +324,11 @@ class Engine:
         before = self._before_evaluation
         self._progress.callbacks = self._notifier.state() if before is None else before
         state = self._learner.state
-        with self._phase.of(None), self._evaluated.without_changes(), state.trained_weights():  # an evaluation may be under way
+        with (
+            self._phase.evaluating(None),
+            self._evaluated.without_changes(),
+            state.trained_weights(),
+        ):  # an evaluation may be under way
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)
         if self._note_finish():

@@ -25,7 +25,7 @@ from hvdtrain.start_up.goodput import count_steps, open_goodput
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
-from hvdtrain.start_up.overfit import in_overfit_folder, repeat_batches
+from hvdtrain.start_up.overfit import overfit_settings, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.training.callbacks import pruned_before
 from hvdtrain.training.result import Average
@@ -72,7 +72,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
     began = steady_time()
     pruned: Exception | None = None
     if settings.run.overfit_batches is not None:
-        settings = in_overfit_folder(settings)
+        settings = overfit_settings(settings)
     with (
         open_session(settings, "train", comm) as session,
         open_step_log(settings.log, session.comm.rank, settings.process) as step_log,

@@ -81,11 +81,11 @@ def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
     check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
     for feed in feeds if comm.size > 1 else ():  # also where each rank has its own order
         for times in (2, AGAIN):
-            own = together(comm, partial(sample_of, feed.dataset, epoch, times), name="sample")
-            by_rank = comm.gather(own if comm.rank == 0 else own.outline(), name="samples")
-            texts, first = as_close(own, by_rank), as_close(by_rank[0], by_rank)
+            sample = together(comm, partial(sample_of, feed.dataset, epoch, times), name="sample")
+            by_rank = comm.gather(sample if comm.rank == 0 else sample.outline(), name="samples")
+            texts, first = as_close(sample, by_rank), as_close(by_rank[0], by_rank)
             if feed.distribution != "shard":  # ranks may have other sequences, but not the same ones with other values
-                same = {place for place, name in by_rank[0].names.items() if own.names.get(place) == name}
+                same = {place for place, name in by_rank[0].names.items() if sample.names.get(place) == name}
                 texts = {place: texts[place] if place in same else text for place, text in first.items()}
             if all(comm.gather(texts == first, name="same_sample")):
                 break
@@ -95,7 +95,8 @@ def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
 
 def log_data(settings: Settings, session: Session) -> None:
     """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
-    comm, epoch = session.comm, min(session.progress.epoch + 1, settings.run.num_epochs)
+    comm = session.comm
+    epoch = min(session.progress.epoch + 1, settings.run.num_epochs)
     feeds = session.epochs.feeds(session.feeds, epoch)
     check_plans(comm, feeds, epoch)
     if (line := settings.batch.remainder_line(comm.size)) is not None:
@@ -122,7 +123,8 @@ def log_model(settings: Settings, learner: Learner, level: int) -> None:
 
 def log_exchange(settings: Settings, session: Session, level: int) -> None:
     """Log what the ranks exchange and over what, and which effects their number has."""
-    size, scale = session.comm.size, settings.reduce.learning_rate_scale
+    size = session.comm.size
+    scale = settings.reduce.learning_rate_scale
     factor = scale_learning_rate(1.0, scale, size)
     kind = "divide" if scale is True else scale
     rate = f"learning rates x {factor:.4g} by horovod_scale_lr ({kind!r})" if scale else "learning rates as in the config"
@@ -180,11 +182,13 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
 def check_space(settings: Settings, session: Session) -> None:
     """Raises: ConfigError, if the disk has less space than the newest checkpoint takes, or the model alone, if there is none."""
     folder = checkpoint_folder(settings)
-    place, newest, state = folder.folder.absolute(), folder.newest(), session.learner.state
+    place = folder.folder.absolute()
+    newest = folder.newest()
+    state = session.learner.state
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
     if newest is None:
         saved = state.model_tensors().keys()  # without a base model that checkpoints leave out
-        tensors = [one for role in ROLES for name, one in state.tensors(role).items() if name in saved]
+        tensors = [tensor for role in ROLES for name, tensor in state.tensors(role).items() if name in saved]
         needed = num_bytes(tensors)
     else:
         others = folder.other_files(newest, [path.name for path in place.iterdir()])
@@ -205,7 +209,8 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
         ConfigError: it cannot be written.
     """
     in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
-    first, size = session.progress.epoch + 1, session.learner.num_parameters
+    first = session.progress.epoch + 1
+    size = session.learner.num_parameters
     folder = settings.records
     place = (settings.files[0] if settings.files else folder).absolute().parent
     commit = commit_of(place) if session.comm.rank == 0 else ""

@@ -115,11 +115,11 @@ def open_feeds(
     """Open the datasets of a training, train first. Raises: DataError."""
     feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog, skips_broken=True)
     streams = feeds[0].dataset.streams
-    for other in feeds[1:]:
-        missing = [key for key in streams if key not in other.dataset.streams]
+    for feed in feeds[1:]:
+        missing = [key for key in streams if key not in feed.dataset.streams]
         if missing:
             raise DataError(
-                f"{other.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
+                f"{feed.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
             )
     check_limits(settings, streams)
     return feeds
@@ -208,11 +208,12 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     Args:
         size: the number of ranks that its batches are made for.
     """
-    is_training, dataset = spec is settings.train, feed.dataset
+    is_training = spec is settings.train
+    dataset = feed.dataset
     chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
     batch_keys = settings.batch.of_each_of(size)
     batch_keys = batch_keys.of_training() if is_training else batch_keys.of_evaluation()
-    made = replace(
+    feed = replace(
         feed,
         order_keys=spec.order,
         batch_keys=batch_keys.limited(spec.name, dataset.max_seqs),
@@ -221,15 +222,15 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
         made_for=size,
     )
     if dataset.has_fixed_order:
-        _check_fixed_order(made, chunk_keys)
+        _check_fixed_order(feed, chunk_keys)
     if dataset.collate is not None:
-        _check_collate(made, settings)
-    return made
+        _check_collate(feed, settings)
+    return feed
 
 
 def _check_collate(feed: Feed, settings: Settings) -> None:
     """Refuse keys that need arrays, for a dataset whose batches a `collate` function makes. Raises: DataError."""
-    given = {
+    uses = {
         "chunking or context_window": feed.chunks is not None,
         "packed": bool(feed.batch_keys.packed),
         "frame_batches": feed.batch_keys.frame_batches,
@@ -237,14 +238,14 @@ def _check_collate(feed: Feed, settings: Settings) -> None:
         "import of returnn": settings.source.is_foreign,
         f"backend {settings.run.backend!r}": "trees of tensors" not in FRAMEWORKS[settings.run.backend].features,
     }
-    for what in [what for what, is_given in given.items() if is_given]:
+    for what in [what for what, is_used in uses.items() if is_used]:
         raise DataError(f"{feed.name}: expected no {what} with collate, whose batches are what it returns, got both")
 
 
 def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
     """Refuse keys that change the order or need fixed lengths, for a dataset with a fixed order. Raises: DataError."""
     is_returnns = feed.dataset.window is None
-    given = {
+    uses = {
         "chunking": parse_chunking(chunk_keys.chunking) is not None,
         "context_window": parse_context(chunk_keys.context_window) is not None,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
@@ -257,7 +258,7 @@ def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
         "max_batches": feed.order_keys.max_batches is not None,
     }
     what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
-    for key in [key for key, is_given in given.items() if is_given]:
+    for key in [key for key, is_used in uses.items() if is_used]:
         raise DataError(
             f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )

@@ -48,11 +48,11 @@ def print_config(settings: Settings, *, only_changed: bool = False) -> str:
     """
     lines: list[str] = []
     section = ""
-    for found in effective_keys(settings):
-        if only_changed and found.origin == DEFAULT:
+    for key in effective_keys(settings):
+        if only_changed and key.origin == DEFAULT:
             continue
-        if found.section != section:
-            section = found.section
+        if key.section != section:
+            section = key.section
             lines += ["", f"# {section}"]
-        lines.append(f"{f'{found.name} = {found.value}':<50} # {found.origin}")
+        lines.append(f"{f'{key.name} = {key.value}':<50} # {key.origin}")
     return "\n".join(lines[1:])

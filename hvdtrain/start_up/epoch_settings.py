@@ -23,7 +23,7 @@ MAY_CHANGE = (
 """The keys that may have another value in an epoch."""
 
 
-def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) -> Settings:
+def settings_of_epoch(settings: Settings, keys: Mapping[str, Any], where: str) -> Settings:
     """The settings with other values of some keys in an epoch; those of datasets are opened again only if these keys are given.
 
     Args:
@@ -34,7 +34,7 @@ def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) 
     """
     names = [each.name for each in all_keys()]
     problems: list[Problem] = []
-    for name in given:
+    for name in keys:
         if name in names and name not in MAY_CHANGE:
             problems += problem(
                 "unsupported",
@@ -46,29 +46,29 @@ def settings_of_epoch(settings: Settings, given: Mapping[str, Any], where: str) 
     if problems:
         raise ConfigError(problems)
     source = settings.source
-    origins = {**source.origins, **dict.fromkeys(given, where)}
-    of_datasets = {*DATASETS, "eval_datasets"} & given.keys()
+    origins = {**source.origins, **dict.fromkeys(keys, where)}
+    datasets_given = {*DATASETS, "eval_datasets"} & keys.keys()
     try:
-        made = check(replace(source, values={**source.values, **given}, origins=origins), names)
-        made = with_datasets(made) if of_datasets else made
+        checked = check(replace(source, values={**source.values, **keys}, origins=origins), names)
+        checked = with_datasets(checked) if datasets_given else checked
     except ConfigError as error:  # problems of datasets and conflicts do not name the origin of a value
         raise ConfigError([each if where in str(each) else each.within(f"{where}: ") for each in error.problems]) from error
     datasets = settings.datasets
-    if of_datasets:
-        of_epoch = {spec.name: spec for spec in made.datasets}
-        if list(of_epoch) != (expected := [spec.name for spec in settings.datasets]):
+    if datasets_given:
+        specs = {spec.name: spec for spec in checked.datasets}
+        if list(specs) != (expected := [spec.name for spec in settings.datasets]):
             raise ConfigError.of(
-                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(of_epoch)}"
+                "wrong-result", f"{where}: expected the datasets {', '.join(expected)} in every epoch, got {', '.join(specs)}"
             )
-        changed = {*given, *(given.get("eval_datasets") or {})}
-        datasets = tuple(of_epoch[spec.name] if spec.name in changed else spec for spec in settings.datasets)
+        changed = {*keys, *(keys.get("eval_datasets") or {})}
+        datasets = tuple(specs[spec.name] if spec.name in changed else spec for spec in settings.datasets)
     return replace(
         settings,
-        batch=made.batch,
-        chunks=made.chunks,
-        accumulation=made.accumulation,
-        schedule=replace(settings.schedule, learning_rate=made.schedule.learning_rate),
-        data=made.data,
+        batch=checked.batch,
+        chunks=checked.chunks,
+        accumulation=checked.accumulation,
+        schedule=replace(settings.schedule, learning_rate=checked.schedule.learning_rate),
+        data=checked.data,
         datasets=datasets,
     )
 

@@ -49,13 +49,13 @@ class EpochKeys:
     """The keys of an epoch that have another value than in the config.
 
     Attributes:
-        given: as the config's function or the model gives them.
+        keys: as the config's function or the model gives them.
         settings: those of the epoch.
         values: of these keys in the settings.
     """
 
     epoch: int
-    given: Mapping[str, Any]
+    keys: Mapping[str, Any]
     settings: Settings
     values: Mapping[str, Any]
 
@@ -96,8 +96,8 @@ class BegunEpoch:
             total = getattr(settings.batch, name)
             if isinstance(total, int):
                 size = max(1, total // self.ranks)
-                kept = f"{began} and keeps its batches of {size}"
-                return f"{name}: {kept}: until it ends, {ranks} ranks take {ranks * size} in a step instead of {total}"
+                rest = f"until it ends, {ranks} ranks take {ranks * size} in a step instead of {total}"
+                return f"{name}: {began} and keeps its batches of {size}: {rest}"
             if total is not None:
                 return f"{name}: {began} and keeps its batches: until it ends, a step has {ranks} of them instead of {self.ranks}"
         return ""
@@ -109,7 +109,7 @@ class ChangingEpochs:
     Args:
         settings: of the config.
         name: where the keys come from.
-        given: returns the keys of an epoch and their values.
+        keys_of: returns the keys of an epoch and their values.
         begun: the epoch in which it goes on on another number of ranks.
         copies_local: whether files that could be read where they are get local copies, too, if `cache_dir` is set.
     """
@@ -120,7 +120,7 @@ class ChangingEpochs:
         comm: Communicator,
         watchdog: Watchdog,
         name: str,
-        given: Callable[[int], Mapping[str, Any]],
+        keys_of: Callable[[int], Mapping[str, Any]],
         begun: BegunEpoch | None = None,
         copies_local: bool = True,
     ) -> None:
@@ -128,7 +128,7 @@ class ChangingEpochs:
         self._comm = comm
         self._watchdog = watchdog
         self._name = name
-        self._given = given
+        self._keys_of = keys_of
         self._begun = begun
         self._copies_local = copies_local
         self._latest = EpochKeys(0, {}, settings, {})
@@ -138,16 +138,19 @@ class ChangingEpochs:
         self._opened: dict[str, OpenDataset] = {}
 
     def keys(self, epoch: int) -> Mapping[str, Any]:
-        return self._of(epoch).values
+        return self._keys_in(epoch).values
 
     def feeds(self, feeds: Sequence[Feed], epoch: int) -> list[Feed]:
-        found = self._of(epoch)
-        settings = found.settings
+        epoch_keys = self._keys_in(epoch)
+        settings = epoch_keys.settings
         specs = {spec.name: spec for spec in settings.datasets}
         values = {
-            feed.name: value for feed in feeds if feed.only is None and (value := self._other(feed, found.given)) is not None
+            feed.name: value
+            for feed in feeds
+            if feed.only is None and (value := self._other_data(feed, epoch_keys.keys)) is not None
         }
-        copies = {name: self._copy(settings, specs[name]) for name, value in values.items() if self._is_new(name, value)}
+        self._close_replaced(values)
+        copies = {name: self._copy(settings, specs[name]) for name in values if name not in self._opened}
 
         def configure() -> list[Feed]:
             for feed in feeds:
@@ -168,61 +171,59 @@ class ChangingEpochs:
         for opened in self._opened.values():
             opened.close()
 
-    def _of(self, epoch: int) -> EpochKeys:
+    def _keys_in(self, epoch: int) -> EpochKeys:
         """Collective where the epoch is not that of the last call."""
         if self._latest.epoch != epoch:
             where = f"{self._name}(epoch={epoch})"
 
             def work() -> tuple[Mapping[str, Any], Settings]:
-                given = translate_names(self._given(epoch))
-                return given, settings_of_epoch(self._settings, given, where) if given else self._settings
+                keys = translate_names(self._keys_of(epoch))
+                return keys, settings_of_epoch(self._settings, keys, where) if keys else self._settings
 
-            given, settings = together(self._comm, work, name="keys_of_epoch")
-            texts = {name: value_text(value) for name, value in given.items()}
+            keys, settings = together(self._comm, work, name="keys_of_epoch")
+            texts = {name: value_text(value) for name, value in keys.items()}
             check_alike(self._comm, "keys_of_epoch", texts, of=f"{where}: ")
             if texts != self._noted:
                 log.detail(f"epoch {epoch}: {', '.join(f'{name} = {text}' for name, text in texts.items()) or KEYS_OF_CONFIG}")
-                self._warn_of_overrides(where, given)
+                self._warn_of_overrides(where, keys)
                 self._noted = texts
-            self._latest = EpochKeys(epoch, given, settings, {name: value_of(settings, name) for name in given})
+            self._latest = EpochKeys(epoch, keys, settings, {name: value_of(settings, name) for name in keys})
         return self._latest
 
-    def _warn_of_overrides(self, where: str, given: Mapping[str, Any]) -> None:
+    def _warn_of_overrides(self, where: str, keys: Mapping[str, Any]) -> None:
         """Warn of keys that the command line sets, too, once of each."""
-        for name in sorted(given.keys() - self._warned):
-            value, origin = value_of(self._settings, name), self._settings.origins.get(name)
-            if origin in OVERRIDING and not same_data(given[name], value):
+        for name in sorted(keys.keys() - self._warned):
+            value = value_of(self._settings, name)
+            origin = self._settings.origins.get(name)
+            if origin in OVERRIDING and not same_data(keys[name], value):
                 self._warned.add(name)
-                log.warning(
-                    f"{where}: {name} = {value_text(given[name])} holds in its epochs, not {origin}'s {value_text(value)}"
-                )
+                log.warning(f"{where}: {name} = {value_text(keys[name])} holds in its epochs, not {origin}'s {value_text(value)}")
 
-    def _other(self, feed: Feed, given: Mapping[str, Any]) -> Any:
+    def _other_data(self, feed: Feed, keys: Mapping[str, Any]) -> Any:
         """The value of a dataset's key in an epoch, if it is other data than the config's."""
-        value = (given.get("eval_datasets") or {}).get(feed.name, given.get(feed.name) if feed.name in DATASETS else None)
+        value = (keys.get("eval_datasets") or {}).get(feed.name, keys.get(feed.name) if feed.name in DATASETS else None)
         return None if value is None or same_data(value, getattr(self._settings.data, feed.name, None)) else value
 
-    def _is_new(self, name: str, value: Any) -> bool:
-        """Whether a dataset has to be opened; closes the one in its place."""
-        opened = self._opened.get(name)
-        if opened is not None and not same_data(opened.value, value):
-            self._opened.pop(name).close()
-        return name not in self._opened
+    def _close_replaced(self, values: Mapping[str, Any]) -> None:
+        """Close the datasets in whose place others have to be opened."""
+        for name, value in values.items():
+            if name in self._opened and not same_data(self._opened[name].value, value):
+                self._opened.pop(name).close()
 
     def _copy(self, settings: Settings, spec: DatasetSpec) -> tuple[ExitStack, Mapping[str, str]]:
         """Collective. Copy the files of a dataset to a local disk; what keeps the copies, and their places. Raises: DataError."""
-        kept = ExitStack()
+        stack = ExitStack()
         remote_only = not self._copies_local
-        return kept, copy_data(settings, [spec], self._comm, self._watchdog, kept, remote_only=remote_only).places
+        return stack, copy_data(settings, [spec], self._comm, self._watchdog, stack, remote_only=remote_only).places
 
     def _open(
-        self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec, kept: ExitStack, copies: Mapping[str, str]
+        self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec, stack: ExitStack, copies: Mapping[str, str]
     ) -> None:
         """Open the dataset in place of the config's. Raises: DataError."""
         self._watchdog.beat(f"opening {feed.name}", "unhurried")
-        [made] = open_datasets(settings, self._comm, [spec], copies, self._watchdog, skips_broken=True)
-        self._opened[feed.name] = OpenDataset(value, made, kept)
-        missing = [key for key in feed.dataset.streams if key not in made.dataset.streams]
+        [opened] = open_datasets(settings, self._comm, [spec], copies, self._watchdog, skips_broken=True)
+        self._opened[feed.name] = OpenDataset(value, opened, stack)
+        missing = [key for key in feed.dataset.streams if key not in opened.dataset.streams]
         if missing:
             raise DataError(
                 f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
@@ -236,16 +237,16 @@ class ChangingEpochs:
         return with_keys(self._opened[feed.name].feed if is_other else feed, settings, spec, ranks)
 
 
-def same_data(one: Any, other: Any) -> bool:
+def same_data(first: Any, second: Any) -> bool:
     """Whether two values of a dataset's key are the same data, perhaps in another order.
 
     >>> same_data({"files": "a.hdf", "partition_epoch": 2}, {"files": "a.hdf"}), same_data({"files": "a.hdf"}, "a.hdf")
     (True, False)
     """
-    if isinstance(one, dict) and isinstance(other, dict):
-        one, other = ({name: entry for name, entry in value.items() if name not in ORDER} for value in (one, other))
+    if isinstance(first, dict) and isinstance(second, dict):
+        first, second = ({name: entry for name, entry in value.items() if name not in ORDER} for value in (first, second))
     try:
-        return bool(one == other)
+        return bool(first == second)
     except Exception:  # arrays, whose elements are compared
         return False
 
@@ -272,20 +273,20 @@ def open_epochs(
         copies_local: as of `ChangingEpochs`.
     """
     function = as_function(settings.per_epoch.keys_of_epoch, "keys_of_epoch")
-    of_learner = learner.keys_of_epoch
+    model_keys = learner.keys_of_epoch
     begun = begun_epoch(current, comm.size)
     if begun is not None and (line := begun.line(settings, comm.size)):
         log.warning(line)
-    if function is None and of_learner is None and begun is None:
+    if function is None and model_keys is None and begun is None:
         return EqualEpochs()
 
     def keys_of(epoch: int) -> Mapping[str, Any]:
-        found = {} if function is None else function(epoch=epoch)
-        if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
+        keys = {} if function is None else function(epoch=epoch)
+        if keys is not None and not (isinstance(keys, Mapping) and all(isinstance(name, str) for name in keys)):
             raise ConfigError(
-                [Problem.of("wrong-result", f"keys_of_epoch: expected a dict of keys for epoch {epoch}, got {found!r}")]
+                [Problem.of("wrong-result", f"keys_of_epoch: expected a dict of keys for epoch {epoch}, got {keys!r}")]
             )
-        return {**(found or {}), **({} if of_learner is None else of_learner(epoch))}
+        return {**(keys or {}), **({} if model_keys is None else model_keys(epoch))}
 
     epochs = ChangingEpochs(
         settings, comm, watchdog, "#config" if function is None else "keys_of_epoch", keys_of, begun, copies_local

@@ -20,7 +20,7 @@ from hvdtrain.training.session import Session
 def first_batch(session: Session, feed: Feed, plan: Plan, epoch: int) -> Iterator[Batch | None]:
     """This rank's first batch of an epoch, which errors in the `with` block describe; None: it has none, or a broken one."""
     with feed.read(feed.rank_batches(plan)[:1], epoch, session.learner.staging) as batches:
-        batch = next((found for one in batches if (found := one.if_any) is not None), None)
+        batch = next((content for batch in batches if (content := batch.if_any) is not None), None)
         with Naming(batch, feed):
             yield batch
 

@@ -45,7 +45,9 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
     """
     if session.comm.rank != 0:
         return Goodput(session.timer)
-    launcher, progress, folder = this_process.launcher(), session.progress, settings.records
+    launcher = this_process.launcher()
+    progress = session.progress
+    folder = settings.records
     saved = Spent.from_state(progress.spent)
     # A training that starts from scratch is another one, unless it was the launcher that restarted it.
     recorded = Spent.from_state(last_start(folder).get("goodput")) if saved is not None or launcher.is_restart else None

@@ -170,7 +170,8 @@ def _open(
     checkpoints = checkpoint_folder(settings)
     local = local_disk(settings, checkpoints)
     _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
-    start, position = Start(), NEW  # a measurement loads nothing
+    start = Start()  # a measurement loads nothing
+    position = NEW
     if purpose != "measure":
         start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
     watchdog.beat("building the model")
@@ -235,7 +236,8 @@ def _resume(
     settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, start: Start, learner: Learner
 ) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
-    state, every = learner.state, settings.saving.running_average
+    state = learner.state
+    every = settings.saving.running_average
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
     progress = resume(comm, saver, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
@@ -264,7 +266,8 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
         comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None
     )
     patience = inf if is_unwatched else settings.run.watchdog_timeout
-    launcher, heartbeats = this_process.launcher(), None
+    launcher = this_process.launcher()
+    heartbeats = None
     if comm.size > 1 and purpose != "measure":
         heartbeats = exchange_contacts(
             comm.rank,

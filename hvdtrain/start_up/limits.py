@@ -56,17 +56,17 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
 
     changes_within = settings.evaluation.serves("learning_rate")
 
-    def of_epoch(epoch: int, progress: Progress) -> float:
-        given = epochs.keys(epoch).get("learning_rate")
-        if given is not None:
-            return float(given)
+    def epoch_rate(epoch: int, progress: Progress) -> float:
+        rate = epochs.keys(epoch).get("learning_rate")
+        if rate is not None:
+            return float(rate)
         records: list[EpochRecord] = progress.records if changes_within else progress.history
         errors = negate_higher(records, settings.scoring.higher_is_better)
         if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
             log.warning(line)
         return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
 
-    def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
+    def step_rate(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
         if dynamic is not None:
             rate = float(
@@ -81,4 +81,4 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
             rate *= schedule.factor(step, epoch_continuous)
         return scale_learning_rate(rate, settings.reduce.learning_rate_scale, size)
 
-    return Rates(of_epoch, of_step, of_epoch if changes_within else None)
+    return Rates(epoch_rate, step_rate, epoch_rate if changes_within else None)

@@ -14,7 +14,7 @@ from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.session import Session
 
 
-def in_overfit_folder(settings: Settings) -> Settings:
+def overfit_settings(settings: Settings) -> Settings:
     """The settings of a training with `overfit_batches`: it starts from scratch, and does not touch files of other trainings."""
     prefix = Path(settings.run.model)
     return replace(

@@ -33,15 +33,17 @@ def open_reporters(settings: Settings, session: Session, start: Start) -> Iterat
     with ExitStack() as stack:
 
         def open_on_rank_zero() -> Reporters:
-            own = _own_reporters(settings, session)
-            return own.with_others([stack.enter_context(make(settings, session, start)) for make in REPORTERS.values()])
+            reporters = _own_reporters(settings, session)
+            return reporters.with_others([stack.enter_context(make(settings, session, start)) for make in REPORTERS.values()])
 
         yield together(session.comm, lambda: Reporters() if rank else open_on_rank_zero(), name="open_reporters")
 
 
 def _own_reporters(settings: Settings, session: Session) -> Reporters:
-    progress, folder = session.progress, settings.records
-    epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
+    progress = session.progress
+    folder = settings.records
+    epochs = JsonLines(folder / "scores.jsonl")
+    steps = StepLines(folder / "steps.jsonl")
     epochs.go_on(progress.epoch, progress.report)
     current = progress.current
     steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
@@ -72,7 +74,8 @@ class Rows:
         self._seconds: list[float] = []
 
     def epoch(self, report: EpochReport) -> None:
-        measure, history = self._session.best.measure, self._session.best.records(self._session.progress)
+        measure = self._session.best.measure
+        history = self._session.best.records(self._session.progress)
         best = measure.best(history)
         is_best = best is not None and best.epoch == report.epoch and best.at_step is None
         self._seconds.append(epoch_seconds(report))
@@ -97,7 +100,8 @@ class BestReporter:
         if not keeper.within_epochs:
             return
         records = keeper.records(self._session.progress)
-        best, name = keeper.measure.best(records), keeper.measure.name(records)
+        best = keeper.measure.best(records)
+        name = keeper.measure.name(records)
         if best is not None and name is not None and best.at_step == report.global_step:
             log.info(
                 f"epoch {best.epoch}, step {report.step}, is the best so far: {name} {best.scores[name]:.4g}, "
@@ -106,8 +110,10 @@ class BestReporter:
         keeper.update(records)
 
     def epoch(self, report: EpochReport) -> None:
-        history, measure = self._session.best.records(self._session.progress), self._session.best.measure
-        best, name = measure.best(history), measure.name(history)
+        history = self._session.best.records(self._session.progress)
+        measure = self._session.best.measure
+        best = measure.best(history)
+        name = measure.name(history)
         for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
             if line is not None:
                 log.warning(line)

@@ -30,8 +30,8 @@ def open_scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | N
     cores = this_process.cores()
     processes = cores if this_process.is_bound() else max(1, cores // comm.local_size)
     progress = partial(_progress, comm.rank == 0, beat)
-    note, seed = (lambda line: log.info(line)), settings.run.random_seed
-    return Scanning(stored, comm.rank, comm.size, progress, beat, note, processes, cores, seed=seed)
+    seed = settings.run.random_seed
+    return Scanning(stored, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, cores, seed=seed)
 
 
 def _beat(watchdog: Watchdog | None) -> None:

@@ -8,9 +8,10 @@ from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.watchdog import Watchdog
 
 
-def by_mpirun(interrupt: Interrupt) -> str:
+def mpirun_line(interrupt: Interrupt) -> str:
     """What is printed at once, as mpirun may kill the ranks before a checkpoint is written."""
-    seconds, grace = interrupt.seconds_to_save or 0.0, interrupt.grace or 0.0  # without mpirun, it is not printed
+    seconds = interrupt.seconds_to_save or 0.0  # without mpirun, it is not printed
+    grace = interrupt.grace or 0.0
     saving = (
         f"A checkpoint takes {seconds:.1f} s, which is too long" if seconds > grace else "Saving a checkpoint, if there is time"
     )
@@ -25,4 +26,4 @@ def act_on_sigterm(comm: Communicator, watchdog: Watchdog, interrupt: Interrupt)
     watchdog.stop_soon()
     # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
     if comm.rank == 0 and not watchdog.ended_ranks(0.0):
-        print_through_mpirun(by_mpirun(interrupt))
+        print_through_mpirun(mpirun_line(interrupt))

@@ -92,7 +92,8 @@ class Account:
         counts_plan = self._feed.rank == 0 or self._feed.distribution != "shard"
         planned = usage_of_plan(self._feed, self._plan, self._position, position) if counts_plan else Usage()
         entry = self._used, planned
-        self._used, self._position = Usage(), position
+        self._used = Usage()
+        self._position = position
         return entry
 
     def check(self, what: str, entries: Sequence[Entry]) -> None:

@@ -95,7 +95,8 @@ def completed_share(
         [sums] = all_reduce(comm, [tensor(done_by_rank.tolist())], "sum", name="completed")  # the same rate on all ranks
         done = numpy.asarray(sums)
 
-    last, whole = len(done) - 1, float(done[-1])
+    last = len(done) - 1
+    whole = float(done[-1])
 
     def share_done(position: int) -> float:
         return done.item(position if position < last else last) / whole if whole else 0.0
@@ -130,7 +131,7 @@ class BatchCounts:
     >>> counts = BatchCounts([2, 1, 2])
     >>> counts.most, [counts.ranks_in(step) for step in range(3)]
     (2, [3, 2, 0])
-    >>> list(counts.in_step(1)), counts.in_step(1).count(True)
+    >>> list(counts.with_batch(1)), counts.with_batch(1).count(True)
     ([True, False, True], 2)
     """
 
@@ -149,7 +150,7 @@ class BatchCounts:
         """The number of ranks that have a batch in a step, counted from 0."""
         return len(self._by_rank) if step < self._least else len(self._ascending) - bisect_right(self._ascending, step)
 
-    def in_step(self, step: int) -> RanksInStep:
+    def with_batch(self, step: int) -> RanksInStep:
         """By rank, whether it has a batch in a step."""
         return self._all_ranks if step < self._least else RanksInStep(self._by_rank, step, self.ranks_in(step))
 
@@ -164,8 +165,8 @@ def check_trained(comm: Communicator, trained: Mapping[str, str] | None) -> None
     Raises:
         ConfigError: a parameter is trained on one rank, and not on another.
     """
-    own = None if trained is None else zlib.crc32(repr(sorted(trained.items())).encode())
-    checksums = comm.gather(own, name="trained")
+    checksum = None if trained is None else zlib.crc32(repr(sorted(trained.items())).encode())
+    checksums = comm.gather(checksum, name="trained")
     ran = [rank for rank, checksum in enumerate(checksums) if checksum is not None]
     if any(checksums[rank] != checksums[ran[0]] for rank in ran):
         of_first = comm.gather({} if trained is None or comm.rank != ran[0] else trained, name="trained.values")[ran[0]]
@@ -204,7 +205,9 @@ def agree_on_batches(
         )
     if error is not None:
         raise error.on_all_ranks()
-    current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
+    current.fingerprints = fingerprints
+    current.order_version = ORDER_VERSION
+    current.made_from = plan_inputs
     return BatchCounts(count for count, _, _ in answers)
 
 

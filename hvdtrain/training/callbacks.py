@@ -50,7 +50,8 @@ class Training:
     """
 
     def __init__(self, session: Session, phase: Phase, evaluated: EvaluatedModel) -> None:
-        comm, progress = session.comm, session.progress
+        comm = session.comm
+        progress = session.progress
         self._learner = session.learner
         self._watchdog = session.watchdog
         self._phase = phase
@@ -201,12 +202,13 @@ class Callbacks:
     def __init__(self, objects: Sequence[Any] = ()) -> None:
         # Looked up once: on_step_end is called in every step.
         self._objects: dict[str, Any] = {}
-        for one in objects:
-            if all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
-                number = sum(name.partition(" ")[0] == type(one).__name__ for name in self._objects)
-                self._objects[f"{type(one).__name__} {number + 1}" if number else type(one).__name__] = one
+        for callback in objects:
+            if all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict")):
+                number = sum(name.partition(" ")[0] == type(callback).__name__ for name in self._objects)
+                self._objects[f"{type(callback).__name__} {number + 1}" if number else type(callback).__name__] = callback
         self._calls: dict[str, list[tuple[str, Call]]] = {
-            event: [(type(one).__name__, getattr(one, event)) for one in objects if hasattr(one, event)] for event in EVENTS
+            event: [(type(callback).__name__, getattr(callback, event)) for callback in objects if hasattr(callback, event)]
+            for event in EVENTS
         }
 
     def has(self, event: str) -> bool:
@@ -219,7 +221,7 @@ class Callbacks:
         Raises:
             ConfigError: it is something else, which a checkpoint could not be read with.
         """
-        return {name: plain(f"callbacks: {name}.state_dict()", one.state_dict()) for name, one in self._objects.items()}
+        return {name: plain(f"callbacks: {name}.state_dict()", callback.state_dict()) for name, callback in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Give callbacks what they kept, by `load_state_dict`; one without an entry begins anew."""
@@ -248,9 +250,9 @@ def plain(where: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str) and type(value).__module__ == "builtins":
         return value
     if type(value) is dict:
-        return {plain(where, name): plain(f"{where}[{name!r}]", one) for name, one in value.items()}
+        return {plain(where, name): plain(f"{where}[{name!r}]", entry) for name, entry in value.items()}
     if type(value) in (list, tuple):
-        members = [plain(f"{where}[{number}]", one) for number, one in enumerate(value)]
+        members = [plain(f"{where}[{number}]", member) for number, member in enumerate(value)]
         return members if isinstance(value, list) else tuple(members)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return plain(where, value.item())

@@ -71,8 +71,10 @@ class Interval:
         return self._clock() - self._done_at
 
     def done(self, step: int) -> None:
-        self._done_at, self._done_step = self._clock(), step
-        self._is_requested, self._is_old_request = False, True
+        self._done_at = self._clock()
+        self._done_step = step
+        self._is_requested = False
+        self._is_old_request = True
 
 
 class Decision(NamedTuple):
@@ -130,7 +132,8 @@ class Control:
         evaluates: bool,
         interval: float,
     ) -> None:
-        comm, step = session.comm, session.progress.step
+        comm = session.comm
+        step = session.progress.step
         self._comm = comm
         self._evaluates = evaluates
         self._interrupt = session.interrupt
@@ -202,7 +205,8 @@ class Control:
 
 def stopped_by(reason: str, progress: Progress, status: int) -> Stopped:
     """The error with which a training ends that was stopped, for the reason of any rank."""
-    current, where = progress.current, f"after epoch {progress.epoch}"
+    current = progress.current
+    where = f"after epoch {progress.epoch}"
     if current is not None:
         where = f"in epoch {current.epoch} after step {progress.step - current.first_step}"
         where += ", in the evaluation" if current.trained else ""

@@ -180,8 +180,8 @@ def _expected_data(sections: Sections, source: Source) -> tuple[Mapping[str, Any
         return {}, []
     from hvdtrain.data.expected import expected_of  # here, as in _datasets
 
-    found, problems = expected_of(keys.extern_data, exact=not source.is_foreign)
-    return found, [] if source.is_foreign else problems
+    expected, problems = expected_of(keys.extern_data, exact=not source.is_foreign)
+    return expected, [] if source.is_foreign else problems
 
 
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[Problem]]:

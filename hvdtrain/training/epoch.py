@@ -63,16 +63,18 @@ class TrainingEpoch:
 
 def plan_epoch(session: Session, feed: Feed, rates: Rates, current: EpochProgress) -> TrainingEpoch:
     """Collective. Plan an epoch that begins or is resumed, and choose its learning rate and, where it begins, its model."""
-    number, step, watchdog = current.epoch, session.progress.step, session.watchdog
+    number = current.epoch
+    step = session.progress.step
+    watchdog = session.watchdog
     if session.best_start is not None and not current.fingerprints:  # it begins
         session.best_start.load(number, session.progress)
-    planned = rates.of_epoch(number, session.progress)
+    planned = rates.epoch_rate(number, session.progress)
     learning_rate = planned if current.learning_rate is None else current.learning_rate
     watchdog.beat(f"epoch {number}, planning", "planning")
     plan = plan_together(session.comm, feed, number)
     watchdog.beat(f"epoch {number}, before its steps", "between")
     completed = completed_share(session.comm, feed, plan, session.learner.numbers)
-    effective = rates.of_step(step, number - 1 + completed(current.position), learning_rate)
+    effective = rates.step_rate(step, number - 1 + completed(current.position), learning_rate)
     log.detail(f"start epoch {number} global train step {step} with effective learning rate {effective:.6g} ...")
     return TrainingEpoch(plan, current, completed, planned, effective, seconds_before=current.elapsed)
 
@@ -104,7 +106,8 @@ class EpochClock:
 
     def count(self, current: EpochProgress) -> None:
         """Add the seconds, syncs and bytes since the last call to the epoch's."""
-        traffic, counted = self._reducer.traffic, self._counted_traffic
+        traffic = self._reducer.traffic
+        counted = self._counted_traffic
         current.syncs += traffic.syncs - counted.syncs
         current.sent += traffic.sent - counted.sent
         current.sent_between_groups += traffic.between_groups - counted.between_groups
@@ -117,8 +120,10 @@ class EpochClock:
         self._counted_sync = synced
         now = time.perf_counter()
         passed, self._counted_until = now - self._counted_until, now
-        current.computing, current.elapsed = current.computing + computed, current.elapsed + passed
-        self._computed, self._elapsed = self._computed + computed, self._elapsed + passed
+        current.computing += computed
+        current.elapsed += passed
+        self._computed += computed
+        self._elapsed += passed
 
     @property
     def computing(self) -> float | None:
@@ -181,7 +186,9 @@ def epoch_report(
         seconds: the seconds of every rank, by activity.
         computing: the share of every rank's computing.
     """
-    current, rates, step = epoch.current, epoch.current.rates, session.progress.step
+    current = epoch.current
+    rates = epoch.current.rates
+    step = session.progress.step
     end = current.position if current.ended_by else epoch.plan.num_batches
     last_rate = rates.last if rates.updates else epoch.learning_rate
     columns = feed.lengths_in(current.epoch) if session.comm.rank == 0 else {}  # only rank 0 shows the speed
@@ -220,7 +227,7 @@ def epoch_report(
 def flops_of(rate: FlopRate, epoch: TrainingEpoch, feed: Feed, step: int) -> Mapping[str, float]:
     """The floating-point operations of an epoch that ended with a step of the whole training."""
     current = epoch.current
-    return rate.of_epoch(feed, epoch.plan, current.epoch, current.position, step - current.first_step, current.elapsed)
+    return rate.epoch_flops(feed, epoch.plan, current.epoch, current.position, step - current.first_step, current.elapsed)
 
 
 def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: float) -> EvaluationReport:

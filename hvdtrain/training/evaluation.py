@@ -62,8 +62,8 @@ def evaluate(
             step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()
     step_log.end()
-    own = buffer.take_all().compact(), account.take(plan.num_batches), feed.broken.take()
-    gathered = comm.gather(own, name=f"scores.{feed.name}")
+    results = buffer.take_all().compact(), account.take(plan.num_batches), feed.broken.take()
+    gathered = comm.gather(results, name=f"scores.{feed.name}")
     account.check(f"evaluation of epoch {epoch}", [entry for _, entry, _ in gathered])
     for line in feed.broken.merge([broken for *_, broken in gathered]):
         log.warning(line)
@@ -104,7 +104,7 @@ class _Finding:
 
 
 def not_finite_error(
-    comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int
+    comm: Communicator, dataset: Dataset, losses: Sequence[NotFinite], epoch: int, first_step: int
 ) -> TrainingError:
     """Collective. The error with what every rank found: first the verdict on the first of these losses, then all.
 
@@ -113,7 +113,7 @@ def not_finite_error(
     """
 
     def findings() -> list[_Finding]:
-        return [_finding(loss, dataset, epoch, first_step) for loss in found[:MAX_LISTED]]
+        return [_finding(loss, dataset, epoch, first_step) for loss in losses[:MAX_LISTED]]
 
     by_rank = comm.gather(together(comm, findings, name="not_finite_tags"), name="not_finite")
     all_found = [(rank, finding) for rank, of_rank in enumerate(by_rank) for finding in of_rank]
@@ -126,20 +126,20 @@ def not_finite_error(
     return TrainingError("\n  ".join([head, *lines, NOT_FINITE_HINT])).on_all_ranks()
 
 
-def _finding(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> _Finding:
-    inputs = _broken_inputs(dataset.at_epoch(epoch), one.indices)
+def _finding(fault: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> _Finding:
+    inputs = _broken_inputs(dataset.at_epoch(epoch), fault.indices)
     cause = "its input" if inputs else "the loss itself"
-    what = f"{one.loss} = {one.value} in step {one.step - first_step} of epoch {epoch}"
-    why = f"{len(one.parameters)} parameters are not finite" if one.parameters else f"{cause} is the cause"
-    tags = first_few(dataset.tags(one.indices), MAX_NAMES)
-    broken = first_few(one.parameters, MAX_NAMES) or f"none, so {cause} is the cause"
+    what = f"{fault.loss} = {fault.value} in step {fault.step - first_step} of epoch {epoch}"
+    why = f"{len(fault.parameters)} parameters are not finite" if fault.parameters else f"{cause} is the cause"
+    tags = first_few(dataset.tags(fault.indices), MAX_NAMES)
+    broken = first_few(fault.parameters, MAX_NAMES) or f"none, so {cause} is the cause"
     text = f"{what}, sequences {tags}; {inputs or 'its input is finite'}; parameters that are not finite: {broken}"
-    return _Finding(one.step, f"{what}: {why}", text)
+    return _Finding(fault.step, f"{what}: {why}", text)
 
 
 def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:
     """The data keys and sequences with NaN or infinity, in words; '' if there are none."""
-    found = []
+    faults = []
     for index in indices:
         try:
             arrays = dataset.sequence(index)
@@ -147,10 +147,10 @@ def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:
             return f"its input cannot be read again ({error})"
         for key, values in arrays.items():
             if values.dtype.kind == "O" and (problem := finite_problem(values)):
-                found.append(f"{dataset.tags([index])[0]}: {problem}")
+                faults.append(f"{dataset.tags([index])[0]}: {problem}")
             if values.dtype.kind in "fc" and not (finite := numpy.isfinite(values)).all():
                 frames = len(values) - int(finite.reshape(len(values), -1).all(axis=1).sum())
                 [tag] = dataset.tags([index])
-                found.append(f"{key!r} has NaN or infinity in {frames} of {len(values)} frames of {tag}")
-    more = f" and in {len(found) - MAX_LISTED} more sequences" if len(found) > MAX_LISTED else ""
-    return ", ".join(found[:MAX_LISTED]) + more
+                faults.append(f"{key!r} has NaN or infinity in {frames} of {len(values)} frames of {tag}")
+    more = f" and in {len(faults) - MAX_LISTED} more sequences" if len(faults) > MAX_LISTED else ""
+    return ", ".join(faults[:MAX_LISTED]) + more

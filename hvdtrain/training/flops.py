@@ -24,7 +24,7 @@ class FlopRate:
     peak: float
     num_ranks: int
 
-    def of_epoch(self, feed: Feed, plan: Plan, epoch: int, position: int, steps: int, seconds: float) -> dict[str, float]:
+    def epoch_flops(self, feed: Feed, plan: Plan, epoch: int, position: int, steps: int, seconds: float) -> dict[str, float]:
         """By name, the numbers of an epoch for its report.
 
         Args:

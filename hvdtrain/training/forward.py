@@ -155,13 +155,13 @@ def _check(keys: ForwardKeys, *, is_written: bool) -> None:
 def _callback(keys: ForwardKeys) -> Any:
     """The user's object. Raises: ConfigError."""
     value = as_function(keys.forward_callback, "forward_callback")
-    made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
-    missing = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
+    callback = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
+    missing = [name for name in ("init", "process_seq", "finish") if callback is not None and not hasattr(callback, name)]
     if missing:
         raise ConfigError.of(
-            "missing", f"forward_callback: expected the method {missing[0]}, got a {type(made).__name__} without it"
+            "missing", f"forward_callback: expected the method {missing[0]}, got a {type(callback).__name__} without it"
         )
-    return made
+    return callback
 
 
 def _open_spool(prefix: Path, rank: int) -> Spool:
@@ -188,7 +188,7 @@ def _hand_on(
     spools: list[tuple[Path, list[tuple[int, int]]]],
     callback: Any,
     output_file: str | None,
-    others: Sequence[OutputWriter],
+    output_writers: Sequence[OutputWriter],
 ) -> Generator[int, None, None]:
     """On rank 0: pass on all outputs in the dataset's order. Yields the number of sequences after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
@@ -198,13 +198,13 @@ def _hand_on(
         if output_file is not None:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             writer = stack.enter_context(HDFWriter(Path(output_file)))
-        for other in others:
-            stack.enter_context(other)
-        for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
+        for output_writer in output_writers:
+            stack.enter_context(output_writer)
+        for number, (tag, outputs, vectors) in enumerate(_read_spools(feed, spools), start=1):
             if writer is not None:
-                writer.add(tag, _as_streams(outputs, vectors))
-            for other in others:
-                other.add(tag, outputs)
+                writer.add(tag, _streams(outputs, vectors))
+            for output_writer in output_writers:
+                output_writer.add(tag, outputs)
             if callback is not None:
                 callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
             yield number
@@ -212,7 +212,7 @@ def _hand_on(
         callback.finish()
 
 
-def _in_order(
+def _read_spools(
     feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]]
 ) -> Iterator[tuple[str, dict[str, Array], frozenset[str]]]:
     places = sorted((index, rank, place) for rank, (_, entries) in enumerate(spools) for index, place in entries)
@@ -226,7 +226,7 @@ def _in_order(
             file.close()
 
 
-def _as_streams(outputs: dict[str, Array], vectors: frozenset[str]) -> dict[str, Array]:
+def _streams(outputs: dict[str, Array], vectors: frozenset[str]) -> dict[str, Array]:
     """The data keys of an HDF file: 'data' is the output 'output', or else the first one; a number or a vector is one frame."""
     default = "output" if "output" in outputs else next(iter(outputs)) if "data" not in outputs else "data"
     framed = {name: value[None] if name in vectors else value for name, value in outputs.items()}

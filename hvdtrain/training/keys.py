@@ -43,23 +43,25 @@ class EvaluationKeys(Section):
         return self.is_used and use in self.eval_interval_for
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        data, ending, schedule = others.get(DataKeys), others.get(EarlyStoppingKeys), others.get(ScheduleKeys)
-        found: list[Problem] = []
+        data = others.get(DataKeys)
+        ending = others.get(EarlyStoppingKeys)
+        schedule = others.get(ScheduleKeys)
+        problems: list[Problem] = []
         if not self.is_used:
-            return found
+            return problems
         name = "eval_interval_steps" if self.eval_interval_steps is not None else "eval_interval_minutes"
         if data is not None and data.dev is None and data.eval is None and not data.eval_datasets:
-            found += problem("missing", f"{name}: expected a dataset to evaluate (dev, eval or eval_datasets), got none")
+            problems += problem("missing", f"{name}: expected a dataset to evaluate (dev, eval or eval_datasets), got none")
         if self.serves("early_stopping") and ending is not None and ending.early_stopping_patience is None:
-            found += problem(
+            problems += problem(
                 "missing",
                 "eval_interval_for: expected early_stopping_patience for 'early_stopping', got None (a number of evaluations)",
             )
         if self.serves("learning_rate") and schedule is not None and schedule.learning_rate_control == "constant":
-            found += problem(
+            problems += problem(
                 "missing", "eval_interval_for: expected learning_rate_control = 'newbob...' for 'learning_rate', got 'constant'"
             )
-        return found
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

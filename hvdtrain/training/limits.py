@@ -14,16 +14,16 @@ from hvdtrain.schedule.history import EpochRecord
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rate: `of_epoch(epoch, progress)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an
+    """The learning rate: `epoch_rate(epoch, progress)` before an epoch, `step_rate(step, epoch_continuous, epoch_rate)` for an
     update, `within_epoch(epoch, progress)` after an evaluation within the epoch; None: it does not change the rate.
 
-    `of_step` returns the optimizer's rate for the update that ends a step, scaled by the number of ranks if `horovod_scale_lr` is
-    set. `step` is the number of earlier steps; `epoch_continuous` the number of epochs before the first step of the update,
-    including the share of the current epoch's sequences.
+    `step_rate` returns the optimizer's rate for the update that ends a step, scaled by the number of ranks if
+    `horovod_scale_lr` is set. `step` is the number of earlier steps; `epoch_continuous` the number of epochs before the first
+    step of the update, including the share of the current epoch's sequences.
     """
 
-    of_epoch: Callable[[int, Progress], float]
-    of_step: Callable[[int, float, float], float]
+    epoch_rate: Callable[[int, Progress], float]
+    step_rate: Callable[[int, float, float], float]
     within_epoch: Callable[[int, Progress], float] | None = None
 
 

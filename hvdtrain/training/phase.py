@@ -24,7 +24,7 @@ class Phase:
         self.dataset: str | None = None
 
     @contextmanager
-    def of(self, dataset: str | None) -> Iterator[None]:
+    def evaluating(self, dataset: str | None) -> Iterator[None]:
         """Inside the `with` block, a dataset is evaluated; None: the evaluation is interrupted."""
         before, self.dataset = self.dataset, dataset
         try:

@@ -59,23 +59,23 @@ class SavePretrained:
 
     def _writer(self, training: Training) -> Any:
         try:
-            found = attrgetter(self._part)(training.model) if self._part else training.model
+            part = attrgetter(self._part)(training.model) if self._part else training.model
         except AttributeError as error:
             raise ConfigError.of("unknown-value", f"SavePretrained.part: expected a part of the model, got {error}") from None
-        if not callable(getattr(found, "save_pretrained", None)):
+        if not callable(getattr(part, "save_pretrained", None)):
             raise ConfigError.of(
                 "wrong-type",
                 f"SavePretrained.part: expected the part of the model that has save_pretrained, got {self._part!r}, which is a "
-                f"{type(found).__name__}",
+                f"{type(part).__name__}",
             )
-        return found
+        return part
 
     def _write(self, training: Training) -> None:
         unfinished = self._folder.with_name(f"{self._folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        for one in (self._writer(training), *self._others):
-            one.save_pretrained(unfinished)
+        for part in (self._writer(training), *self._others):
+            part.save_pretrained(unfinished)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.replace(unfinished, self._folder)
         within = "" if training.epoch == training.finished_epoch else f", step {training.step}"

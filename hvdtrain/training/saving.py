@@ -46,7 +46,8 @@ class Saving:
             DataError: a file of `feeds` was changed, perhaps before the model was trained on it; nothing is written.
             ConfigError: the ranks have other weights than rank 0, although they make the same updates; nothing is written.
         """
-        session, progress = self._session, self._session.progress
+        session = self._session
+        progress = self._session.progress
         with session.timer.span("saving"):
             current = progress.current
             if current is not None and not current.trained:

@@ -61,14 +61,14 @@ class ScoreBuffer:
 
     def take_all(self) -> Scores:
         """The scores of all batches; waits for a GPU."""
-        taken = self._meter.take_scores()
-        summed, self._for_sums = [*self._for_sums, taken], []
-        self._for_lines.append(taken)
+        scores = self._meter.take_scores()
+        summed, self._for_sums = [*self._for_sums, scores], []
+        self._for_lines.append(scores)
         return Scores.merge(summed)
 
-    def _take_for_line(self, taken: Scores) -> Scores:
-        logged, self._for_lines = [*self._for_lines, taken], []
-        self._for_sums.append(taken)
+    def _take_for_line(self, scores: Scores) -> Scores:
+        logged, self._for_lines = [*self._for_lines, scores], []
+        self._for_sums.append(scores)
         return Scores.merge(logged)
 
 
@@ -117,7 +117,7 @@ SELDOM = 600.0
 
 
 @dataclass
-class _Progress:
+class _LoggedSteps:
     """The progress of an epoch's training or of an evaluation.
 
     Attributes:
@@ -140,16 +140,16 @@ class _Progress:
     num_steps: int = 0
     elapsed: float = 0.0
     listener: Listener | None = None
-    unreported: StepReport | None = None
-    done: int = 0
-    number: int = 0
-    share: float = 0.0
-    losses: str = ""
-    scores: Scores = field(default_factory=Scores)
+    unreported: StepReport | None = field(init=False, default=None)
+    done: int = field(init=False, default=0)
+    number: int = field(init=False, default=0)
+    share: float = field(init=False, default=0.0)
+    losses: str = field(init=False, default="")
+    scores: Scores = field(init=False, default_factory=Scores)
     began: float = 0.0
-    reported_at: float = 0.0
-    shown: float = 0.0
-    drawn: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.reported_at = self.shown = self.drawn = self.began
 
 
 class StepLog:
@@ -175,7 +175,7 @@ class StepLog:
         self._fields = fields
         self._terminal = terminal
         self._bar: Any = None
-        self._progress = _Progress()
+        self._progress = _LoggedSteps()
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0, listener: Listener | None = None) -> None:
         """An epoch's training or an evaluation begins.
@@ -189,13 +189,15 @@ class StepLog:
         what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         now = time.perf_counter()
-        self._progress = _Progress(what, short, rounds, elapsed, listener, began=now, reported_at=now, shown=now, drawn=now)
+        self._progress = _LoggedSteps(what, short, rounds, elapsed, listener, now)
 
     def step(self, report: StepReport) -> None:
         """Count a step, and log it or draw the bar if that is due."""
-        now, progress = time.perf_counter(), self._progress
+        now = time.perf_counter()
+        progress = self._progress
         progress.done += 1
-        progress.number, progress.share = report.number, report.complete
+        progress.number = report.number
+        progress.share = report.complete
         is_due = now - progress.reported_at >= self._interval if self._every is None else report.number % self._every == 0
         progress.unreported = None if is_due or progress.listener is None else report
         if is_due:
@@ -203,7 +205,7 @@ class StepLog:
         if self._terminal is not None and now - progress.drawn >= EVERY:
             self._draw(self._terminal, report, progress, now)
 
-    def _log(self, report: StepReport, progress: _Progress, now: float) -> None:
+    def _log(self, report: StepReport, progress: _LoggedSteps, now: float) -> None:
         """Call the listener, and log a line: first the part that programs read, then the rest."""
         progress.reported_at = now
         ready = report.meter.drain_ready()
@@ -223,7 +225,7 @@ class StepLog:
         progress.shown = now if level == 3 else progress.shown
         log.row(level, BETWEEN.join([line, *progress_parts(text(progress.scores.means()), speed, memory)]))
 
-    def _draw(self, terminal: Terminal | Notebook, report: StepReport, progress: _Progress, now: float) -> None:
+    def _draw(self, terminal: Terminal | Notebook, report: StepReport, progress: _LoggedSteps, now: float) -> None:
         progress.drawn = now
         if self._bar is None:
             before = report.number - progress.done
@@ -242,7 +244,8 @@ class StepLog:
     def set_aside(self) -> Iterator[None]:
         """Inside the `with` block, the log is about something else; afterwards it continues, without the time in between."""
         self.end()
-        before, began = self._progress, time.perf_counter()
+        before = self._progress
+        began = time.perf_counter()
         try:
             yield
         finally:

@@ -91,7 +91,7 @@ class TrainScores:
         self._left_out = 0
         scores = self.buffer.take_all()
         is_first = not current.scores.counts()
-        own = _RankScores(
+        rank_scores = _RankScores(
             scores=scores.compact(),  # a number for every step of every rank would fill the memory of each of a thousand ranks
             initial=scores.first() if is_first else {},
             is_broken=self.is_broken(),
@@ -100,7 +100,7 @@ class TrainScores:
             broken=broken,
             used=self._account.take(current.position),
         )
-        gathered = self._comm.gather(own, name="train_scores")
+        gathered = self._comm.gather(rank_scores, name="train_scores")
         if is_first:
             initial: dict[str, float] = {}
             for theirs in reversed(gathered):  # a loss counts on the first rank that has it

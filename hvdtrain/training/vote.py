@@ -103,7 +103,10 @@ class Vote:
             checksum: returns a number below 2 ** 20 that is to be the same on all ranks; called now and then.
         """
         if place != self._place:
-            self._place, self._is_new_place, self._every, self._steps = place, True, 1, 0
+            self._place = place
+            self._is_new_place = True
+            self._every = 1
+            self._steps = 0
         self._steps += 1
         if self._steps < self._every:
             return None
@@ -113,10 +116,11 @@ class Vote:
         # Rank 0 decides on the interval, as the ranks' clocks may differ.
         self._exchanges += 1
         is_compared = checksum is not None and (self._exchanges & (self._exchanges - 1) == 0 or self._exchanges % COMPARED == 0)
-        own = checksum() if checksum is not None and is_compared else 0
-        numbers = [*requests(), wanted if self._comm.rank == 0 else 0, own, own**2]
+        compared = checksum() if checksum is not None and is_compared else 0
+        numbers = [*requests(), wanted if self._comm.rank == 0 else 0, compared, compared**2]
         self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
-        self._steps, self._is_new_place = 0, False
+        self._steps = 0
+        self._is_new_place = False
         return counted
 
     def finish(self) -> Requests | None:

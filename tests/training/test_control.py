@@ -17,7 +17,7 @@ from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.start_up.goodput import job_began
-from hvdtrain.start_up.sigterm import by_mpirun
+from hvdtrain.start_up.sigterm import mpirun_line
 from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock
 from hvdtrain.training.limits import TrainingLimits
@@ -146,8 +146,8 @@ def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_shor
 def test_what_is_said_of_a_signal(grace: float, seconds: float | None, expected: str) -> None:
     interrupt = Interrupt(None, grace)
     interrupt.seconds_to_save = seconds
-    assert expected in by_mpirun(interrupt)
-    assert by_mpirun(Interrupt(None)), "a signal handler must not raise"
+    assert expected in mpirun_line(interrupt)
+    assert mpirun_line(Interrupt(None)), "a signal handler must not raise"
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored_and_what_the_config_handles_is_its_own() -> None:

@@ -61,5 +61,5 @@ def test_each_update_has_its_learning_rate_however_often_the_engine_asks() -> No
     rates = fixed_rates([0.1, 0.2, 0.3], lambda: updates)
     asked = []
     for updates in range(4):
-        asked += [rates.of_step(updates, 0.0, rates.of_epoch(1, Progress())) for _ in range(2)]
+        asked += [rates.step_rate(updates, 0.0, rates.epoch_rate(1, Progress())) for _ in range(2)]
     assert asked == [0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3, 0.3]

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.convert import fits
@@ -29,29 +29,6 @@ GROUP = "hvdtrain"
 """The group of entry points."""
 
 T = TypeVar("T")
-
-Kind = Literal[
-    "datasets",
-    "backends",
-    "transports",
-    "reducers",
-    "compressions",
-    "schedulers",
-    "tasks",
-    "commands",
-    "trackers",
-    "reporters",
-    "artifacts",
-    "sources",
-    "steps",
-    "recorders",
-    "writers",
-    "final_models",
-    "translations",
-    "keys",
-    "configs",
-    "templates",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +95,11 @@ class Registry(Mapping[str, T]):
     """The table of a kind: hvdtrain's own entries, then those of plug-ins, which are looked up when the table is first used.
 
     Args:
-        own: an entry 'module:name' is imported when it is used.
+        kind: the field of `Plugin` that has the entries of plug-ins.
+        builtin: an entry 'module:name' is imported when it is used.
     """
 
-    def __init__(self, kind: Kind, builtin: Mapping[str, T | str] = MappingProxyType({})) -> None:
+    def __init__(self, kind: str, builtin: Mapping[str, T | str] = MappingProxyType({})) -> None:
         self._kind = kind
         self._builtin = builtin
         self._loaded: dict[str, T] = {}

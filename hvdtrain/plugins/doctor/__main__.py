@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
@@ -27,19 +28,17 @@ from hvdtrain.plugins.doctor.findings import (
     summary,
     wrap_report,
 )
-from hvdtrain.plugins.doctor.host import Job, examine, framework_of, job_of, read_config
+from hvdtrain.plugins.doctor.host import examine, framework_of, read_config
 from hvdtrain.plugins.doctor.network import ask_hosts
 from hvdtrain.plugins.doctor.ranks import (
     SECONDS,
-    Deadline,
+    RankReport,
     check_share,
     check_speed,
     connect,
+    deadline,
     gather_reports,
-    measure_share,
-    measure_speed,
     run_check,
-    this_rank,
 )
 from hvdtrain.plugins.trial.keys import TrialKeys, parse_placements
 from hvdtrain.plugins.trial.scaling import predict_speed
@@ -81,11 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     hosts = [host for host in options.hosts.split(",") if host]
-    job = job_of(configs, overrides, len(hosts))
     try:
-        if job.ranks > 1:
-            return _examine_ranks(options, job)
-        return _alone(options, job, hosts, wanted)
+        if this_process.place().size > 1:
+            return _examine_ranks(options, configs, overrides)
+        return _alone(options, configs, overrides, hosts, wanted)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -105,9 +103,11 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
+def _alone(
+    options: argparse.Namespace, configs: list[Path], overrides: dict[str, str], hosts: Sequence[str], asked: Sequence[str]
+) -> int:
     """Check this host and the other hosts that were named."""
-    report, settings = examine(job)
+    report, settings = examine(configs, overrides, len(hosts))
     reports = [report]
     together: list[Finding] = []
     if settings is not None and settings.of(TrialKeys).predict_ranks is not None:
@@ -121,14 +121,14 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
     return _finish(options, reports, together)
 
 
-def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
+def _examine_ranks(options: argparse.Namespace, configs: list[Path], overrides: dict[str, str]) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     place = this_process.place()
     report, settings = None, None
     if place.local_rank == 0:
-        report, settings = examine(job)
-    elif job.configs:
-        settings, _ = read_config(job.configs, job.overrides)
+        report, settings = examine(configs, overrides, 0)
+    elif configs:
+        settings, _ = read_config(configs, overrides)
     framework = framework_of(settings)
     reports = [report] if report is not None else []
 
@@ -138,20 +138,22 @@ def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
 
     cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
     late = f"expected {place.size} ranks to find each other within {options.patience:.0f} s, got no answer"
-    if job.configs and settings is None:
+    if configs and settings is None:
         return _finish(options, reports, [], quiet=place.rank > 0)  # the config has problems, which are the same on all ranks
     with ExitStack() as stack:
         try:
             # Only rank 0 watches the time: when it ends, the launcher ends the others.
-            with Deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
+            with deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
                 comm = stack.enter_context(connect(settings, framework))
-                reports, together = gather_reports(comm, this_rank(this_process.environment(), place.local_size, report))
+                threads = this_process.environment().get("OMP_NUM_THREADS", "")
+                this_rank = RankReport(report, place.local_size, int(threads) if threads.isdigit() else None)
+                reports, together = gather_reports(comm, this_rank)
         except HvdtrainError as error:
             return report_failure(str(error))
         if not options.no_measure:
-            together += run_check(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework, options.seconds))])
+            together += run_check(comm, "all-reduce", lambda: [check_speed(comm, framework, options.seconds)])
             if settings is not None:
-                together += run_check(comm, "training step", lambda: check_share(measure_share(comm, settings, options.seconds)))
+                together += run_check(comm, "training step", lambda: check_share(comm, settings, options.seconds))
                 together += check_scaling(comm, settings)
         return _finish(options, reports, together, quiet=comm.rank > 0)
 

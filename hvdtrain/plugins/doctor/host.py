@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +27,16 @@ from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.data import open_feeds
 
 
-@dataclass(frozen=True)
-class Job:
-    """The planned training, as far as it is known.
+def examine(configs: list[Path], overrides: dict[str, str], other_hosts: int) -> tuple[HostReport, Settings | None]:
+    """Run all checks on this host; return the report, and the config's settings if there are any.
 
-    Attributes:
-        configs: files; empty: check only the host.
-        ranks: the number of ranks of the job.
-        local_ranks: the number of ranks on this host.
-        launcher: what started this process, as named in comm/launchers.py; None: no launcher.
-        several_hosts: whether the job runs on other hosts, too.
+    Args:
+        configs: of the planned training; empty: check only the host.
+        other_hosts: the number of hosts besides this one and those that the launcher knows.
     """
-
-    configs: list[Path]
-    overrides: dict[str, str]
-    ranks: int
-    local_ranks: int
-    launcher: str | None
-    several_hosts: bool
-
-
-def job_of(configs: list[Path], overrides: Mapping[str, str], other_hosts: int) -> Job:
-    """The job as this process's launcher and command line describe it."""
-    place = this_process.place()
-    several = other_hosts > 0 or place.size > place.local_size
-    return Job(configs, dict(overrides), place.size, place.local_size, place.launcher, several)
-
-
-def examine(job: Job) -> tuple[HostReport, Settings | None]:
-    """Run all checks on this host; return the report, and the config's settings if there are any."""
-    environ = this_process.environment()
-    settings, of_config = read_config(job.configs, job.overrides) if job.configs else (None, [])
+    place, environ = this_process.place(), this_process.environment()
+    several_hosts = other_hosts > 0 or place.size > place.local_size
+    settings, of_config = read_config(configs, overrides) if configs else (None, [])
     framework = library_of(settings.run.backend) if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
     probes = packages.start_probes(framework)  # they take seconds; meanwhile the other checks run
@@ -66,31 +44,31 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     with ThreadPoolExecutor() as pool:  # other programs and the name service may be slow: ask all at once
         asked = pool.submit(packages.versions)
         asked_slurm = pool.submit(packages.check_srun)
-        asked_gpus = pool.submit(resources.check_gpus, environ, job.local_ranks)
-        asked_name = pool.submit(network.check_name, name, job.several_hosts)
+        asked_gpus = pool.submit(resources.check_gpus, environ, place.local_size)
+        asked_name = pool.submit(network.check_name, name, several_hosts)
         files = hdf_files(settings) if settings else []
-        of_data = check_data(settings, job.ranks) if settings else []
+        of_data = check_data(settings, place.size) if settings else []
     libraries, (gpus, of_gpus) = asked.result(), asked_gpus.result()
     interfaces = read_interfaces()
     findings = packages.check_packages(framework, use_horovod)
     before = [
-        *packages.check_mpi(libraries, job.launcher),
+        *packages.check_mpi(libraries, place.launcher),
         *asked_slurm.result(),
         *of_gpus,
         *check_environment(environ),
-        *network.check_interfaces(environ, interfaces, job.several_hosts),
+        *network.check_interfaces(environ, interfaces, several_hosts),
         asked_name.result(),
-        *network.check_master(environ, is_master=job.launcher is None),
+        *network.check_master(environ, is_master=place.launcher is None),
         *network.check_ports(),
         *resources.check_cores(environ, sorted(os.sched_getaffinity(0)), os.cpu_count() or 1, resources.container_quota()),
-        resources.check_shared_memory(job.local_ranks, len(gpus)),
+        resources.check_shared_memory(place.local_size, len(gpus)),
         *resources.check_memory(),
         *resources.check_limits(len(files), len(gpus), infiniband=any(Path("/sys/class/infiniband").glob("*"))),
         *check_disks(settings, Path(environ.get("TMPDIR") or tempfile.gettempdir())),
         *of_config,
         *of_data,
     ]
-    if job.ranks > 1:  # this process needs the framework, too: import it while the probes do so
+    if place.size > 1:  # this process needs the framework, too: import it while the probes do so
         with suppress(Exception):  # the probe reports why
             _ = FRAMEWORKS[framework_of(settings)].tensors
     for package, probe in probes.items():
@@ -99,7 +77,7 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     facts |= {f"MPI of {package}": library for package, library in libraries.items()}
     facts |= {"cores": str(os.cpu_count()), "GPUs": ", ".join(gpu.name for gpu in gpus) or "none"}
     facts |= {"driver": gpus[0].driver} if gpus else {}
-    facts |= of_environment(environ) | fingerprints(job.configs, settings)
+    facts |= of_environment(environ) | fingerprints(configs, settings)
     return HostReport(name, [*findings, *before], facts, network.nccl_address(environ, interfaces)), settings
 
 

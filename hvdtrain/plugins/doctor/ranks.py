@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
-from types import TracebackType
+
+import numpy
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator, SingleCommunicator, together
 from hvdtrain.data.files import size_text
-from hvdtrain.data.types import Batch
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.doctor.findings import Finding, HostReport, check_clocks, check_networks, differences, ok, problem, warning
 from hvdtrain.plugins.doctor.network import cannot_connect
 from hvdtrain.plugins.doctor.resources import MEGABYTE, check_shared_cores
-from hvdtrain.plugins.trial.scaling import SMALL, all_reduce_seconds, parameters_of
+from hvdtrain.plugins.trial.scaling import SMALL, TURNS, all_reduce_seconds, parameters_of, step_seconds, warm_up
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator
@@ -38,16 +36,16 @@ class RankReport:
 
     Attributes:
         report: its host's report, on one rank per host; None on the others.
-        cores: the numbers of the cores that it may use.
         threads: OMP_NUM_THREADS.
+        cores: the numbers of the cores that it may use.
     """
 
-    host: str
-    local_size: int
-    cores: tuple[int, ...]
-    host_cores: int
-    threads: int | None
     report: HostReport | None
+    local_size: int
+    threads: int | None
+    host: str = field(default_factory=socket.gethostname)
+    cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
+    host_cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
 
 @contextmanager
@@ -130,37 +128,21 @@ def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]])
         return [problem(about, str(error), "training would stop with the same error")]
 
 
-class Deadline:
+@contextmanager
+def deadline(seconds: float, at_timeout: Callable[[], object]) -> Iterator[None]:
     """Ends this process if the `with` block takes too long, as a blocked collective cannot be interrupted."""
 
-    def __init__(self, seconds: float, at_timeout: Callable[[], object]) -> None:
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-        self._at_timeout = at_timeout
-
-    def __enter__(self) -> Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        self._at_timeout()
+    def end() -> None:
+        at_timeout()
         os._exit(2)
 
-
-def this_rank(environ: Mapping[str, str], local_size: int, report: HostReport | None) -> RankReport:
-    """The report of this rank."""
-    threads = environ.get("OMP_NUM_THREADS", "")
-    return RankReport(
-        socket.gethostname(),
-        local_size,
-        tuple(sorted(os.sched_getaffinity(0))),
-        os.cpu_count() or 1,
-        int(threads) if threads.isdigit() else None,
-        report,
-    )
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 LARGE = 64 * MEGABYTE
@@ -169,76 +151,32 @@ LARGE = 64 * MEGABYTE
 SECONDS = 1.0
 """The approximate duration of a measurement, unless the command says otherwise."""
 
-TURNS = 3
-"""How many times steps with and without exchange alternate."""
-
 BATCHES = 4
 """The number of different batches to train on in turn."""
+
+MOST = 20
+"""The most steps of a measurement."""
 
 MUCH = 0.3
 """The share of a step that the exchange may take before it is worth a warning."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What an all-reduce costs, in seconds and bytes per second.
-
-    Attributes:
-        bandwidth: of a rank's connection: an all-reduce of n ranks moves 2 (n - 1) / n of its bytes through each.
-    """
-
-    latency: float
-    bandwidth: float
-
-
-def measure_speed(comm: Communicator, framework: str, seconds: float = SECONDS) -> Speed:
-    """Collective. All-reduce small and large tensors, for about `seconds`."""
+def check_speed(comm: Communicator, framework: str, seconds: float = SECONDS) -> Finding:
+    """Collective. What an all-reduce of a small and of a large tensor costs, measured for about `seconds`."""
     tensors = FRAMEWORKS[framework].tensors
     small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
     latency = all_reduce_seconds(comm, tensors, lambda: [small], "doctor.small", seconds)
     whole = all_reduce_seconds(comm, tensors, lambda: [large], "doctor.large", seconds)
-    return Speed(latency, LARGE * 2 * (comm.size - 1) / comm.size / whole)
+    through = (
+        LARGE * 2 * (comm.size - 1) / comm.size / whole
+    )  # an all-reduce of n ranks moves 2 (n - 1) / n of its bytes through each
+    text = f"{1e6 * latency:.0f} us for {SMALL} bytes, {through / 1e6:.0f} MB/s through each rank for {size_text(LARGE)}"
+    return ok("all-reduce", text)
 
 
-def check_speed(speed: Speed) -> Finding:
-    """The measurement in words."""
-    latency, bandwidth = f"{1e6 * speed.latency:.0f} us", f"{speed.bandwidth / 1e6:.0f} MB/s"
-    return ok("all-reduce", f"{latency} for {SMALL} bytes, {bandwidth} through each rank for {size_text(LARGE)}")
-
-
-@dataclass(frozen=True)
-class Share:
-    """The parts of a training step, as measured on the slowest rank.
-
-    Attributes:
-        alone: seconds of a step without any exchange.
-        together: seconds of a step with the exchange of gradients; None where parameters are averaged instead.
-        model: bytes of the trained parameters.
-        travel: seconds of their all-reduce with nothing else going on.
-        every: steps from one averaging to the next; 1 where gradients are reduced.
-    """
-
-    alone: float
-    together: float | None
-    model: int
-    travel: float
-    every: int
-
-    @property
-    def exchange(self) -> float:
-        """The share of a step that the ranks wait for each other.
-
-        >>> Share(alone=0.03, together=0.04, model=1, travel=0.02, every=1).exchange
-        0.25
-        >>> Share(alone=0.03, together=None, model=1, travel=1.0, every=100).exchange
-        0.25
-        """
-        whole = self.alone + self.travel / self.every if self.together is None else self.together
-        return max(0.0, round(1 - self.alone / whole, 6))
-
-
-def measure_share(comm: Communicator, settings: Settings, length: float = SECONDS) -> Share:
-    """Collective. Train some steps with and without the other ranks, on models that are thrown away. Raises: HvdtrainError.
+def check_share(comm: Communicator, settings: Settings, length: float = SECONDS) -> list[Finding]:
+    """Collective. The share of a training step in which ranks wait for each other: some steps are trained with and without the
+    other ranks, on models that are thrown away. Raises: HvdtrainError.
 
     Args:
         length: the seconds of all steps of a model, about, and of the all-reduces.
@@ -248,47 +186,26 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
     with open_session(settings, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
         train = session.feeds[0]
         plan = train.plan(1)
-        share = (train.rank_batches(plan) or plan.rank_batches(0, 1))[:BATCHES]
-        with train.read(share, epoch=1) as batches:
+        with train.read((train.rank_batches(plan) or plan.rank_batches(0, 1))[:BATCHES], epoch=1) as batches:
             read = [batch for batch in batches if batch.if_any]
-        seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read, length)
+        learners = [alone.learner] if averaging else [alone.learner, session.learner]
+        first, *_ = [warm_up(learner, read[0]) for learner in learners]
+        steps = comm.gather(min(MOST, max(1, int(length / TURNS / max(first, 1e-3)))), name="doctor.steps")[0]
+        measured = step_seconds(comm, learners, [list(islice(cycle(read), steps))] * len(learners))
+        seconds = [float(numpy.median(of_ranks, axis=(1, 2)).max()) for of_ranks in measured]
         parameters = parameters_of(alone.learner)
         tensors = FRAMEWORKS[settings.run.backend].tensors
         travel = all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters", length)
-    every = getattr(settings.reduce, "sync_steps", 1) if averaging else 1
-    return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
-
-
-def check_share(share: Share) -> list[Finding]:
-    """The share in words, with advice where it is large."""
-    model = f"the model's {size_text(share.model)} travel in {1e3 * share.travel:.1f} ms"
-    step = f"{1e3 * share.alone:.1f} ms without exchange"
-    if share.together is None:
-        text = f"{step}; {model}, every {share.every} steps: {share.exchange:.0%} of a step"
+    every = getattr(settings.reduce, "sync_steps", 1)
+    whole = seconds[0] + travel / every if averaging else seconds[1]
+    share = max(0.0, 1 - seconds[0] / whole)
+    text = f"{1e3 * seconds[0]:.1f} ms without exchange"
+    model = f"the model's {size_text(sum(map(tensors.size, parameters)))} travel in {1e3 * travel:.1f} ms"
+    if averaging:
+        text += f"; {model}, every {every} steps: {share:.0%} of a step"
     else:
-        text = f"{step}, {1e3 * share.together:.1f} ms with it, which is {share.exchange:.0%} of a step; alone, {model}"
-    if share.exchange <= MUCH:
+        text += f", {1e3 * whole:.1f} ms with it, which is {share:.0%} of a step; alone, {model}"
+    if share <= MUCH:
         return [ok("training step", text)]
     fix = "larger batches; a faster network or NCCL; horovod_reduce_type = 'param' with horovod_param_sync_step = 100"
     return [warning("training step", text, fix)]
-
-
-def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch], length: float) -> list[float]:
-    """Collective. By learner, the seconds of a step on the slowest rank. Learners alternate: other programs disturb both."""
-    source = cycle(read)
-
-    def train(learner: Learner, steps: int) -> float:
-        learner.meter.take_step_seconds()
-        for batch in islice(source, steps):
-            learner.backward(batch)
-            learner.update(0.0)
-        return learner.meter.take_step_seconds() / steps
-
-    for learner in learners:
-        learner.begin_epoch(1, 0)
-        train(learner, 2)  # memory is allocated, kernels are chosen
-    first = max(train(learners[0], 2), 1e-3)
-    steps = comm.gather(min(20, max(1, int(length / TURNS / first))), name="doctor.steps")[0]
-    turns = [[train(learner, steps) for learner in learners] for _ in range(TURNS)]
-    medians = [statistics.median(times) for times in zip(*turns, strict=True)]
-    return [max(times) for times in zip(*comm.gather(medians, name="doctor.step_seconds"), strict=True)]

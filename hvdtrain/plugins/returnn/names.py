@@ -100,36 +100,27 @@ ELSEWHERE = {
 BY_VALUES = frozenset(("use_dummy_datasets", "dummy_dataset_num_seqs", "train_dummy_dataset_num_seqs"))
 """Names that `values.py` reads in configs for RETURNN."""
 
-READ_BY_RETURNN = frozenset(
+READ_BY_RETURNN = KEYS_OF_NETWORKS.difference(UNSUPPORTED).union(
     """
-    EnableAutoNumpySharedMemPickling PYTORCH_CUDA_ALLOC_CONF SprintInterfacePythonFeatureScorer adadelta adagrad adam
-    allow_random_model_init allow_skipping_seqs_in_forward analyze_dataset apply_cleanup_old_models_to_optim_states
-    calculate_exp_loss check_learning_rates check_unsupported_device chunk_eval combine_labels conv_pad_seq_len_to_power
-    ctc_prior_file data_key dataset_pipeline debug_add_check_numerics_on_output debug_add_check_numerics_ops
-    debug_grad_summaries debug_objective_loss_summaries debug_print_layer_output debug_print_layer_output_shape
-    debug_print_layer_output_template debug_rec_layer debug_runtime_sanity_checks debug_save_updater_vars
-    debug_shell_before_train_loop debug_shell_in_runner debug_shell_in_runner_step debug_unnormalized_loss_summaries
-    decouple_constraints decouple_constraints_factor default_input deterministic_train distributed_tf enforce_min_len1 epoch
-    eval_batch_size eval_learning_rate eval_output_file eval_output_file_per_seq eval_use_train_flag exclude extra_updates
-    extract file_cache_opts flat_net_construction forward_auto_split_batch_on_oom forward_batch_size forward_output_layer
-    forward_override_hdf_output forward_use_search global_norm_tag gpu_local_cpu_affinity gradient_clip_global_norm_tag
-    hyper_param_tuning inf_value init_new_network_callback init_train_epoch_posthook ipython jax_amp jax_compilation_cache_dir
-    jax_data_prefetch jax_default_matmul_precision jax_jit jax_static_shapes jax_time_buckets
-    lm_dataset_debug_limit_line_count load_ignore_missing_vars log_format log_grad_norm loss loss_name momentum nadam
-    need_data on_size_limit onnx_export optimize_move_layers_out optimizer_use_locking output_per_seq_file_format
-    output_per_seq_format packed_fallback_allowed param_dropout param_dropout_min_ndim param_variational_noise patch_atfork
-    pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate pretrain_repetitions
-    propagate_behavior_version_to_subprocs reinit_network_each_epoch reset_dev_memory_caches reset_updater_vars_mod_step
-    restart_after_num_net_reinit rmsprop save_epoch1_initial_model search_do_eval
-    search_train_network_layers seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
+    EnableAutoNumpySharedMemPickling PYTORCH_CUDA_ALLOC_CONF SprintInterfacePythonFeatureScorer allow_random_model_init
+    allow_skipping_seqs_in_forward analyze_dataset apply_cleanup_old_models_to_optim_states calculate_exp_loss
+    check_learning_rates check_unsupported_device chunk_eval conv_pad_seq_len_to_power data_key dataset_pipeline
+    debug_grad_summaries debug_objective_loss_summaries debug_save_updater_vars debug_shell_before_train_loop
+    debug_shell_in_runner debug_shell_in_runner_step debug_unnormalized_loss_summaries distributed_tf enforce_min_len1 epoch
+    eval_batch_size eval_learning_rate eval_output_file eval_output_file_per_seq eval_use_train_flag extract file_cache_opts
+    forward_auto_split_batch_on_oom forward_batch_size forward_override_hdf_output gpu_local_cpu_affinity hyper_param_tuning
+    init_train_epoch_posthook ipython jax_amp jax_compilation_cache_dir jax_data_prefetch jax_default_matmul_precision
+    jax_jit jax_static_shapes jax_time_buckets lm_dataset_debug_limit_line_count log_format log_grad_norm loss_name need_data
+    on_size_limit onnx_export output_per_seq_file_format output_per_seq_format packed_fallback_allowed patch_atfork
+    propagate_behavior_version_to_subprocs reset_dev_memory_caches reset_updater_vars_mod_step restart_after_num_net_reinit
+    save_epoch1_initial_model seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
     sprint_interface_custom_dataset sprint_interface_dataset_opts sprint_trainer_exec_path start_batch statistics
     statistics_dtype statistics_save_prefix stop_for_resubmission_safety_factor stop_for_resubmission_when_low_time_left
-    store_metadata_mod_step store_tf_profile target tensorboard_opts tf_amp tf_cudnn_autotune tf_data_provider_capacity tf_jit
-    tf_log_dir tf_log_memory_usage tf_native_ctc_zero_infinity tf_profile_step tf_profiler_logdir tf_run_options
-    tf_session_opts tf_static_shapes torch_cuda_graph torch_dataloader_opts torch_dataloader_shard_workers
-    torch_optimizer_step torch_profile torch_watch_stall train_in_eval update_batch_size use_hot_reloading
-    use_learning_rate_control_always use_lovely_tensors use_tensorflow use_train_proc_manager wandb_opts watch_memory
-    web_server_port wrap_tf_session
+    store_metadata_mod_step store_tf_profile tensorboard_opts tf_amp tf_cudnn_autotune tf_data_provider_capacity tf_jit
+    tf_log_dir tf_log_memory_usage tf_profile_step tf_profiler_logdir tf_run_options tf_static_shapes torch_cuda_graph
+    torch_dataloader_opts torch_dataloader_shard_workers torch_optimizer_step torch_profile torch_watch_stall train_in_eval
+    update_batch_size use_hot_reloading use_lovely_tensors use_train_proc_manager wandb_opts watch_memory web_server_port
+    wrap_tf_session
     """.split()
 )
 """Names that RETURNN reads from a config and hvdtrain does not; if a config sets one, the log says so.

@@ -105,14 +105,14 @@ class Group:
         """A column as arrays of numpy, if it holds numbers."""
         values = _plain(self._batches[part].column(name))
         problems = _missing(values)
-        if not _is_list(values.type):
-            return Column(_numbers(values) if _is_number(values.type) else values, problems=problems)
+        if not _is(values.type, LISTS):
+            return Column(_numbers(values) if _is(values.type, NUMBERS) else values, problems=problems)
         starts = _starts(values)
         inner = _plain(values.flatten())
         problems |= _missing(inner, starts)
-        if _is_text(inner.type):
+        if _is(inner.type, TEXTS):
             return Column(values, problems=problems)
-        if not _is_list(inner.type):
+        if not _is(inner.type, LISTS):
             return Column(_numbers(inner), starts, problems=problems)
         frames = _starts(inner)
         numbers = _plain(inner.flatten())
@@ -400,8 +400,8 @@ def _check_column(option: str, path: str, schema: Any, first: Any, first_path: s
     kind = _plain_type(schema.field(name).type)
     if kind != _plain_type(first.field(name).type):
         raise DataError(f"{path}: expected {first.field(name).type} in column {name!r}, as in {first_path}, got {kind}")
-    is_readable = _is_texts(kind) or _is_sound(kind) or _is_number(_innermost(kind))
-    if not (_is_text(kind) if option.endswith(".tag") else is_readable):
+    is_readable = _is_texts(kind) or _is_sound(kind) or _is(_innermost(kind), NUMBERS)
+    if not (_is(kind, TEXTS) if option.endswith(".tag") else is_readable):
         wanted = "texts" if option.endswith(".tag") else "numbers, lists and lists of lists of numbers, texts, or sound in bytes"
         raise DataError(f"{option}: expected a column of {wanted}, got {kind} in column {name!r} of {path}")
 
@@ -463,33 +463,22 @@ def _plain_type(kind: Any) -> Any:
     return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
 
-def _is_list(kind: Any) -> bool:
+LISTS = ("list", "large_list", "fixed_size_list")
+NUMBERS = ("integer", "floating", "boolean")
+TEXTS = ("string", "large_string", "string_view")
+BYTES = ("binary", "large_binary", "binary_view")
+
+
+def _is(kind: Any, names: Sequence[str]) -> bool:
+    """Whether a type is one of these, by pyarrow's words."""
     from pyarrow import types
 
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
-def _is_number(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def _is_bytes(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+    return any(getattr(types, f"is_{name}")(kind) for name in names)
 
 
 def _is_texts(kind: Any) -> bool:
     """Whether a value is a text, or a list of them."""
-    return _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type))
+    return _is(kind, TEXTS) or (_is(kind, LISTS) and _is(kind.value_type, TEXTS))
 
 
 def _is_sound(kind: Any) -> bool:
@@ -497,13 +486,13 @@ def _is_sound(kind: Any) -> bool:
     from pyarrow import types
 
     names = {field.name for field in kind} if types.is_struct(kind) else set()
-    return _is_bytes(kind) or ({"bytes"} <= names <= {"bytes", "path", "sampling_rate"} and _is_bytes(kind.field("bytes").type))
+    return _is(kind, BYTES) or ({"bytes"} <= names <= {"bytes", "path", "sampling_rate"} and _is(kind.field("bytes").type, BYTES))
 
 
 def _innermost(kind: Any) -> Any:
     """The type in up to two lists."""
     for _ in range(2):
-        kind = _plain_type(kind.value_type) if _is_list(kind) else kind
+        kind = _plain_type(kind.value_type) if _is(kind, LISTS) else kind
     return kind
 
 

@@ -67,14 +67,14 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         costs = _costs(feed, plan)
         learners = [alone.learner] if comm.size == 1 else [alone.learner, session.learner]
         largest, _ = _read(feed, plan, [int(costs.argmax())])
-        counts = [_count(_warm_up(learner, largest[0]), len(learners), plan) for learner in learners]
+        counts = [_count(warm_up(learner, largest[0]), len(learners), plan) for learner in learners]
         counts = comm.gather(counts, name="doctor.count")[0]
         chosen = spread(costs, max(counts))
         read, reading = _read(feed, plan, chosen)
         reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
         # With a slow network, a step with the other ranks takes much longer: fewer of them are measured.
         few = spread(costs[chosen], counts[-1])
-        seconds = _step_seconds(comm, learners, [read, [read[number] for number in few]][: len(learners)])
+        seconds = step_seconds(comm, learners, [read, [read[number] for number in few]][: len(learners)])
         measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
@@ -171,7 +171,7 @@ def _count(step: float, learners: int, plan: Plan) -> int:
     return min(MOST, max(FEWEST, int(SECONDS / (TURNS * learners * max(step, 1e-4)))), plan.num_batches)
 
 
-def _warm_up(learner: Learner, batch: Batch) -> float:
+def warm_up(learner: Learner, batch: Batch) -> float:
     """Train two steps, to allocate memory and choose kernels; return the seconds of the second."""
     learner.begin_epoch(1, 0)
     _step(learner, batch)
@@ -186,7 +186,7 @@ def _step(learner: Learner, batch: Batch) -> float:
     return learner.meter.take_step_seconds()
 
 
-def _step_seconds(comm: Communicator, learners: Sequence[Learner], batches: Sequence[Sequence[Batch]]) -> list[Array]:
+def step_seconds(comm: Communicator, learners: Sequence[Learner], batches: Sequence[Sequence[Batch]]) -> list[Array]:
     """Collective. For each learner, the seconds of steps on its batches; shape (ranks, turns, batches). The learners alternate,
     so that other programs disturb all of them. All ranks compute at the same time, as they do in a training."""
     found: list[list[list[float]]] = [[] for _ in learners]

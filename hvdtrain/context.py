@@ -61,6 +61,7 @@ class RunContext:
         seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
         dataset: the name of the dataset that the batch is of: 'train', 'dev', ...; None where a framework's graph is traced.
         extra_models: the models of the key `extra_models`, by name.
+        num_items: of a batch that `collate` made, the number of its items that are not None, which is its weight.
     """
 
     epoch: int
@@ -72,6 +73,7 @@ class RunContext:
     seq_tags: Callable[[], list[str]] | None = None
     dataset: str | None = None
     extra_models: Mapping[str, Any] = field(default_factory=dict)
+    num_items: int = 0
 
     def mark_as_loss(
         self,

@@ -61,8 +61,14 @@ class DataKeys(Section):
     def may_limit_batches(self) -> bool:
         """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one."""
         given = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
-        given = [value.get("class") if isinstance(value, Mapping) else value for value in given]
-        return any(getattr(value, "batch_sampler", None) is not None or isinstance(value, FunctionType) for value in given)
+        return any(map(_may_limit_batches, given))
+
+
+def _may_limit_batches(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        inside = value.get("datasets") or ()
+        return any(map(_may_limit_batches, [value.get("class"), *(inside.values() if isinstance(inside, Mapping) else inside)]))
+    return hasattr(value, "batch_sampler") or isinstance(value, FunctionType)
 
 
 class DatasetKeys:

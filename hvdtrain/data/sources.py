@@ -17,7 +17,8 @@ from hvdtrain.config.references import as_function, is_reference, resolve
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.foreign import describe, is_map_style
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
-from hvdtrain.data.formats.objects import Objects, is_loader, read_loader
+from hvdtrain.data.formats.loader import is_loader, read_loader
+from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, take_returnn_entries
 from hvdtrain.data.opening import OpeningContext, is_cut_set, open_kind
@@ -46,10 +47,10 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
         value = {"class": "LhotseDataset", "cuts": value}
     if is_loader(value):
         try:
-            objects, order_of_loader = read_loader(name, value)
+            items, order_of_loader = read_loader(name, value)
         except ConfigError as error:
             return None, [*error.problems]
-        value = {"class": lambda: objects}
+        value = {"class": lambda: items}
         if name != "train" or "seq_ordering" not in defaults:
             value["seq_ordering"] = order_of_loader
     if is_function(value):

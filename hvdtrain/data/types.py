@@ -96,6 +96,9 @@ class BatchParts:
     numbers: Array
 
 
+ITEMS = "data"
+"""The data key of the items of `collate`, each of any kind."""
+
 Broken = tuple[int, str]
 """The index of a sequence that cannot be read, and the message about it."""
 
@@ -140,6 +143,11 @@ class Batch:
     def if_any(self) -> Batch | None:
         """The batch; None: all of its sequences are broken."""
         return self if len(self.indices) else None
+
+    @property
+    def num_items(self) -> int:
+        """Of a batch for `collate`, the number of its items that are not None: those it leaves out do not count."""
+        return sum(item is not None for [item] in self.data[ITEMS].values)
 
     @property
     def planned(self) -> Array:

@@ -30,7 +30,25 @@ class Pairs(torch.utils.data.Dataset):
         return {"pair": Pair(words, int(words.sum()) % 3), "noise": noise, "name": f"pair {index}"}
 
 
+class Unreadable(Pairs):
+    """Some of its items are None, which `collate` leaves out."""
+
+    def __getitem__(self, index):
+        return None if index % 6 == 1 else super().__getitem__(index)
+
+
+class Backwards(torch.utils.data.Sampler):
+    """Draws nothing, and has each item once."""
+
+    def __len__(self):
+        return 50
+
+    def __iter__(self):
+        return iter(range(49, -1, -1))
+
+
 def collate(items):
+    items = [item for item in items if item is not None]
     pairs = [item.pop("pair") for item in items]
     words = nn.utils.rnn.pad_sequence([pair.words for pair in pairs], batch_first=True)
     shift = torch.rand(1) if drawing == "collate" else torch.zeros(1)
@@ -84,6 +102,10 @@ except NameError:  # imported by a test
 
 LOADERS = {
     "loader": lambda: torch.utils.data.DataLoader(Pairs(50), batch_size=12 // hvdtrain.size(), collate_fn=collate),
+    "unreadable": lambda: torch.utils.data.DataLoader(Unreadable(50), batch_size=12 // hvdtrain.size(), collate_fn=collate),
+    "sampler": lambda: torch.utils.data.DataLoader(
+        Pairs(50), sampler=Backwards(), batch_size=12 // hvdtrain.size(), collate_fn=collate
+    ),
     "workers": lambda: torch.utils.data.DataLoader(Pairs(50), batch_size=12, collate_fn=collate, num_workers=2),
 }
 train = {"class": Pairs, "count": 50, "collate": collate}

@@ -56,6 +56,8 @@ class UnionDataset(ChangedSequences):
             self.is_stochastic = True
         if any(dataset.collate != datasets[0].collate for dataset in datasets):
             raise DataError(f"{where}: expected datasets with one and the same collate, or none, got others inside")
+        sizes = {dataset.max_seqs for dataset in datasets}
+        self.max_seqs = sizes.pop() if len(sizes) == 1 else None  # where they differ, a key has to say it
         self._join()
 
     def _join(self) -> None:

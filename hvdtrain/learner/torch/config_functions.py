@@ -66,14 +66,13 @@ class ConfigFunctions:
             self.model.train(train)
         for metric in self.metrics:
             metric.reset()
-        run_context = Running(
-            RunContext(epoch, step, train, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
-        )
-        with self.autocast(), run_context as context:
+        run_context = RunContext(epoch, step, train, seq_tags=batch.row_tags, dataset=dataset, extra_models=self.extra_models)
+        run_context.num_items = 0 if batch.collate is None else batch.num_items
+        with self.autocast(), Running(run_context) as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_losses(context.losses, is_tensor)
         if batch.collate is not None:
-            context.losses.update(means_of_items(context.losses, len(batch.indices)))
+            context.losses.update(means_of_items(context.losses, context.num_items))
         for metric in self.metrics:
             context.statistics.update(metric.states())
         return with_statistics(context, AS_FLOAT64) if context.statistics else context.losses

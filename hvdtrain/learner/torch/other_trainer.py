@@ -70,7 +70,8 @@ class OtherTrainer:
     @property
     def num_items(self) -> int:
         """The number of items in the batch under way."""
-        return len(get_run_ctx().seq_tags())  # type: ignore[misc]
+        context = get_run_ctx()
+        return context.num_items or len(context.seq_tags())  # type: ignore[misc]
 
     def mark_mean(self, name: str, mean: torch.Tensor, weight: Any, is_score: bool = False) -> None:
         """Mark the mean of a batch as its loss, or as a score: that of the epoch is the mean of all ranks' items.

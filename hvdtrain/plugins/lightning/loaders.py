@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import hvdtrain
-from hvdtrain.data.formats.objects import is_loader, read_loader
+from hvdtrain.data.formats.loader import is_loader, read_loader
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.arguments import Extent
 from hvdtrain.plugins.lightning.given import Given
@@ -25,7 +25,7 @@ class Loaders:
         number = self._values.get("num_val_loaders")
         self.num_val = int(given.defines("val_dataloader", "validation_step") if number is None else number)
         self._loaders: dict[str, list[Any]] = {}
-        self._order = "default"
+        self._order: Any = "default"
 
     def keys(self) -> dict[str, Any]:
         """The keys of the datasets that the config does not give itself."""
@@ -105,9 +105,10 @@ class Loaders:
             self._order = order
         return objects
 
-    def order(self, *, epoch: int, **_: Any) -> str:
+    def order(self, *, epoch: int, **_: Any) -> Any:
         """The order of the training data."""
-        return "default" if self._extent.overfits else self._order
+        order = "default" if self._extent.overfits else self._order
+        return order(epoch=epoch) if callable(order) else order
 
     def _evaluated(self, kind: str, place: int = 0) -> dict[str, Any]:
         """The keys of a dataset to evaluate."""

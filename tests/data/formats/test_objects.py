@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import random
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,13 +18,14 @@ from inside import run_inside
 from launching import TOY
 from opened_data import opened
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order import order as ordered
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError
@@ -48,23 +51,24 @@ THEIRS: Any = loaded()
 @trains(TWO)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     given: dict[str, object] = {"configs": [CONFIG]}
-    return {"dict": given, "loader": given | {"reading": "loader"}, "drawn": given | {"drawing": "items"}}
+    of_loaders = {name: given | {"reading": name} for name in ("loader", "unreadable", "sampler")}
+    return {"dict": given, **of_loaders, "drawn": given | {"drawing": "items"}}
 
 
-def trained_by_a_loop() -> dict[str, numpy.ndarray]:
+def trained_by_a_loop(reading: str = "loader") -> dict[str, numpy.ndarray]:
     model = THEIRS.get_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
-        for batch in DataLoader(THEIRS.Pairs(50), batch_size=12, collate_fn=THEIRS.collate):
+        for batch in THEIRS.LOADERS[reading]():
             optimizer.zero_grad()
             THEIRS.loss_of(model, batch).backward()
             optimizer.step()
     return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["dict", "loader"])
+@pytest.mark.parametrize("name", ["dict", "loader", "unreadable", "sampler"])
 def test_ranks_train_as_a_loop_around_a_data_loader_does(trained: Trained, name: str) -> None:
-    wanted = trained_by_a_loop()
+    wanted = trained_by_a_loop("loader" if name == "dict" else name)
     made = trained(trainings, TWO).weights(name)
     for key, tensor in made.items():
         numpy.testing.assert_allclose(tensor, wanted[key], rtol=1e-6, atol=1e-6)
@@ -171,6 +175,26 @@ def wrong_loader(**options: Any) -> Any:
     return DataLoader([1, 2, 3], **{"batch_size": 2, **options})
 
 
+class Counting(SequentialSampler):
+    """Goes on where it ended: a resumed training could not know where."""
+
+    def __iter__(self) -> Any:
+        self.data_source.append(self.data_source.pop(0))
+        return iter(list(self.data_source))
+
+
+class Ready:
+    """Its items are batches; without `__len__`, as those that Lhotse's samplers are for."""
+
+    def __getitem__(self, numbers: Any) -> Any:
+        return numbers
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([([1.0, 2.0], [0]), ([3.0], [1])])
+
+
 class Looping(DataLoader):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
         return iter(())
@@ -184,6 +208,8 @@ class Looping(DataLoader):  # type: ignore[type-arg]
         (wrong_loader(sampler=RandomSampler([1, 2, 3], replacement=True)), "a RandomSampler that draws with replacement"),
         (wrong_loader(sampler=SequentialSampler([1, 2])), "a SequentialSampler of 2 of 3 items (give a torch.utils.data.Subset)"),
         (Looping([1, 2], batch_size=2), "Looping.__iter__ of its own"),
+        (DataLoader(Stream(), batch_size=2), "an IterableDataset (set its batch_size to None"),
+        (DataLoader(Ready(), sampler=Stream(), batch_size=None), "a Ready without __len__ (give a dataset of single items"),
         ({"class": list, "collate": 5}, "train.collate: expected a function, or its name as 'module:name', got 5"),
         ({"class": [1, 2], "collate": list, "num_workers": -1}, "train.num_workers: expected a number of processes, got -1"),
         ({"class": "HDFDataset", "files": ["a"], "collate": list}, "train.collate: unknown key of HDFDataset"),
@@ -208,9 +234,53 @@ def test_what_is_read_of_a_loader() -> None:
     assert batch.tree.tolist() == [7, 5]
     with pytest.raises(DataError, match="train.collate: expected a batch of 2 items, got None"):
         opened({"class": ["a", "b"], "collate": lambda items: None}).collated(batch)
+    unbatched = opened(DataLoader([[4, 5], [6]], batch_size=None, sampler=[1, 0]))
+    assert unbatched.collated(unbatched.batch(numpy.array([0]))).tree == [6]
+    with pytest.raises(DataError, match="expected max_seqs = 1, as each item of this DataLoader .batch_size=None. is a batch"):
+        unbatched.collated(unbatched.batch(numpy.array([0, 1])))
+    looked_up = opened(DataLoader(torch.arange(5) * 2, batch_size=None, sampler=BatchSampler(range(5), 2, False)))
+    assert looked_up.max_seqs == 2
+    assert looked_up.collated(looked_up.batch(numpy.array([1, 4]))).tree.tolist() == [2, 8]
+    stream = opened(DataLoader(Stream(), batch_size=None))
+    assert stream.streams["data"].shape == ()
+    stream.close()
     lengths = {"class": ["a", "bcd"], "collate": list, "lengths": [1, 3]}
     assert opened(lengths).lengths["data"].tolist() == [1, 3]
     assert opened({**lengths, "lengths": None}).lengths["data"].tolist() == [1, 1]
+
+
+class Drawing(SequentialSampler):
+    """As those of users, which shuffle by themselves."""
+
+    epoch = 0
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.generator = numpy.random.default_rng()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        order = self.generator.permutation(len(self))
+        random.shuffle(order)
+        return iter(numpy.roll(order, self.epoch))
+
+
+def test_the_order_of_a_sampler_follows_from_the_epoch() -> None:
+    def order(sampler: Any, epoch: int) -> list[int]:
+        [problems] = [parse("train", DataLoader(list(range(30)), sampler=sampler, batch_size=4), {})]
+        assert problems[0] is not None
+        return ordered(numpy.zeros(30), problems[0].order, epoch).tolist()
+
+    again, sampler = Drawing(list(range(30))), Drawing(list(range(30)))
+    orders = [order(sampler, epoch) for epoch in (1, 2)]
+    assert orders[1] == order(again, 2) != orders[0]
+    assert sorted(orders[0]) == list(range(30))
+    with pytest.raises(DataError, match="whose order follows from the epoch .* another order by Counting"):
+        order(Counting(list(range(30))), 1)
+    with pytest.raises(DataError, match="expected a sampler with each of the 30 items once, got others by repeat"):
+        order(repeat(3), 1)
 
 
 class Taking:

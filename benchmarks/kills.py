@@ -71,6 +71,7 @@ def saves(kills: int, seed: int) -> None:
     """
     import torch
 
+    from hvdtrain.checkpoint.loader import Loader
     from hvdtrain.checkpoint.progress import EpochProgress, Progress
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
@@ -102,6 +103,7 @@ def saves(kills: int, seed: int) -> None:
         folder = Path(name)
         checkpoints = CheckpointFolder(folder / "model")
         saver = Saver(comm, state, sync, checkpoints, "shard")
+        loader = Loader(comm, state, sync, checkpoints)
 
         def save_forever(step: int) -> None:
             while True:  # five steps an epoch
@@ -122,7 +124,7 @@ def saves(kills: int, seed: int) -> None:
             newest = checkpoints.newest()
             if newest is None:
                 raise SystemExit(f"kill {number}: expected a checkpoint, got {sorted(path.name for path in folder.iterdir())}")
-            found = saver.load(newest).step
+            found = loader.load(newest).step
             if stored() != {float(found)} or found < step or found != (newest.step or 5 * newest.epoch):
                 raise SystemExit(f"kill {number}: expected all numbers from one step, {step} or later, got {stored()}")
             moved += found > step

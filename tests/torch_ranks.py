@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator
@@ -48,6 +49,7 @@ class SavedRank:
         saver.save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)), saver.prepare())
 
     def load(self, folder: Path) -> None:
-        checkpoint = CheckpointFolder(folder / "model").newest()
+        checkpoints = CheckpointFolder(folder / "model")
+        checkpoint = checkpoints.newest()
         assert checkpoint is not None
-        self.done = self.saver(folder).load(checkpoint).step
+        self.done = Loader(self.comm, self.state, self.reducer.sync, checkpoints).load(checkpoint).step

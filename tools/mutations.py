@@ -162,7 +162,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank keeps the weights that it made",
-        "checkpoint/saver.py",
+        "checkpoint/loader.py",
         'partial(comm.broadcast, name=f"initial_{role}")',
         "list",
         (TOGETHER,),

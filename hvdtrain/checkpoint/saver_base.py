@@ -9,6 +9,9 @@ from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.learner.reducer import Numbers
 
+ALIKE = "alike"
+"""The entry of a checkpoint with the lowest rank that has the same model and optimizer, for each rank."""
+
 
 @dataclass(frozen=True)
 class RankState:

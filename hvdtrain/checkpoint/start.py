@@ -10,9 +10,9 @@ from typing import Any, Literal
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import ABANDONED, CheckpointFolder, folder_of
 from hvdtrain.checkpoint.keys import StartKeys
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position
-from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.stored import read_progress as stored_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.references import as_function
@@ -221,7 +221,7 @@ def _file(name: str, folder: CheckpointFolder, keys: StartKeys, key: str = "load
 
 def resume(
     comm: Communicator,
-    saver: Saver,
+    loader: Loader,
     checkpoints: CheckpointFolder,
     start: Start,
     keys: StartKeys,
@@ -241,12 +241,12 @@ def resume(
         log.warning(start.remark)
     progress = Progress()
     if start.checkpoint is not None:
-        progress = _load(comm, saver, checkpoints, start.checkpoint, keys.fresh_optimizer)
+        progress = _load(comm, loader, checkpoints, start.checkpoint, keys.fresh_optimizer)
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
         progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{what}."
     elif start.model_file is not None:
         reader = as_function(keys.checkpoint_reader, "checkpoint_reader")
-        progress = saver.load_model(start.model_file, start.epoch, reader, with_optimizer=not keys.fresh_optimizer)
+        progress = loader.load_model(start.model_file, start.epoch, reader, with_optimizer=not keys.fresh_optimizer)
         progress.start = f"Loaded {start.model_file}: training continues {progress.describe()}."
     if comm.rank == 0 and (later := [epoch for epoch in checkpoints.finished_epochs() if epoch > progress.epoch]):
         log.warning(
@@ -258,32 +258,32 @@ def resume(
         records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
         progress.history = [record for record in records if record.epoch <= progress.epoch]
     fresh = start.checkpoint is None
-    saver.preload([preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=True, fresh=fresh)])
+    loader.preload([preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=True, fresh=fresh)])
     if fresh:
-        saver.broadcast()
+        loader.broadcast()
     return progress
 
 
 def _load(
-    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, checkpoint: Checkpoint, fresh_optimizer: bool
+    comm: Communicator, loader: Loader, checkpoints: CheckpointFolder, checkpoint: Checkpoint, fresh_optimizer: bool
 ) -> Progress:
     """Collective. Continue from a checkpoint; if it is damaged, the error says what else there is. Raises: CheckpointError."""
     try:
-        return saver.load(checkpoint, fresh_optimizer)
+        return loader.load(checkpoint, fresh_optimizer)
     except DamagedCheckpoint as error:
         if not error.on_every_rank:
             raise
-        advice = on_rank_zero(comm, lambda: _advice(saver, checkpoints, checkpoint), name="older_checkpoints")
+        advice = on_rank_zero(comm, lambda: _advice(loader, checkpoints, checkpoint), name="older_checkpoints")
         raise DamagedCheckpoint(f"{error} ({advice})").on_all_ranks() from None
 
 
-def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:
+def _advice(loader: Loader, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:
     """How to continue without a checkpoint."""
     away = f"move {damaged.start.name}.* to another folder"
     for older in checkpoints.older(damaged):
-        if older.optimizer_file.exists() and saver.is_intact(older):
+        if older.optimizer_file.exists() and loader.is_intact(older):
             return f"{older.model_file} is whole: {away}, and the same command continues {older.describe()}"
-        if older.step is None and saver.is_intact(older, model_only=True):
+        if older.step is None and loader.is_intact(older, model_only=True):
             return (
                 f"{older.model_file} is whole, but has no optimizer: ++start_epoch {older.epoch + 1} ++load {older.model_file} "
                 f"continues after epoch {older.epoch} with a new one"
@@ -354,7 +354,7 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
         progress.current.fingerprints = []  # the batches may be others, too
 
 
-def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
+def load_trained(loader: Loader, start: Start, keys: StartKeys) -> Progress:
     """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
 
     Args:
@@ -365,8 +365,8 @@ def load_trained(saver: Saver, start: Start, keys: StartKeys) -> Progress:
     """
     progress = Progress()
     if start.model_file is not None:
-        progress = saver.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
+        progress = loader.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         log.info(f"Loaded {start.model_file}.")
     due = [preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=False, fresh=True)]
-    saver.preload(due, is_whole=start.model_file is None)
+    loader.preload(due, is_whole=start.model_file is None)
     return progress

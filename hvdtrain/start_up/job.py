@@ -15,6 +15,8 @@ from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.kept_models import KeptModels
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.local import LocalDisk, copy_newest
 from hvdtrain.checkpoint.lock import lock_model, other_locks
 from hvdtrain.checkpoint.mirror import fetch_newest
@@ -186,35 +188,35 @@ def _open(
     checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
+    cleanup = parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better)
+    loader = Loader(comm, learner.state, reducer.sync, checkpoints)
     saver = Saver(
         comm,
         learner.state,
         reducer.sync,
         checkpoints,
         feeds[0].distribution if feeds else "shard",
-        cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
-        averages=averages,
-        background=_background(settings, learner.state, stack),
-        best=best,
-        local=local,
+        KeptModels(checkpoints, cleanup, averages, best),
+        _background(settings, learner.state, stack),
+        local,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
-        progress = _resume(settings, comm, saver, checkpoints, start, learner)
+        progress = _resume(settings, comm, loader, checkpoints, start, learner)
         fetch_needed_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
-        progress = load_trained(saver, start, settings.start)
+        progress = load_trained(loader, start, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
     if purpose != "measure" and settings.start.load_model_post_hooks:
         hooks = settings.start.load_model_post_hooks
         together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
         if progress.current is None:  # within an epoch, the models of the ranks may differ
-            saver.broadcast()
+            loader.broadcast()
     epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current, purpose == "train")
     rule = settings.last_best.rule if purpose == "train" else None
-    best_start = None if rule is None else BestStart(rule, settings.measure, saver, checkpoints, learner.state)
+    best_start = None if rule is None else BestStart(rule, settings.measure, saver, loader, checkpoints, learner.state)
     goodput = Goodput(timer)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
 
@@ -233,14 +235,14 @@ def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFol
 
 
 def _resume(
-    settings: Settings, comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, start: Start, learner: Learner
+    settings: Settings, comm: Communicator, loader: Loader, checkpoints: CheckpointFolder, start: Start, learner: Learner
 ) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
     state = learner.state
     every = settings.saving.running_average
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
-    progress = resume(comm, saver, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
+    progress = resume(comm, loader, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
     progress.history = [
         replace(record, scores={state.score_name(name): score for name, score in record.scores.items()})
         for record in progress.history

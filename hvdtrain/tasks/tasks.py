@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
+from hvdtrain.checkpoint.kept_models import clean_up
 from hvdtrain.checkpoint.progress import BestModel
-from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, DataError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.errors import CheckpointError
@@ -20,11 +21,18 @@ class BestStart:
     """
 
     def __init__(
-        self, rule: LastBestRule, measure: Measure, saver: Saver, checkpoints: CheckpointFolder, state: StateBase
+        self,
+        rule: LastBestRule,
+        measure: Measure,
+        saver: Saver,
+        loader: Loader,
+        checkpoints: CheckpointFolder,
+        state: StateBase,
     ) -> None:
         self._rule = rule
         self._measure = measure
         self._saver = saver
+        self._loader = loader
         self._checkpoints = checkpoints
         self._state = state
 
@@ -49,6 +57,6 @@ class BestStart:
                 f"use_last_best_model: expected the model of epoch {best.epoch}{better}, got no {file} (save_interval and "
                 "cleanup_old_models say which models are there)"
             )
-        self._saver.load_model(file, None)
+        self._loader.load_model(file, None)
         self._state.reset_optimizer()
         log.info(f"epoch {epoch} begins with the model of epoch {best.epoch} and a new optimizer{better} in epoch {last.epoch}")

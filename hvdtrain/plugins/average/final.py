@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.saver import share_model
+from hvdtrain.checkpoint.loader import share_model
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.data.feed import Feed
 from hvdtrain.disk.atomic import write_atomically

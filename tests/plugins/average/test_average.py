@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from hvdtrain.checkpoint.average_rules import AverageRule, Averages, make_rule, parse_averages
 from hvdtrain.checkpoint.cleanup import CleanupRule
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.saver import clean_up
+from hvdtrain.checkpoint.kept_models import clean_up
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.torch.model_file import read_model, write_model

@@ -10,6 +10,7 @@ from learners import problems
 from thread_ranks import ThreadCommunicator, on_ranks
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator, SingleCommunicator
@@ -47,6 +48,9 @@ class Job:
 
     def saver(self, folder: Path) -> Saver:
         return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
+
+    def loader(self, folder: Path) -> Loader:
+        return Loader(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"))
 
 
 def gradient(rank: int, step: int = 0) -> torch.Tensor:
@@ -165,7 +169,7 @@ def test_a_stop_changes_nothing_and_other_ranks_begin_without_errors(tmp_path: P
         gone_on = Job(job.comm)
         newest = CheckpointFolder(tmp_path / "model").newest()
         assert newest is not None
-        gone_on.saver(tmp_path).load(newest)
+        gone_on.loader(tmp_path).load(newest)
         gone_on.begin(is_resumed=True)
         assert gone_on.state.own
         return job.reduce(gradient(job.comm.rank, 3)), gone_on.reduce(gradient(job.comm.rank, 3))
@@ -176,7 +180,7 @@ def test_a_stop_changes_nothing_and_other_ranks_begin_without_errors(tmp_path: P
     def more(job: Job) -> None:
         newest = CheckpointFolder(tmp_path / "model").newest()
         assert newest is not None
-        job.saver(tmp_path).load(newest)
+        job.loader(tmp_path).load(newest)
         job.begin(is_resumed=True)
         assert job.state.own == job.state.shared == {}
         job.reduce(gradient(job.comm.rank, 3))

@@ -30,6 +30,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
     "inspect": {"task: expected one of": ["++task", "summary"]},
+    "streams": {"train.class: expected one of": ["++train", "{'class': 'IterableDataset'}"]},
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
     "param_average": {

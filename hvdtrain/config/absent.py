@@ -28,6 +28,7 @@ NAMES = {
     "search_output_file_format search_output_layer search_labels",
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
+    "streams": "IterableDataset",
     "submit": "submit",
     "synthetic": "Task12AXDataset DummyDataset",
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",

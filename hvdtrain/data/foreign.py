@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
@@ -27,6 +28,42 @@ def is_map_style(value: Any) -> bool:
     if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
         return False
     return not _missing_methods(value)
+
+
+def is_iterable(value: Any) -> bool:
+    """Whether a value of a config is an iterable to read, not a string, dict, list or class."""
+    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, Mapping, list, tuple, set, frozenset, type))
+
+
+def refuse_batches(where: str, iterable: Any) -> None:
+    """Raises: DataError, if an iterable is a DataLoader that makes batches."""
+    if hasattr(iterable, "collate_fn") and getattr(iterable, "batch_size", None) is not None:
+        raise DataError(
+            f"{where}: expected items, got a {type(iterable).__name__} of batches (hvdtrain makes the batches: in place of it, "
+            "give its dataset, with its collate_fn as the entry collate)"
+        )
+
+
+def needs_epoch(function: partial[Any]) -> bool:
+    """Whether a config's function requires the number of the epoch, so that it must be called for each."""
+    if not inspect.isroutine(function.func) or "epoch" in function.keywords:
+        return False
+    try:
+        epoch = inspect.signature(function.func).parameters.get("epoch")
+    except (TypeError, ValueError):  # a function in C
+        return False
+    return epoch is not None and epoch.default is inspect.Parameter.empty
+
+
+def takes_epoch(source: Any) -> bool:
+    """Whether an iterable, or a function that returns one, gets the epoch, so that its items may differ between epochs."""
+    if is_iterable(source):
+        return hasattr(source, "set_epoch")
+    given = source.keywords if isinstance(source, partial) else {}
+    try:
+        return "epoch" in inspect.signature(source).parameters and "epoch" not in given
+    except (TypeError, ValueError):  # a function in C
+        return False
 
 
 def describe(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.keys import key
 from hvdtrain.config.plugins import Registry
 from hvdtrain.data.combine.keys import (
@@ -14,12 +15,25 @@ from hvdtrain.data.combine.keys import (
     FilesDatasetKeys,
     MixingDatasetKeys,
 )
+from hvdtrain.data.dataset import SequenceSource
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.data.remote import is_remote
-from hvdtrain.errors import Problem, problem
+from hvdtrain.errors import ConfigError, Problem, problem
 
-SOURCES: Registry[type] = Registry("sources", {"IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset"})
+SOURCES: Registry[type] = Registry("sources")
 """Sources whose lengths are not known in advance; the other entries of the dict are their arguments."""
+
+
+def iterable_source(where: str, iterable: Any) -> SequenceSource:
+    """An iterable as a source of sequences. Raises: ConfigError, if the plug-in that reads iterables is missing."""
+    if "IterableDataset" not in SOURCES:
+        raise ConfigError.of(
+            "unknown-value",
+            f"{where}: expected data with __len__ and __getitem__, got an iterable{absent('IterableDataset')}",
+        )
+    source: SequenceSource = SOURCES["IterableDataset"](iterable)
+    return source
+
 
 BY_RETURNN = tuple(
     "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "

@@ -13,12 +13,12 @@ from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource
-from hvdtrain.data.foreign import as_dataset, is_map_style
+from hvdtrain.data.foreign import as_dataset, is_iterable, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.formats.iterable import IterableDataset, is_iterable
 from hvdtrain.data.formats.objects import Objects, ObjectsDataset
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
+from hvdtrain.data.kinds import iterable_source
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.remote import RemoteFile, is_remote
 from hvdtrain.errors import DataError
@@ -74,7 +74,7 @@ def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
     if dataset is None and is_map_style(opened):
         dataset = ItemsDataset(spec.name, opened, context.scanning)
     if dataset is None and is_iterable(opened):
-        dataset = IterableDataset(spec.repeatable(opened)).to_train_on(spec.name, context.scanning)
+        dataset = iterable_source(spec.name, spec.repeatable(opened)).to_train_on(spec.name, context.scanning)
     if dataset is None:
         raise DataError(
             f"{spec.name}: expected a dataset that has the lengths of its sequences, has __len__ and __getitem__, or can be "

@@ -15,12 +15,11 @@ from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.references import as_function, is_reference, resolve
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.foreign import describe, is_map_style
-from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
+from hvdtrain.data.foreign import describe, is_iterable, is_map_style, needs_epoch
 from hvdtrain.data.formats.loader import is_loader, read_loader
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, take_returnn_entries
+from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, iterable_source, take_returnn_entries
 from hvdtrain.data.opening import OpeningContext, is_cut_set, open_kind
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
@@ -350,7 +349,7 @@ def _call(name: str, kind: Any, maker: partial[Any]) -> Any:
     try:
         if needs_epoch(maker):
             inspect.signature(maker.func).bind(**maker.keywords, epoch=1)
-            return IterableDataset(maker)
+            return iterable_source(name, maker)
         return maker()
     except TypeError as error:
         hints = [did_you_mean(option, _ORDER_NAMES) for option in maker.keywords if f"argument '{option}'" in str(error)]

@@ -17,13 +17,13 @@ from hvdtrain.config.source import load
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.foreign import as_dataset, as_source, is_map_style
+from hvdtrain.data.foreign import as_dataset, as_source, is_iterable, is_map_style, refuse_batches, takes_epoch
 from hvdtrain.data.formats.item_form import ItemForm
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.kinds import iterable_source
 from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, numbers_of_opening
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -145,7 +145,7 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
         again = spec.repeatable(opened)
-        opened = IterableDataset(again) if takes_epoch(again) else opened
+        opened = iterable_source(spec.name, again) if takes_epoch(again) else opened
     source = as_source(spec.name, opened, ItemForm(lambda number: f"{spec.name}, item {number}").sequence)
     given = non_default(spec.order)
     if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:

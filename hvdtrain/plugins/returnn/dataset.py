@@ -10,9 +10,9 @@ from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.streamed import open_streamed
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.returnn.reading import INSTALL, OpenedDataset, Reading, is_installed
+from hvdtrain.plugins.streams.streamed import open_streamed
 
 ALWAYS_FROM_THE_BEGINNING = "PostprocessingDataset"
 """It returns any later sequence, but reads those before it to do so."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.dataset import Item, Scanning
-from hvdtrain.data.formats.stream_reading import END, StreamReading
-from hvdtrain.data.formats.streamed import open_streamed
 from hvdtrain.data.types import Array, Stream
+from hvdtrain.plugins.streams.reading import END, StreamReading
+from hvdtrain.plugins.streams.streamed import open_streamed
 
 
 class Corpus(StreamReading):

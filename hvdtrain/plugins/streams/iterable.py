@@ -7,7 +7,6 @@ order that the config asks for.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -17,13 +16,14 @@ from typing import Any
 from hvdtrain.config.references import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
 from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.foreign import is_iterable, refuse_batches, takes_epoch
 from hvdtrain.data.formats.item_form import ItemForm
-from hvdtrain.data.formats.stream_reading import END, StreamReading
-from hvdtrain.data.formats.streamed import open_streamed
 from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.randomness import ITEM, mix_seed
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.streams.reading import END, StreamReading
+from hvdtrain.plugins.streams.streamed import open_streamed
 
 WINDOW = 1000
 """The default number of neighbouring items that are ordered together."""
@@ -203,39 +203,3 @@ def is_end(error: StopIteration) -> bool:
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # without that of the caller
     is_own = not frames or frames[0] == "__next__" or (frames[0] == "wrapper" and "__next__" in frames)
     return is_own and "__getitem__" not in frames
-
-
-def is_iterable(value: Any) -> bool:
-    """Whether a value of a config is an iterable to read, not a string, dict, list or class."""
-    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, Mapping, list, tuple, set, frozenset, type))
-
-
-def refuse_batches(where: str, iterable: Any) -> None:
-    """Raises: DataError, if an iterable is a DataLoader that makes batches."""
-    if hasattr(iterable, "collate_fn") and getattr(iterable, "batch_size", None) is not None:
-        raise DataError(
-            f"{where}: expected items, got a {type(iterable).__name__} of batches (hvdtrain makes the batches: in place of it, "
-            "give its dataset, with its collate_fn as the entry collate)"
-        )
-
-
-def needs_epoch(function: partial[Any]) -> bool:
-    """Whether a config's function requires the number of the epoch, so that it must be called for each."""
-    if not inspect.isroutine(function.func) or "epoch" in function.keywords:
-        return False
-    try:
-        epoch = inspect.signature(function.func).parameters.get("epoch")
-    except (TypeError, ValueError):  # a function in C
-        return False
-    return epoch is not None and epoch.default is inspect.Parameter.empty
-
-
-def takes_epoch(source: Any) -> bool:
-    """Whether an iterable, or a function that returns one, gets the epoch, so that its items may differ between epochs."""
-    if is_iterable(source):
-        return hasattr(source, "set_epoch")
-    given = source.keywords if isinstance(source, partial) else {}
-    try:
-        return "epoch" in inspect.signature(source).parameters and "epoch" not in given
-    except (TypeError, ValueError):  # a function in C
-        return False

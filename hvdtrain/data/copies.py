@@ -175,7 +175,7 @@ class CopyFolder:
     def _make_room(self, size: int) -> None:
         """Under the folder's lock: remove what killed processes left, then unused copies, least recently used first.
         Raises: NotCopied."""
-        used = self._in_use()
+        used = self._names_in_use()
         spare: list[tuple[int, int, Path]] = []
         total = promised = 0
         for path in [path for path in self._folder.iterdir() if A_COPY.match(path.name)]:
@@ -204,7 +204,7 @@ class CopyFolder:
             path.unlink()
             missing -= bytes_of
 
-    def _in_use(self) -> set[str]:
+    def _names_in_use(self) -> set[str]:
         """Under the folder's lock: the names of the copies that running processes use."""
         used: set[str] = set()
         for path in self._folder.glob("process-*"):
@@ -333,8 +333,8 @@ def copy_name(original: LocalFile | RemoteFile, size: int, version: int) -> str:
     >>> copy_name(LocalFile(Path("/data/train.hdf")), 1000, 1)
     'c2086792c8a752da-train.hdf'
     """
-    identity = f"{original.identity}\0{size}\0{version}"
-    return f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:16]}-{original.name[-200:]}"
+    text = f"{original.origin}\0{size}\0{version}"
+    return f"{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:16]}-{original.name[-200:]}"
 
 
 def _require_open(file: int | None) -> int:

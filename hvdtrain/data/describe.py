@@ -52,7 +52,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if feed.chunks is not None:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
         if feed.chunks.steps:
-            lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
+            lines.append((4, f"{feed.name}: {len(feed.chunks.numbers_of(with_chunks))} chunks of {len(with_chunks)} sequences"))
         kept = with_chunks
     for name, column in feed.dataset.lengths.items():
         empty = kept[column[kept] == 0]
@@ -64,7 +64,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
             (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
         )
     lines += _mix_lines(feed)
-    elements = kept if feed.chunks is None else feed.chunks.of(kept)
+    elements = kept if feed.chunks is None else feed.chunks.numbers_of(kept)
     sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     alone = count_too_long(sizes, limits)
     if keys.frame_batches:

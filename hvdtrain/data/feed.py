@@ -15,7 +15,7 @@ from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import BLOCK
+from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset
 from hvdtrain.data.plan.epoch import Plan, RankBatches
 from hvdtrain.data.plan.frames import FrameDataset
@@ -92,9 +92,9 @@ class Feed:
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
         """`lengths` in an epoch; they depend on it if `map_lengths` takes the epoch. Without data keys that batches leave out."""
-        return self._of_batches(self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths)
+        return self._batch_lengths(self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths)
 
-    def _of_batches(self, lengths: Mapping[str, Array]) -> Mapping[str, Array]:
+    def _batch_lengths(self, lengths: Mapping[str, Array]) -> Mapping[str, Array]:
         """Lengths without the data keys that batches leave out."""
         return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
 
@@ -146,7 +146,7 @@ class Feed:
                 f"{key}: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         return PlanInputs(
-            self._of_batches(lengths),
+            self._batch_lengths(lengths),
             keys,
             self.batch_keys,
             epoch,
@@ -169,7 +169,7 @@ class Feed:
         if dataset.mix is not None:
             return dataset.lengths
         first = epoch - part_of(keys, epoch)
-        return None if first == epoch else self._of_batches(dataset.at_epoch(first).lengths)
+        return None if first == epoch else self._batch_lengths(dataset.at_epoch(first).lengths)
 
     def num_sequences(self, plan: Plan) -> int:
         """The number of sequences in a plan, whether they are cut into chunks or not."""
@@ -181,7 +181,7 @@ class Feed:
             return int((indices[:, 1] == 0).sum())
         if self.chunks is None:
             return len(indices)
-        parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
+        parts = (indices[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(indices), SEQUENCES_AT_ONCE))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
     def sequences_of(self, indices: Array) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdtrain.errors import DataError
 
-BLOCK = 8 << 20
+BYTES_AT_ONCE = 8 << 20
 """The number of bytes read and written at once."""
 
 SYNC = 32
@@ -39,7 +39,7 @@ class LocalFile:
         return self.path.name
 
     @property
-    def identity(self) -> str:
+    def origin(self) -> str:
         """What distinguishes it from other files, for the name of its copy."""
         return str(self.path.resolve())
 
@@ -64,7 +64,7 @@ class LocalFile:
             DataError: the original cannot be read, or changed during the copy.
             OSError: the copy cannot be written.
         """
-        block = memoryview(bytearray(min(BLOCK, max(1, size))))
+        block = memoryview(bytearray(min(BYTES_AT_ONCE, max(1, size))))
         done = number = 0
         try:
             source = self.path.open("rb", buffering=0)
@@ -169,15 +169,15 @@ def size_text(size: int) -> str:
     return f"{size} bytes"
 
 
-Identity = tuple[int, int, int, int]
+FileStamp = tuple[int, int, int, int]
 
 
-def identity(about: os.stat_result) -> Identity:
+def file_stamp(about: os.stat_result) -> FileStamp:
     """Numbers that change if a file is replaced or written to: device, inode, size, modification time."""
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def check_same(path: Path, before: Identity, now: Identity) -> None:
+def check_same(path: Path, before: FileStamp, now: FileStamp) -> None:
     """Raises: DataError, if a file was replaced or changed."""
     if before == now:
         return
@@ -195,27 +195,27 @@ def check_same(path: Path, before: Identity, now: Identity) -> None:
 
 
 class Unchanged:
-    """Remembers the identity of files, to detect later changes.
+    """Remembers the stamps of files, to detect later changes.
 
     A memory-mapped file that was replaced (by renaming) can still be read; one that was written to yields the new data, and one
     that was truncated ends the process when the missing part is read (SIGBUS).
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._before = {path: known for path in dict.fromkeys(paths) if (known := _identity_of(path)) is not None}
+        self._before = {path: known for path in dict.fromkeys(paths) if (known := _stamp_of(path)) is not None}
 
     def check(self) -> None:
         """Raises: DataError, if one of the files was replaced or changed."""
         for path, before in self._before.items():
-            now = _identity_of(path)
+            now = _stamp_of(path)
             if now is None:
                 raise DataError(f"{path}: expected the file that was opened at the start, got: no such file")
             check_same(Path(path), before, now)
 
 
-def _identity_of(path: str) -> Identity | None:
+def _stamp_of(path: str) -> FileStamp | None:
     try:
-        return identity(os.stat(path))
+        return file_stamp(os.stat(path))
     except OSError:  # opening it gives a better message
         return None
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdtrain.data.files import BLOCK, SYNC, Progress
+from hvdtrain.data.files import BYTES_AT_ONCE, SYNC, Progress
 from hvdtrain.errors import DataError, Problem, problem
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class RemoteFile:
         return str(self).rstrip("/").rpartition("/")[2]
 
     @property
-    def identity(self) -> str:
+    def origin(self) -> str:
         """What distinguishes it from other files, for the name of its copy."""
         return self.url
 
@@ -159,7 +159,7 @@ class RemoteFile:
             OSError: the copy cannot be written.
         """
         filesystem, path = self._open()
-        ranges = [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+        ranges = [(start, min(start + BYTES_AT_ONCE, size)) for start in range(0, size, BYTES_AT_ONCE)]
         written = 0
         for first in range(0, len(ranges), AT_ONCE):
             some = ranges[first : first + AT_ONCE]

@@ -31,7 +31,7 @@ class _Forwarded:
         return getattr(view._dataset, self._name)
 
 
-class _OfAny(_Forwarded):
+class _TrueOfAny(_Forwarded):
     """Whether it is true of any dataset inside."""
 
     def __get__(self, view: View, owner: type) -> Any:
@@ -39,7 +39,7 @@ class _OfAny(_Forwarded):
 
 
 FORWARDED: Any = _Forwarded
-OF_ANY: Any = _OfAny
+OF_ANY: Any = _TrueOfAny
 
 
 class View(Dataset):

@@ -22,7 +22,7 @@ from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import COST, LIMITS_OF_LENGTHS, LIMITS_OF_SIZES
 from hvdtrain.data.plan.chunk_keys import ChunkKeys, keys_of, parse_context
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
-from hvdtrain.data.plan.chunks import cut, find_listed
+from hvdtrain.data.plan.chunks import find_listed, make_chunks
 from hvdtrain.data.remote import is_remote
 from hvdtrain.data.types import Stream
 from hvdtrain.data.views import OneAtATime
@@ -211,14 +211,14 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     is_training = spec is settings.train
     dataset = feed.dataset
     chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
-    batch_keys = settings.batch.of_each_of(size)
-    batch_keys = batch_keys.of_training() if is_training else batch_keys.of_evaluation()
+    batch_keys = settings.batch.per_rank(size)
+    batch_keys = batch_keys.training_keys() if is_training else batch_keys.evaluation_keys()
     feed = replace(
         feed,
         order_keys=spec.order,
         batch_keys=batch_keys.limited(spec.name, dataset.max_seqs),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
-        chunks=None if dataset.has_fixed_order else cut(dataset.lengths, chunk_keys),
+        chunks=None if dataset.has_fixed_order else make_chunks(dataset.lengths, chunk_keys),
         made_for=size,
     )
     if dataset.has_fixed_order:

@@ -318,7 +318,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         of_purpose["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
         if purpose in ("forward", "export"):
-            settings = replace(settings, batch=settings.batch.of_whole_sequences())
+            settings = replace(settings, batch=settings.batch.whole_sequences())
         specs = [spec for spec in of_purpose[purpose] if spec is not None]
         copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
         return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy
 
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan.bounds import BLOCK
+from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -52,8 +52,8 @@ def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
     """The usage of the batches of a plan from `start` up to `stop` (exclusive)."""
     total = Usage(batches=max(0, min(stop, plan.num_batches) - start))
     order = plan.between(start, stop)
-    for place in range(0, len(order), BLOCK):
-        total += usage_of_indices(0, feed.sequences_of(order[place : place + BLOCK]))
+    for place in range(0, len(order), SEQUENCES_AT_ONCE):
+        total += usage_of_indices(0, feed.sequences_of(order[place : place + SEQUENCES_AT_ONCE]))
     return total
 
 

@@ -150,8 +150,7 @@ def test_an_epoch_goes_on_on_fewer_ranks_with_the_batches_that_it_began_with(
 def test_the_number_of_ranks_is_among_what_differs() -> None:
     dataset = open_dataset(parse("train", {"class": "Task12AXDataset", "num_seqs": 9}, {})[0])
     one, two = (
-        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs_total=4).of_each_of(size), 0, size).plan_inputs(1)
-        for size in (1, 2)
+        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs_total=4).per_rank(size), 0, size).plan_inputs(1) for size in (1, 2)
     )
     assert differences(one, two) == "ranks: 2, expected 1; max_seqs per rank: 2, expected 4"
     assert differences({}, two) == ""

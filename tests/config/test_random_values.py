@@ -14,7 +14,7 @@ from launching import hvdtrain, refused
 from hvdtrain.config.keys import Key
 from hvdtrain.data.plan.bounds import group_by_cost
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import DataError
 from hvdtrain.settings import all_keys, read_settings
 
@@ -162,7 +162,7 @@ def test_numbers_beyond_those_of_arrays_are_out_of_range(tmp_path: Path, name: s
 
 def test_context_that_makes_sequences_too_long_is_named() -> None:
     with pytest.raises(DataError, match=r"context_window: .* 2147483646 of the data key data with sequences of up to 5"):
-        cut({"data": numpy.array([3, 5])}, ChunkKeys(context_window=2**31 - 1))
+        make_chunks({"data": numpy.array([3, 5])}, ChunkKeys(context_window=2**31 - 1))
 
 
 def test_groups_of_more_batches_than_there_are_are_none() -> None:

@@ -16,7 +16,7 @@ from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BrokenSequence
@@ -77,7 +77,7 @@ class Items:
 
 
 def batches_of(dataset: Dataset, limit: int, size: int = 1, rank: int = 0, chunking: int = 0) -> list[Batch]:
-    chunks = cut(dataset.lengths, ChunkKeys(chunking=chunking)) if chunking else None
+    chunks = make_chunks(dataset.lengths, ChunkKeys(chunking=chunking)) if chunking else None
     broken = BrokenSequences("train", limit)
     keys = OrderKeys(seq_ordering="default"), BatchKeys(max_seqs=2)
     feed = Feed("train", dataset, *keys, rank, size, chunks=chunks, broken=broken)

@@ -15,7 +15,7 @@ from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.hdf_tools.dump import main
@@ -157,7 +157,7 @@ def test_lengths_may_differ_from_epoch_to_epoch(path: Path, num_workers: int) ->
 
 def test_chunks_need_lengths_that_stay(path: Path) -> None:
     dataset = opened({"class": "MapDataset", "dataset": str(path), "map_seq": faster, "map_lengths": faster_lengths})
-    chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
+    chunks = make_chunks(dataset.lengths, ChunkKeys(chunking="2:1"))
     with pytest.raises(
         DataError, match="chunking: expected the same lengths in every epoch, got a map_lengths in train that takes the epoch"
     ):

@@ -30,7 +30,7 @@ def nothing(_: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "BLOCK", BLOCK)
+    monkeypatch.setattr(remote, "BYTES_AT_ONCE", BLOCK)
 
 
 def first_block(request: Request) -> bool:

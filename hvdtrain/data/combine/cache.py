@@ -70,9 +70,9 @@ class Budget:
     def take_up_to(self, wanted: int) -> int:
         """Take some bytes, or as many as are left. Returns their number."""
         left = wanted if self._limit is None else min(wanted, self._limit - self.used)
-        taken = left if self._within is None else self._within.take_up_to(left)
-        self.used += taken
-        return taken
+        granted = left if self._within is None else self._within.take_up_to(left)
+        self.used += granted
+        return granted
 
     def needed(self) -> tuple[int, int]:
         """The bytes that would hold all sequences of these datasets, and those of them that may be used."""
@@ -220,8 +220,8 @@ def _memory_left(group: Path) -> int | None:
     """The limit of a control group minus the memory that it uses, without the page cache."""
     try:
         limit = int((group / "memory.max").read_text())
-        taken = int((group / "memory.current").read_text())
+        used = int((group / "memory.current").read_text())
         files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - taken + int(files.get("file", 0)))
+        return max(0, limit - used + int(files.get("file", 0)))
     except (OSError, ValueError):  # "max": no limit
         return None

@@ -42,7 +42,9 @@ class ReopenedFile(Dataset):
         self._open_file = open_file
         self._pool = pool
         file = open_file(path)
-        self.streams, self.lengths, self._size = file.streams, file.lengths, file.num_sequences
+        self.streams = file.streams
+        self.lengths = file.lengths
+        self._size = file.num_sequences
         file.close()
 
     def open(self) -> Opened:
@@ -102,13 +104,14 @@ class FilesDataset(UnionDataset):
         """Have in memory once what both the files and the whole need."""
         mapped = [file for file in self._inside if isinstance(file, MappedFile)]
         if self.memory_mapped == self.streams.keys() and len(mapped) == len(self._inside):
-            self._spans = {name: found for name in self.streams if (found := _span(name, mapped))}
+            self._spans = {name: one_map for name in self.streams if (one_map := _span(name, mapped))}
         for file, (start, stop) in zip(self._inside, pairwise(self._starts), strict=True):
             file.streams = {name: file.streams[name] for name in self.streams}  # further keys are not read
             file.lengths = {name: column[start:stop] for name, column in self.lengths.items()}
             for name, (frames, starts, step) in self._spans.items():
                 if isinstance(file, MappedFile) and step == 1:
-                    file.frames[name], file.starts[name] = frames, starts[start:stop]
+                    file.frames[name] = frames
+                    file.starts[name] = starts[start:stop]
 
     def at_epoch(self, epoch: int) -> Self:
         return self
@@ -125,8 +128,8 @@ class FilesDataset(UnionDataset):
         }
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        made = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
-        return [made[index] for index in indices]
+        by_index = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
+        return [by_index[index] for index in indices]
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
         """Short sequences that are memory-mapped are gathered at once."""
@@ -148,9 +151,9 @@ class FilesDataset(UnionDataset):
 
 def _span(name: str, files: Sequence[MappedFile]) -> tuple[Array, Array, int] | None:
     """`span` of a data key, with the places of all sequences."""
-    if (found := span([file.frames[name] for file in files])) is None:
+    if (mapped := span([file.frames[name] for file in files])) is None:
         return None
-    frames, places, step = found
+    frames, places, step = mapped
     starts = numpy.concatenate([file.starts[name] for file in files])
     ends = numpy.cumsum([len(file.starts[name]) for file in files]).tolist()
     for place, begin, end in zip(places, [0, *ends], ends, strict=False):  # in place: there may be many

@@ -33,7 +33,7 @@ class CombinedDatasetKeys(DatasetKeys):
             problems += problem("missing", "data_map: expected at least one data key, got none")
         names = ", ".join(map(str, self.datasets))
         for source in self.data_map:
-            if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, str) for part in source)):
+            if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(name, str) for name in source)):
                 problems += problem(
                     "wrong-type", f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}"
                 )

@@ -34,7 +34,8 @@ def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iter
     ordered = owners[by_part]
     begins = numpy.flatnonzero(numpy.append(-1, ordered[:-1]) != ordered).tolist() if len(ordered) else []
     for begin, end in pairwise([*begins, len(ordered)]):
-        part, rows = int(ordered[begin]), by_part[begin:end]
+        part = int(ordered[begin])
+        rows = by_part[begin:end]
         yield part, rows, wanted[rows] - bounds[part]
 
 

@@ -52,11 +52,11 @@ def check_steps(where: str, steps: list[Any], datasets: dict[str, Any]) -> tuple
             problems += problem("unknown-value", f"{name}: expected {expected}, got {step!r}{absent(kind)}")
             continue
         options = {option: value for option, value in step.items() if option != "class"}
-        keys, found = build(STEPS[kind], options, f"{name}.", {})
-        problems += found + unknown_options(f"{name}.", options, STEPS[kind], kind)
+        keys, more = build(STEPS[kind], options, f"{name}.", {})
+        problems += more + unknown_options(f"{name}.", options, STEPS[kind], kind)
         if keys is None:
             continue
-        problems += [one.within(f"{name}.") for one in keys.problems()]
+        problems += [problem.within(f"{name}.") for problem in keys.problems()]
         for wanted in keys.reads:
             if wanted not in datasets:
                 got = ", ".join(datasets) or "none"

@@ -134,7 +134,8 @@ class UnionDataset(ChangedSequences):
             return super().packed(indices, keys)
         parts = []
         for number, rows, inside in split(indices, self._first):
-            dataset, there = self._inside[number], self._keys[number]
+            dataset = self._inside[number]
+            there = self._keys[number]
             packed = [there[name] for name in keys if name in there]
             batch = dataset.packed(inside, packed) if packed else dataset.padded(inside)
             parts.append((rows, {name: batch[source] for name, source in there.items() if source in batch}))
@@ -179,8 +180,8 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
     names = list(dict.fromkeys(keys.data_map.values()))
     streams = {}
     for here in names:
-        given = {f"{name}.{there[here]}": datasets[name].streams[there[here]] for name, there in maps.items() if here in there}
-        streams[here] = common_stream(f"{where}, data key {here!r}", given)
+        sources = {f"{name}.{there[here]}": datasets[name].streams[there[here]] for name, there in maps.items() if here in there}
+        streams[here] = common_stream(f"{where}, data key {here!r}", sources)
     sizes = keys.sampling_sizes
     if isinstance(sizes, int):
         sizes = dict.fromkeys(datasets, sizes)
@@ -197,11 +198,11 @@ def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Data
     """Open a MixingDataset. Raises: DataError."""
     for name, dataset in datasets.items():
         refuse_selection(f"{where}.datasets.{name}", dataset, "weights and stop say how many sequences an epoch takes")
-    made = concatenate(where, datasets, UnionDataset)
+    union = concatenate(where, datasets, UnionDataset)
     ends = numpy.cumsum([dataset.num_sequences for dataset in datasets.values()]).tolist()
     bounds = dict(zip(datasets, zip([0, *ends[:-1]], ends, strict=True), strict=True))
-    made.mix = Mix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
-    return made
+    union.mix = Mix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
+    return union
 
 
 def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[T]) -> T:
@@ -211,34 +212,36 @@ def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[T]) -> T
     return kind(where, list(datasets.values()), [same] * len(datasets), streams)
 
 
-def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
+def common_streams(where: str, by_dataset: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
     """The streams of the first dataset, which all others must have. Raises: DataError."""
-    first = next(iter(given))
-    for name, streams in given.items():
-        for data_key in given[first]:
+    first = next(iter(by_dataset))
+    for name, streams in by_dataset.items():
+        for data_key in by_dataset[first]:
             if data_key not in streams:
                 raise DataError(f"{where}: expected the data key {data_key!r} of {first} in {name}, got {', '.join(streams)}")
     return {
-        data_key: common_stream(f"{where}, data key {data_key!r}", {name: streams[data_key] for name, streams in given.items()})
-        for data_key in given[first]
+        data_key: common_stream(
+            f"{where}, data key {data_key!r}", {name: streams[data_key] for name, streams in by_dataset.items()}
+        )
+        for data_key in by_dataset[first]
     }
 
 
-def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
+def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
     """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ, or no type holds all
     values: texts and numbers, or integers of uint64 and int64."""
-    (first, stream), *others = given.items()
+    (first, stream), *others = streams.items()
     labels = stream.labels
-    for name, other in others:
-        if (other.dim, other.shape, other.sparse) != (stream.dim, stream.shape, stream.sparse):
-            raise DataError(f"{where}: expected {_words(stream)} as in {first}, got {_words(other)} in {name}")
-        if labels and other.labels and other.labels != labels:
-            different = next((i for i, pair in enumerate(zip(labels, other.labels, strict=False)) if pair[0] != pair[1]), -1)
+    for name, candidate in others:
+        if (candidate.dim, candidate.shape, candidate.sparse) != (stream.dim, stream.shape, stream.sparse):
+            raise DataError(f"{where}: expected {_words(stream)} as in {first}, got {_words(candidate)} in {name}")
+        if labels and candidate.labels and candidate.labels != labels:
+            different = next((i for i, pair in enumerate(zip(labels, candidate.labels, strict=False)) if pair[0] != pair[1]), -1)
             raise DataError(
                 f"{where}: expected the labels of {first}, got others in {name} (the first difference is at index {different})"
             )
-        labels = labels or other.labels
-    dtypes = {name: other.dtype for name, other in given.items()}
+        labels = labels or candidate.labels
+    dtypes = {name: each.dtype for name, each in streams.items()}
     dtype = numpy.result_type(*dtypes.values()) if others else stream.dtype
     kinds = {each.kind for each in dtypes.values()}
     if ("O" in kinds and len(kinds) > 1) or (dtype.kind == "f" and kinds <= {"i", "u"}):

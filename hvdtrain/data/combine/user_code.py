@@ -70,7 +70,8 @@ class UserDataset(ChangedSequences):
         self._where = where
         self._generators = Generators(dataset)
         self._parts = scanning.seed, ITEM, zlib.crc32(where.partition(".")[2].encode()), seed
-        self._epoch, self._draw = 1, 0
+        self._epoch = 1
+        self._draw = 0
         latest = lru_cache(maxsize=1)(self.at_epoch)  # in each process, once per epoch instead of for every sequence
         redrawn = lru_cache(maxsize=8)(lambda epoch, draw: latest(epoch).redrawn(draw))
         self._shared = _Processes(lambda asked: redrawn(asked[1], asked[2])._answer(asked[0], *asked[3:]), num_workers)
@@ -106,23 +107,23 @@ class UserDataset(ChangedSequences):
             return [self._answer("sequence", index, None) for index in indices]
         if self._shared.draws:
             return self._ask("sequence", indices)
-        given: Sequence[Any] = [None] * len(indices)
+        inside: Sequence[Any] = [None] * len(indices)
         if isinstance(self._dataset, Mapped):
-            given = self._dataset.inside(indices)  # another dataset's code, which may draw itself
-        made: list[dict[str, Array]] = []
-        while len(made) < len(indices):
-            some = self._undrawn(partial(self._run, indices[len(made) :], given[len(made) :]))
+            inside = self._dataset.inside(indices)  # another dataset's code, which may draw itself
+        arrays: list[dict[str, Array]] = []
+        while len(arrays) < len(indices):
+            some = self._undrawn(partial(self._run, indices[len(arrays) :], inside[len(arrays) :]))
             if some is None:
                 self._shared.draws = True
                 return self._ask("sequence", indices)
-            made += some
-        return made
+            arrays += some
+        return arrays
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        return self._in_one(partial(self._dataset.padded, indices)) or super().padded(indices)
+        return self._batch(partial(self._dataset.padded, indices)) or super().padded(indices)
 
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        return self._in_one(partial(self._dataset.packed, indices, keys)) or super().packed(indices, keys)
+        return self._batch(partial(self._dataset.packed, indices, keys)) or super().packed(indices, keys)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         if not self.reads_for_tags or ALONE.has_them:
@@ -137,9 +138,9 @@ class UserDataset(ChangedSequences):
         if self.collate is None or ALONE.has_them:
             return self._dataset.collated(batch)
         if not self._shared.collate_draws:
-            made = self._undrawn(partial(self._dataset.collated, batch))
-            if made is not None:
-                return made
+            collated = self._undrawn(partial(self._dataset.collated, batch))
+            if collated is not None:
+                return collated
             self._shared.collate_draws = True
         items = batch.data[next(iter(batch.data))].values
         [tree] = self._shared.ask([("collate", self._epoch, self._draw, int(batch.indices[0]), items)])
@@ -153,35 +154,37 @@ class UserDataset(ChangedSequences):
         super().close()
 
     def how_read(self) -> str:
-        how, count = self._dataset.how_read(), self._shared.num_workers
+        how = self._dataset.how_read()
+        count = self._shared.num_workers
         by = f"in {count} worker processes" if count else "in a process of its own, as its items are random"
         return " ".join([how, by] if how else ["read", by]) if self._shared.draws else how
 
-    def _run(self, indices: Sequence[int], given: Sequence[Any]) -> list[dict[str, Array]]:
+    def _run(self, indices: Sequence[int], inside: Sequence[Any]) -> list[dict[str, Array]]:
         """The first of some sequences, for a short time."""
         until = time.perf_counter() + RUN_SECONDS
-        made = []
-        for index, arrays in zip(indices, given, strict=True):
-            made.append(self._read(index, arrays))
+        sequences = []
+        for index, arrays in zip(indices, inside, strict=True):
+            sequences.append(self._read(index, arrays))
             if time.perf_counter() > until:
                 break
-        return made
+        return sequences
 
-    def _in_one(self, read: Callable[[], T]) -> T | None:
+    def _batch(self, read: Callable[[], T]) -> T | None:
         """What the user's own method for batches returns; None: sequences must be read one by one."""
         if not self.reads_batches or self._shared.draws or ALONE.has_them:
             return None
-        made = self._undrawn(read)
-        self._shared.draws = made is None
-        return made
+        result = self._undrawn(read)
+        self._shared.draws = result is None
+        return result
 
     def _undrawn(self, read: Callable[[], T]) -> T | None:
         """What is read, with no random number drawn in the same time; None: the code that reads draws."""
         for tries in range(TRIES):
-            turn, before = ALONE.turn(), self._generators.states()
-            made = read()
+            turn = ALONE.turn()
+            before = self._generators.states()
+            result = read()
             if self._generators.states() == before:
-                return made
+                return result
             if turn is not None and turn == ALONE.turn():
                 break
             ALONE.wait(0.0005 * 2**tries)
@@ -193,14 +196,14 @@ class UserDataset(ChangedSequences):
 
     def _ask(self, what: str, indices: Sequence[int]) -> list[Any]:
         """The answers of the processes to a question about each sequence."""
-        given: Sequence[Any] = [None] * len(indices)
+        inside: Sequence[Any] = [None] * len(indices)
         if what == "sequence" and self.has_fixed_order and isinstance(self._dataset, Mapped):
-            given = self._dataset.inside(indices)  # by the process that reads it from beginning to end
+            inside = self._dataset.inside(indices)  # by the process that reads it from beginning to end
         return self._shared.ask(
-            [(what, self._epoch, self._draw, index, arrays) for index, arrays in zip(indices, given, strict=True)]
+            [(what, self._epoch, self._draw, index, arrays) for index, arrays in zip(indices, inside, strict=True)]
         )
 
-    def _answer(self, what: str, index: int, given: Any) -> Any:
+    def _answer(self, what: str, index: int, inside: Any) -> Any:
         """In such a process: the sequence, or its tag, read with its own random numbers."""
         more = [COLLATE] if what == "collate" else []
         seed = mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else []), *more)
@@ -208,13 +211,13 @@ class UserDataset(ChangedSequences):
         if what == "tag":
             return self._dataset.tags([index])[0]
         if what == "collate":
-            return None if self.collate is None else collate_items(self._where, self.collate, given)
-        return self._read(index, given)
+            return None if self.collate is None else collate_items(self._where, self.collate, inside)
+        return self._read(index, inside)
 
-    def _read(self, index: int, given: Any) -> dict[str, Array]:
-        if given is None or not isinstance(self._dataset, Mapped):
+    def _read(self, index: int, inside: Any) -> dict[str, Array]:
+        if inside is None or not isinstance(self._dataset, Mapped):
             return self._dataset.sequence(index)
-        return self._dataset.map(index, given)
+        return self._dataset.map(index, inside)
 
 
 class _Processes:

@@ -124,7 +124,7 @@ class Workers(Generic[Question]):
             DataError: the work raised it.
             RuntimeError: the work raised another exception, whose traceback is in the message, or a process died.
         """
-        made: list[Any] = []
+        answers: list[Any] = []
         asked = received = 0
         try:
             for number in range(len(questions)):
@@ -139,14 +139,14 @@ class Workers(Generic[Question]):
                     raise DataError(answer)
                 if kind == "error":
                     raise RuntimeError(f"{answer}\n(raised in worker process {number % self._count})")
-                made.append(answer)
+                answers.append(answer)
         except WorkerDied:
             raise
         except BaseException:
             for number in range(received, asked):  # discard them, so that the next question does not get an old answer
                 self._receive(number % self._count)
             raise
-        return made
+        return answers
 
     def close(self) -> None:
         if self._process != os.getpid():
@@ -280,8 +280,8 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
     ALONE.has_them = True
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # OpenMP would wait forever for the threads of the process that this one was forked from
-    for other in inherited:  # left open in this process, they would keep their workers from ending
-        other.close()
+    for connection in inherited:  # left open in this process, they would keep their workers from ending
+        connection.close()
     try:
         pipe.send_bytes(pickle.dumps(("began", None)))
     except OSError:

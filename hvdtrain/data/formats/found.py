@@ -22,7 +22,7 @@ from hvdtrain.errors import BrokenSequence
 FIRST = 8
 """How many rows are read first, to estimate how long reading takes."""
 
-BLOCK = 64
+ITEMS_AT_ONCE = 64
 """How many rows a process reads per answer."""
 
 SECONDS_ALONE = 2.0
@@ -51,7 +51,7 @@ class FoundLengths:
 
 def find_lengths(
     where: str,
-    identity: Callable[[], str],
+    fingerprint: Callable[[], str],
     keys: Iterable[str],
     size: int,
     measure: Measure,
@@ -62,10 +62,10 @@ def find_lengths(
 
     Args:
         where: the config key of the dataset.
-        identity: returns a text that differs if the data does.
+        fingerprint: returns a text that differs if the data does.
         quickly: whether each process reads by itself what takes few seconds.
     """
-    starts = [0, *range(min(FIRST, size), size, BLOCK)]
+    starts = [0, *range(min(FIRST, size), size, ITEMS_AT_ONCE)]
     blocks = [range(start, end) for start, end in pairwise([*starts, size]) if start < end]
     count = partial(_count, list(keys), measure)
     counted: list[Counted] = []
@@ -90,7 +90,7 @@ def find_lengths(
             lengths, largest = _joined([*counted, *_in_processes(processes, count, left, advance)])
             return largest, lengths
 
-        file = IndexFile(scanning.folder, identity() if scanning.folder is not None else "")
+        file = IndexFile(scanning.folder, fingerprint() if scanning.folder is not None else "")
         largest, lengths = file.get("lengths", scanning, make, f"{where}: the lengths are counted")
     return FoundLengths(lengths, largest, file.path("lengths"))
 
@@ -112,10 +112,10 @@ def _count(keys: Sequence[str], measure: Measure, block: range) -> Counted:
     largest: dict[str, int] = {}
     for place, number in enumerate(block):
         try:
-            found, classes = measure(number)
+            item_lengths, classes = measure(number)
         except BrokenSequence:
             continue  # reading it again gives the message
-        for key, length in found.items():
+        for key, length in item_lengths.items():
             lengths[key][place] = length
         for key, most in classes.items():
             largest[key] = max(largest.get(key, 0), most)

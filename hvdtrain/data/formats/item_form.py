@@ -47,14 +47,14 @@ class ItemForm:
             return None, dict(item)
         tag, values = tag_and_values(self._place(index), item)
         if self.streams and (tag is None) == self._has_tags:
-            other = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"
-            raise DataError(f"{self._place(index)}: expected {'a' if tag is None else 'no'} name in {TAG!r}, {other}")
+            got = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"
+            raise DataError(f"{self._place(index)}: expected {'a' if tag is None else 'no'} name in {TAG!r}, {got}")
         if self.streams and values.keys() != self.streams.keys():
             raise DataError(f"{self._place(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
         if not self.streams:
             self._has_tags = tag is not None
-            self.streams = {key: stream_of(found) for key, found in arrays.items()}
+            self.streams = {key: stream_of(array) for key, array in arrays.items()}
         return tag, arrays
 
     def sequence(self, index: int, item: Any) -> Item:
@@ -104,7 +104,9 @@ class ItemForm:
         if numpy.ma.is_masked(value):
             raise DataError(f"{where}: expected a value for every number, got an array with masked ones")
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
-            if numpy.abs(array).max(initial=0) >= 2**63 and all(isinstance(one, int) for one in numpy.array(value, object).flat):
+            if numpy.abs(array).max(initial=0) >= 2**63 and all(
+                isinstance(number, int) for number in numpy.array(value, object).flat
+            ):
                 raise DataError(f"{where}: expected integers that a type of numpy holds, got up to {numpy.max(value)}")
             array = array.astype(numpy.float32)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # frameworks only have tensors in this byte order
@@ -144,10 +146,10 @@ def tag_and_values(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:
     elif not isinstance(item, Mapping):
         item = {"data": item}
     values = {str(key): value for key, value in item.items()}
-    found = values.pop(TAG, tag)
+    tag_value = values.pop(TAG, tag)
     if not values:
         raise DataError(f"{where}: expected arrays by data key, got none")
-    return _tag_text(where, found), values
+    return _tag_text(where, tag_value), values
 
 
 def _tag_text(where: str, tag: Any) -> str | None:

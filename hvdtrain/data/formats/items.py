@@ -88,29 +88,32 @@ class ItemsDataset(IndexedDataset):
         if not (size := len(items)):
             super().__init__({}, None, {}, numpy.arange(0))
             return
-        given = getattr(items, "lengths", None)
+        given_lengths = getattr(items, "lengths", None)
         # Before the first item is read, as reading it may change attributes of classes and modules, such as caches.
-        made_of = self._fingerprint() if given is None and scanning.folder is not None else ""
+        made_of = self._fingerprint() if given_lengths is None and scanning.folder is not None else ""
         self._form = ItemForm(self.where)
         tag, first = self._first(min(scanning.broken.limit, size - 1))
         self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
         generators = Generators(items)
         before = generators.states()
         self.reads_for_tags = tag is not None and tags is None
-        dims, labels, used = dict(getattr(items, "dims", {})), dict(getattr(items, "labels", {})), None
-        if given is not None:
-            lengths = self._given_lengths(given() if callable(given) else given, first)
+        dims = dict(getattr(items, "dims", {}))
+        labels = dict(getattr(items, "labels", {}))
+        used = None
+        if given_lengths is not None:
+            lengths = self._given_lengths(given_lengths() if callable(given_lengths) else given_lengths, first)
         else:
-            found = find_lengths(where, partial(self._identity, made_of), first, size, self._measure, scanning, quickly=True)
-            lengths, self._lengths_path = found.lengths, found.path
+            measured = find_lengths(where, partial(self._identity, made_of), first, size, self._measure, scanning, quickly=True)
+            lengths = measured.lengths
+            self._lengths_path = measured.path
             used = rows_to_use(lengths.values(), scanning.broken, measure_broken(lengths, self._measure))
             for key, names in labels.items():
-                if names and key not in dims and (most := found.largest.get(key, 0)) >= len(names):
+                if names and key not in dims and (most := measured.largest.get(key, 0)) >= len(names):
                     rows = (row for row in numpy.flatnonzero(lengths[key] > 0).tolist() if most in self._arrays(row)[1][key])
                     raise DataError(
                         f"{self.where(next(rows, 0))}, {key!r}: expected classes of its {len(names)} labels, got {most}"
                     )
-            dims = {key: most + 1 for key, most in found.largest.items()} | dims
+            dims = {key: most + 1 for key, most in measured.largest.items()} | dims
         self.draws = self.draws or generators.states() != before
         super().__init__(self._form.with_classes(dims, labels), tags, lengths, used)
 
@@ -144,30 +147,31 @@ class ItemsDataset(IndexedDataset):
         Args:
             most: the number of broken items that it may come after.
         """
-        found, number = list[tuple[str | None, dict[str, Array]]](), 0
+        read = list[tuple[str | None, dict[str, Array]]]()
+        number = 0
         generators = Generators(self._items)
-        while len(found) < 2:
+        while len(read) < 2:
             with own_numbers(ITEM), generators.restored():
                 before = generators.states()
                 try:
-                    found.append(self._arrays(number))
+                    read.append(self._arrays(number))
                 except BrokenSequence:
                     number += 1
                     if number > most:
                         raise
                 self.draws = self.draws or generators.states() != before
-        (_, first), (_, again) = found
+        (_, first), (_, again) = read
         self._repeats = all(same_values(first[key], again[key]) for key in first)
         self.is_stochastic = not self._repeats
-        return found[0]
+        return read[0]
 
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
         return self._form.arrays(index, read_item(self._where, self._items, index))
 
-    def _given_lengths(self, given: Any, first: Mapping[str, Array]) -> dict[str, Array]:
+    def _given_lengths(self, lengths: Any, first: Mapping[str, Array]) -> dict[str, Array]:
         """The lengths that the object provides, by data key. Raises: DataError."""
-        by_key = dict(given) if isinstance(given, Mapping) else {"data" if "data" in first else next(iter(first)): given}
+        by_key = dict(lengths) if isinstance(lengths, Mapping) else {"data" if "data" in first else next(iter(first)): lengths}
         for key in first.keys() - by_key.keys():
             by_key[key] = numpy.ones(len(self._items), numpy.int32)
         return {key: as_lengths(self._where, by_key[key], len(self._items), f" of {key!r}") for key in first}
@@ -185,7 +189,8 @@ class ItemsDataset(IndexedDataset):
 
     def _identity(self, made_of: str) -> str:
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
-        checksum, size = 0, len(self._items)
+        checksum = 0
+        size = len(self._items)
         for index in sorted({place * (size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
             try:
                 tag, arrays = self._arrays(index)
@@ -207,7 +212,7 @@ def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
     []
     """
     first, *others = lengths.values()
-    if len(first) < 3 or any(not numpy.array_equal(first, other) for other in others):
+    if len(first) < 3 or any(not numpy.array_equal(first, column) for column in others):
         return []
     if not 1 < first[0] > first[-1] or (first[:-1] != first[0]).any():
         return []

@@ -84,14 +84,14 @@ class ObjectsDataset(Dataset):
     def warnings(self) -> list[str]:
         return [*self._warnings]
 
-    def _lengths(self, given: Any) -> Array:
-        given = getattr(self._items, "lengths", None) if given is None else given
-        given = given() if callable(given) else given
-        if given is None:
+    def _lengths(self, lengths: Any) -> Array:
+        lengths = getattr(self._items, "lengths", None) if lengths is None else lengths
+        lengths = lengths() if callable(lengths) else lengths
+        if lengths is None:
             return numpy.ones(self._size, numpy.int32)
-        if isinstance(given, Mapping):
-            given = next(iter(given.values()))
-        return as_lengths(self._where, given, self._size)
+        if isinstance(lengths, Mapping):
+            lengths = next(iter(lengths.values()))
+        return as_lengths(self._where, lengths, self._size)
 
 
 def collate_items(where: str, collate: Callable[[list[Any]], Any], values: Array) -> Any:

@@ -69,9 +69,9 @@ def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, str]]:
     """The numbers and names of a dataset's filters, in order."""
-    made = dataset.id.get_create_plist()
-    found = [made.get_filter(place) for place in range(made.get_nfilters())]
-    return [(number, FILTERS.get(number) or name.decode("utf-8", errors="replace") or "?") for number, _, _, name in found]
+    properties = dataset.id.get_create_plist()
+    filters = [properties.get_filter(place) for place in range(properties.get_nfilters())]
+    return [(number, FILTERS.get(number) or name.decode("utf-8", errors="replace") or "?") for number, _, _, name in filters]
 
 
 def load_filters(path: object, dataset: h5py.Dataset) -> None:

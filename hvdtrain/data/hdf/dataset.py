@@ -19,7 +19,7 @@ import numpy
 from hvdtrain.data.combine.files import MappedFile, open_files
 from hvdtrain.data.combine.keys import FilesDatasetKeys
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.files import Identity, check_same, identity
+from hvdtrain.data.files import FileStamp, check_same, file_stamp
 from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.hdf.compression import load_filters
 from hvdtrain.data.hdf.layouts import (
@@ -55,17 +55,17 @@ class HDFFile(MappedFile):
         self.starts = {}
         self._names: dict[str, str] = {}
         self.frames = {}
-        self._parts: dict[Path, Identity] = {}  # of virtual datasets
+        self._parts: dict[Path, FileStamp] = {}  # of virtual datasets
         with ExitStack() as stack:
             file = stack.enter_context(open_file(path))
-            self._identity = _identity(file)
+            self._stamp = _stamp(file)
             try:
                 for name in names_to_read(file):
                     check_links(path, file, name, external)
-                    if external == "follow" and isinstance(found := file.get(name), h5py.Dataset):
-                        for part in virtual_files(path, found):
-                            if part not in self._parts:
-                                self._parts[part] = _identity(stack.enter_context(open_file(part)))
+                    if external == "follow" and isinstance(dataset := file.get(name), h5py.Dataset):
+                        for source in virtual_files(path, dataset):
+                            if source not in self._parts:
+                                self._parts[source] = _stamp(stack.enter_context(open_file(source)))
                 self._index(file)
             except (
                 OSError,
@@ -82,9 +82,9 @@ class HDFFile(MappedFile):
         """The file, opened again. Raises: DataError, if it is another one by now: the index is of the first one."""
         with Opened() as stack:
             stack.handle = stack.enter_context(open_file(self.path))
-            check_same(self.path, self._identity, _identity(stack.handle))
-            for part, before in self._parts.items():
-                check_same(part, before, _identity(stack.enter_context(open_file(part))))
+            check_same(self.path, self._stamp, _stamp(stack.handle))
+            for source, before in self._parts.items():
+                check_same(source, before, _stamp(stack.enter_context(open_file(source))))
             opened = stack.pop_all()
             opened.handle = stack.handle
             return opened
@@ -114,7 +114,8 @@ class HDFFile(MappedFile):
         """Short sequences of mapped data keys are gathered at once."""
         batch: dict[str, Padded] = {}
         for key, stream in self.streams.items():
-            array, lengths = self.frames.get(key), self.lengths[key][indices]
+            array = self.frames.get(key)
+            lengths = self.lengths[key][indices]
             if array is not None and are_short(stream, lengths):
                 batch[key] = (gather_packed if key in keys else gather)(array, self.starts[key][indices], lengths)
             else:
@@ -168,14 +169,15 @@ class HDFFile(MappedFile):
             yield file
         except OSError as error:
             try:
-                check_same(self.path, self._identity, identity(self.path.stat()))
+                check_same(self.path, self._stamp, file_stamp(self.path.stat()))
             except OSError as gone:
                 raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
             raise BrokenSequence(f"{self.path}: cannot read {what}: {error}") from None
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""
-        path, maps = self.path, dict[Path, mmap.mmap]()
+        path = self.path
+        maps = dict[Path, mmap.mmap]()
         sources = sources_of(path, file)
         self.lengths = lengths_in(path, file, sources)
         self._size = len(next(iter(self.lengths.values())))
@@ -200,9 +202,9 @@ class HDFFile(MappedFile):
             raise DataError(f"{path}: expected {self._size} tags in /seqTags as in /seqLengths, got {len(tags)}")
 
 
-def _identity(file: h5py.File) -> Identity:
-    """The identity of the open file, which may have been replaced since."""
-    return identity(os.fstat(file.id.get_vfd_handle()))
+def _stamp(file: h5py.File) -> FileStamp:
+    """The stamp of the open file, which may have been replaced since."""
+    return file_stamp(os.fstat(file.id.get_vfd_handle()))
 
 
 def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refuse") -> Dataset:

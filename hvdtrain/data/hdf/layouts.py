@@ -17,7 +17,7 @@ from hvdtrain.data.files import why_not_opened
 from hvdtrain.data.types import Array, External, Stream
 from hvdtrain.errors import DataError
 
-BLOCK = 1 << 20
+ROWS_AT_ONCE = 1 << 20
 """The number of sequences whose lengths are read at once."""
 
 HINT = "allow_external in the dataset dict allows it"
@@ -195,8 +195,8 @@ def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) ->
     if number not in allowed:
         raise DataError(f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {number}")
     lengths = {key: numpy.empty(len(stored), dtype=numpy.int32) for key in sources}
-    for start in range(0, len(stored), BLOCK):
-        block: Array = stored[start : start + BLOCK]
+    for start in range(0, len(stored), ROWS_AT_ONCE):
+        block: Array = stored[start : start + ROWS_AT_ONCE]
         if block.min() < 0:
             raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
         if block.max() > numpy.iinfo(numpy.int32).max:
@@ -292,47 +292,47 @@ def check_links(path: Path, file: h5py.File, name: str, external: External) -> N
         DataError: a link leads to another file and `external` is 'refuse', or its target is missing.
     """
     parent: h5py.Group | h5py.Dataset = file
-    for part in name.split("/"):
-        if not isinstance(parent, h5py.Group) or part not in parent:
+    for entry in name.split("/"):
+        if not isinstance(parent, h5py.Group) or entry not in parent:
             return
-        parent = follow_link(path, parent, part, name, external)
+        parent = follow_link(path, parent, entry, name, external)
 
 
-def follow_link(path: Path, parent: h5py.Group, part: str, name: str, external: External) -> h5py.Group | h5py.Dataset:
-    """The member `part` of a group, after checking its links. Raises: as `check_links`; KeyError, if it does not exist.
+def follow_link(path: Path, parent: h5py.Group, entry: str, name: str, external: External) -> h5py.Group | h5py.Dataset:
+    """The member `entry` of a group, after checking its links. Raises: as `check_links`; KeyError, if it does not exist.
 
     Args:
         name: of the whole path, for messages.
     """
-    link = parent.get(part, getlink=True)
+    link = parent.get(entry, getlink=True)
     outside, soft = isinstance(link, h5py.ExternalLink), isinstance(link, h5py.SoftLink)  # the latter may lead to one outside
     if outside and external == "refuse":
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
     try:
-        found = parent[part]
+        member = parent[entry]
     except (KeyError, OSError, RuntimeError) as error:
         if outside or soft:
             target = f"{link.path} in {link.filename}" if outside else link.path
             raise DataError(f"{path}: expected {target}, the target of the link /{name}, got: {error}") from None
         raise
-    if soft and external == "refuse" and found.file != parent.file:
+    if soft and external == "refuse" and member.file != parent.file:
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
-    if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):
+    if isinstance(member, h5py.Dataset) and (member.external or member.is_virtual):
         if external == "refuse":
             raise DataError(
                 f"{path}: expected /{name} to be stored in this file, got a dataset whose values are stored in other "
                 f"files ({HINT})"
             )
-        _check_sources(path, found)
-    return found
+        _check_sources(path, member)
+    return member
 
 
 def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
     """Check that the other files exist and are long enough: HDF5 would silently read zeros. Raises: DataError."""
     for name, offset, size in dataset.external or ():
-        found = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as in HDF5
-        if found is None or (size != h5py.h5f.UNLIMITED and found < offset + size):
-            got = "no such file" if found is None else f"{found} bytes"
+        bytes_there = Path(name).stat().st_size if Path(name).is_file() else None  # as in HDF5, relative to the working directory
+        if bytes_there is None or (size != h5py.h5f.UNLIMITED and bytes_there < offset + size):
+            got = "no such file" if bytes_there is None else f"{bytes_there} bytes"
             raise DataError(f"{path}: expected {name} with {offset + size} bytes, where {dataset.name} is stored, got: {got}")
 
 
@@ -341,45 +341,46 @@ def virtual_files(path: Path, dataset: h5py.Dataset) -> Iterator[Path]:
     moment: keep them open. Raises: DataError, if a part is not there."""
     if not dataset.is_virtual:
         return
-    folder, covered = Path(dataset.file.filename).parent, 0.0
-    for part in dataset.virtual_sources():
-        where = f"{part.dset_name} in {part.file_name} as a part of {dataset.name}"
-        if part.file_name == ".":
-            if part.dset_name not in dataset.file:
+    folder = Path(dataset.file.filename).parent
+    covered = 0.0
+    for source in dataset.virtual_sources():
+        where = f"{source.dset_name} in {source.file_name} as a part of {dataset.name}"
+        if source.file_name == ".":
+            if source.dset_name not in dataset.file:
                 raise DataError(f"{path}: expected {where}, got none")
-            covered += _check_part(path, part, dataset.file[part.dset_name], where)
+            covered += _check_part(path, source, dataset.file[source.dset_name], where)
             continue
-        is_pattern = "%b" in part.file_name  # of the names of any number of files
+        is_pattern = "%b" in source.file_name  # of the names of any number of files
         for number in count() if is_pattern else (0,):
-            name = part.file_name.replace("%b", str(number))
+            name = source.file_name.replace("%b", str(number))
             place = next((place for place in (folder / name, Path(name)) if place.is_file()), None)
             if is_pattern and place is None:
                 break
             if place is None:
                 raise DataError(f"{path}: expected {where}, got none")
             yield place
-            with open_file(place) as other:
-                if part.dset_name not in other:
+            with open_file(place) as source_file:
+                if source.dset_name not in source_file:
                     raise DataError(f"{path}: expected {where}, got none")
-                found = other[part.dset_name]
-                yield from virtual_files(path, found)
-                covered += _check_part(path, part, found, where)
+                source_dataset = source_file[source.dset_name]
+                yield from virtual_files(path, source_dataset)
+                covered += _check_part(path, source, source_dataset, where)
     if covered < dataset.size:
         raise DataError(f"{path}: expected parts with all {dataset.size} values of {dataset.name}, got {covered:.0f}")
 
 
-def _check_part(path: Path, part: Any, found: h5py.Dataset, where: str) -> float:
+def _check_part(path: Path, source: Any, dataset: h5py.Dataset, where: str) -> float:
     """The number of values of a part of a virtual dataset; infinity: any. Raises: DataError, if they are not all stored."""
-    check_stored(path, where, found, file_size(found))
+    check_stored(path, where, dataset, file_size(dataset))
     try:
-        number = part.vspace.get_select_npoints()
-        if part.src_space.get_select_type() == h5py.h5s.SEL_ALL:
-            is_whole = found.size == number
+        number = source.vspace.get_select_npoints()
+        if source.src_space.get_select_type() == h5py.h5s.SEL_ALL:
+            is_whole = dataset.size == number
         else:
-            _, last = part.src_space.get_select_bounds()
-            is_whole = all(end < size for end, size in zip(last, found.shape, strict=True))
+            _, last = source.src_space.get_select_bounds()
+            is_whole = all(end < size for end, size in zip(last, dataset.shape, strict=True))
     except RuntimeError:  # a part that grows
         return float("inf")
     if not is_whole:
-        raise DataError(f"{path}: expected {where} with all of its {number} values, got the shape {found.shape} there")
+        raise DataError(f"{path}: expected {where} with all of its {number} values, got the shape {dataset.shape} there")
     return float(number)

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Every dataset begins at a multiple of this many bytes, so that memory-mapped numbers are aligned for numpy and for cache lines.
 HDF5 itself does not align data."""
 
-BLOCK = 64 << 20
+BYTES_AT_ONCE = 64 << 20
 """The number of bytes copied at once."""
 
 TEXTS = 10_000
@@ -268,7 +268,7 @@ class Numbers:
         """Copy the frames into a dataset."""
         total = sum(self.lengths)
         row = math.prod(self.shape)
-        step = max(1, BLOCK // max(1, row * self.dtype.itemsize))
+        step = max(1, BYTES_AT_ONCE // max(1, row * self.dtype.itemsize))
         if storage and total * row:
             length = chunk_length(total, len(self.lengths), row * self.dtype.itemsize)
             step = max(1, step // length) * length  # whole chunks, so that none is compressed twice

@@ -156,7 +156,7 @@ class BatchKeys(Section):
         data = others.get(DataKeys)
         if data is not None and data.may_limit_batches:
             pass  # `limited` looks again when the datasets are open
-        elif not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+        elif not self.training_keys().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             lifting = [
                 name
                 for name in ("batch_size_train", "max_seqs_train", "packed_batch_size_train")
@@ -169,39 +169,39 @@ class BatchKeys(Section):
                     "one (set batch_size, max_seqs, batch_size_train or max_seqs_train)",
                 )
             return problem("missing", NO_LIMIT)
-        elif not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+        elif not self.evaluation_keys().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return problem(
                 "missing",
                 "batch_size_dev: expected batch_size_dev or max_seqs_dev, as training has separate keys, got neither",
             )
-        found = self._cost_problems()
+        problems = self._cost_problems()
         if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
-            found += problem(
+            problems += problem(
                 "wrong-type",
                 f"online_shuffle_batches: expected a number or {{'buffer_size': N}}, got {self.online_shuffle_batches}",
             )
-        found += _problems_by_key("online_shuffle_batches", self.online_shuffle_batches, "a positive integer", 1)
+        problems += _problems_by_key("online_shuffle_batches", self.online_shuffle_batches, "a positive integer", 1)
         if self.shuffle_window and (self.shuffle_batches or self.balance_ranks):
-            other = "shuffle_batches" if self.shuffle_batches else "balance_ranks"
-            found += problem(
+            conflicting = "shuffle_batches" if self.shuffle_batches else "balance_ranks"
+            problems += problem(
                 "conflict",
-                f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both",
+                f"online_shuffle_batches: expected either it or {conflicting}, which order all batches of an epoch, got both",
             )
         for name in ("packed", "batch_cost", "largest_batches_first"):
             if self.frame_batches and getattr(self, name):
-                found += problem(
+                problems += problem(
                     "conflict", f"{name}: expected it without frame_batches, whose batches have equally many frames, got both"
                 )
         for name in LIMITS_OF_SIZES if self.frame_batches else ():
             if name.startswith("packed") and getattr(self, name) is not None:
-                found += problem(
+                problems += problem(
                     "conflict", f"{name}: expected batch_size with frame_batches, whose batches have no padding, got {name}"
                 )
         for name in LIMITS_OF_SIZES:
-            found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
+            problems += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
         for name in LIMITS_OF_LENGTHS:
-            found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
-        return found
+            problems += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
+        return problems
 
     def _cost_problems(self) -> list[Problem]:
         cost = self.batch_cost
@@ -225,8 +225,8 @@ class BatchKeys(Section):
     @property
     def shuffle_window(self) -> int:
         """The number of consecutive batches that `online_shuffle_batches` shuffles; 0: it is off."""
-        given = self.online_shuffle_batches
-        return (given.get("buffer_size", 0) if isinstance(given, dict) else given) or 0
+        window = self.online_shuffle_batches
+        return (window.get("buffer_size", 0) if isinstance(window, dict) else window) or 0
 
     @property
     def has_limit(self) -> bool:
@@ -245,7 +245,7 @@ class BatchKeys(Section):
             raise DataError(f"{name}: {NO_LIMIT}")
         return replace(self, max_seqs=max_seqs)
 
-    def of_each_of(self, ranks: int) -> BatchKeys:
+    def per_rank(self, ranks: int) -> BatchKeys:
         """The keys of each of `ranks` ranks. Raises: DataError, if there is less than one sequence for each."""
         if self.max_seqs_total is not None and self.max_seqs_total < ranks:
             raise DataError(
@@ -273,16 +273,16 @@ class BatchKeys(Section):
             f"steps than on one rank (a multiple of {ranks}, such as {(share + 1) * ranks}, would be divided without a remainder)"
         )
 
-    def of_training(self) -> BatchKeys:
+    def training_keys(self) -> BatchKeys:
         """The keys that apply in training."""
         return self._replace_sizes(self.batch_size_train, self.max_seqs_train, self.packed_batch_size_train)
 
-    def of_evaluation(self) -> BatchKeys:
+    def evaluation_keys(self) -> BatchKeys:
         """The keys that apply in evaluation, where batches stay in order."""
         keys = self._replace_sizes(self.batch_size_dev, self.max_seqs_dev, self.packed_batch_size_dev)
         return replace(keys, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None, largest_batches_first=False)
 
-    def of_whole_sequences(self) -> BatchKeys:
+    def whole_sequences(self) -> BatchKeys:
         """The keys that apply where every sequence needs a row, as in `forward`."""
         return replace(self, frame_batches=False)
 
@@ -296,7 +296,7 @@ class BatchKeys(Section):
     def _spelling(self, name: str) -> str:
         """The key that a size comes from: that of training or evaluation may have replaced the one for both."""
         names = (f"{name}_train", f"{name}_dev")
-        return next((other for other in names if getattr(self, other) is getattr(self, name)), name)
+        return next((alternative for alternative in names if getattr(self, alternative) is getattr(self, name)), name)
 
     def _replace_sizes(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None, packed: Frames) -> BatchKeys:
         return replace(

@@ -11,7 +11,7 @@ from hvdtrain.data.types import Array
 
 NO_LIMIT = 2**62
 
-BLOCK = 2**18
+SEQUENCES_AT_ONCE = 2**18
 """How many sequences are converted to Python numbers at once: a list takes up to ten times the memory of an array."""
 
 
@@ -40,17 +40,17 @@ def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Arra
 
 def count_too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
     """The number of sequences that exceed `batch_size` or `packed_batch_size` by themselves."""
-    found = numpy.zeros(len(next(iter(lengths.values()))), dtype=bool)
+    is_too_long = numpy.zeros(len(next(iter(lengths.values()))), dtype=bool)
     for limit in (limits.batch_size, limits.packed_batch_size):
         for key, most in _by_key(lengths, limit).items():
-            found |= lengths[key] > most
-    return int(found.sum())
+            is_too_long |= lengths[key] > most
+    return int(is_too_long.sum())
 
 
 def _blocks(indices: Array) -> Iterator[tuple[int, Array]]:
-    """The place of the first of every BLOCK sequences, and their indices."""
-    for first in range(0, len(indices), BLOCK):
-        yield first, indices[first : first + BLOCK]
+    """The place of the first of every SEQUENCES_AT_ONCE sequences, and their indices."""
+    for first in range(0, len(indices), SEQUENCES_AT_ONCE):
+        yield first, indices[first : first + SEQUENCES_AT_ONCE]
 
 
 def _columns(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[tuple[Array, int]]:
@@ -88,8 +88,8 @@ def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> Array:
         sums = numpy.zeros(size + 1, dtype=numpy.int64)
         sums[1:] = lengths[key][indices]
         numpy.cumsum(sums, out=sums)
-        for first in range(0, size, BLOCK):
-            block = slice(first, min(first + BLOCK, size))
+        for first in range(0, size, SEQUENCES_AT_ONCE):
+            block = slice(first, min(first + SEQUENCES_AT_ONCE, size))
             ends[block] = numpy.minimum(ends[block], numpy.searchsorted(sums, sums[block] + most, side="right") - 1)
     return ends
 
@@ -97,7 +97,7 @@ def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> Array:
 def _starts(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[Array]:
     """Where batches begin, if none may be longer than the smallest of its caps or reach beyond the end of its first sequence."""
     ends = _ends(lengths, indices, limits.packed_batch_size)
-    found = []
+    starts_by_block = []
     start = close = 0  # of the current batch: its first sequence, and the one before which it must end
     for first, block in _blocks(indices):
         starts = []
@@ -108,15 +108,15 @@ def _starts(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> lis
                 starts.append(i)
                 start = i
                 close = min(i + cap, int(ends[i]))
-        found.append(numpy.array(starts, dtype=numpy.int64))
-    return found
+        starts_by_block.append(numpy.array(starts, dtype=numpy.int64))
+    return starts_by_block
 
 
 def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[Array]:
     """As `_starts`, with a limit on padded minus real frames: tracks the longest sequence and the sum for each data key."""
     ends = _ends(lengths, indices, limits.packed_batch_size)
     padding_limits = list(_by_key(lengths, limits.max_pad_size).values())
-    found = []
+    starts_by_block = []
     start = close = 0
     longest = [0] * len(padding_limits)
     total = [0] * len(padding_limits)
@@ -137,9 +137,10 @@ def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: L
                 starts.append(i)
                 start = i
                 close = min(i + cap, int(ends[i]))
-                longest, total = row, row.copy()
-        found.append(numpy.array(starts, dtype=numpy.int64))
-    return found
+                longest = row
+                total = row.copy()
+        starts_by_block.append(numpy.array(starts, dtype=numpy.int64))
+    return starts_by_block
 
 
 def random_order(num_batches: int, generator: numpy.random.RandomState, window: int = 0) -> Array:
@@ -172,10 +173,10 @@ def group_by_cost(costs: Array, group: int, generator: numpy.random.RandomState)
     by_cost = numpy.lexsort(columns.T[::-1])
     group = min(group, len(by_cost) + 1)  # then there is no group, whose size would be too much for an array
     num_groups, rest = divmod(len(by_cost), group)
-    cut = int(generator.randint(num_groups + 1)) * group
-    grouped = numpy.concatenate([by_cost[:cut], by_cost[cut + rest :]]).reshape(num_groups, group)
+    split = int(generator.randint(num_groups + 1)) * group
+    grouped = numpy.concatenate([by_cost[:split], by_cost[split + rest :]]).reshape(num_groups, group)
     in_groups = grouped[generator.permutation(num_groups)].reshape(-1)
-    return numpy.concatenate([in_groups, by_cost[cut : cut + rest]]).astype(numpy.int64, copy=False)
+    return numpy.concatenate([in_groups, by_cost[split : split + rest]]).astype(numpy.int64, copy=False)
 
 
 def rearrange(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array]:
@@ -195,7 +196,7 @@ def rearrange(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array
 
 
 def blocks_of(bounds: Array) -> Iterator[slice]:
-    """Slices of a plan's batches, in order, of about BLOCK sequences each, so that arrays computed from them stay small."""
-    cuts = numpy.searchsorted(bounds, numpy.arange(BLOCK, bounds[-1], BLOCK))
+    """Slices of a plan's batches, in order, of about SEQUENCES_AT_ONCE, so that arrays computed from them stay small."""
+    cuts = numpy.searchsorted(bounds, numpy.arange(SEQUENCES_AT_ONCE, bounds[-1], SEQUENCES_AT_ONCE))
     edges = numpy.unique([0, *cuts, len(bounds) - 1]).tolist()
     return map(slice, edges[:-1], edges[1:])

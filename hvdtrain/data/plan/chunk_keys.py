@@ -17,13 +17,13 @@ FRAMES_END = 2**31
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSize:
     """Size and step of chunks in frames, for every data key or by data key (data keys that are not named stay whole)."""
 
     size: int | Mapping[str, int]
     step: int | Mapping[str, int]
 
-    def of(self, name: str) -> tuple[int, int] | None:
+    def size_and_step(self, name: str) -> tuple[int, int] | None:
         """Size and step of a data key; None: it stays whole."""
         if isinstance(self.size, Mapping) or isinstance(self.step, Mapping):
             if not isinstance(self.size, Mapping) or not isinstance(self.step, Mapping) or name not in self.size:
@@ -32,16 +32,16 @@ class Cut:
         return self.size, self.step
 
 
-def parse(value: Any) -> Cut | None:
+def parse(value: Any) -> ChunkSize | None:
     """Parse the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None if it is off.
 
     Raises: ValueError.
 
     >>> parse("50:25"), parse({"data": 50}), parse("0")
-    (Cut(size=50, step=25), Cut(size={'data': 50}, step={'data': 50}), None)
+    (ChunkSize(size=50, step=25), ChunkSize(size={'data': 50}, step={'data': 50}), None)
     """
     if isinstance(value, str):
-        value = [int(part) for part in value.split(":")]
+        value = [int(number) for number in value.split(":")]
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
     if not 1 <= len(parts) <= 2:
         raise ValueError(value)
@@ -53,7 +53,7 @@ def parse(value: Any) -> Cut | None:
             raise ValueError(value)
     elif not (_is_positive(size) and _is_positive(step)):
         raise ValueError(value)
-    return Cut(size, step)
+    return ChunkSize(size, step)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Context:
     left: Mapping[str, int]
     right: Mapping[str, int]
 
-    def of(self, name: str) -> tuple[int, int]:
+    def frames(self, name: str) -> tuple[int, int]:
         """The frames before and after, of a data key."""
         return self.left.get(name, 0), self.right.get(name, 0)
 
@@ -149,36 +149,37 @@ class ChunkKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = []
+        problems = []
         how = parse(self.chunking)
         batches = others.get(BatchKeys)
         if how is not None and batches is not None and batches.frame_batches:
-            found += problem(
+            problems += problem(
                 "conflict",
                 f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}",
             )
         if parse_context(self.context_window) is not None and batches is not None and batches.frame_batches:
-            found += problem(
+            problems += problem(
                 "conflict",
                 f"context_window: expected none with frame_batches, which have no sequences to put it around, got "
                 f"{self.context_window!r}",
             )
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):
-            found += problem(
+            problems += problem(
                 "out-of-range",
                 f"min_chunk_size: expected zero or a positive number for every data key, got {self.min_chunk_size}",
             )
         if how is not None and self.chunking_tail == "drop_short":
             for name in how.size if isinstance(how.size, Mapping) else by_key or ["data"]:
-                size, least = how.of(name), limit_of(self.min_chunk_size, name)
+                size = how.size_and_step(name)
+                least = limit_of(self.min_chunk_size, name)
                 if size is not None and least > size[0]:
-                    found += problem(
+                    problems += problem(
                         "conflict",
                         f"min_chunk_size: expected at most {size[0]}, the size of a chunk in chunking, got {least} "
                         "(with chunking_tail 'drop_short' no chunk would be left)",
                     )
-        return found
+        return problems
 
 
 def keys_of(keys: ChunkKeys) -> list[str]:

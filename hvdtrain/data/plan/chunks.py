@@ -36,17 +36,17 @@ def find_listed(dataset: Dataset, path: str | None) -> Array | None:
     if path is None:
         return None
     wanted = read_tags(Path(path))
-    found: list[int] = []
+    listed: list[int] = []
     block = 100_000  # tags read at once
     for first in range(0, dataset.num_sequences, block):
         tags = dataset.tags(range(first, min(first + block, dataset.num_sequences)))
-        found += [first + place for place, tag in enumerate(tags) if tag in wanted]
-    if not found:
+        listed += [first + place for place, tag in enumerate(tags) if tag in wanted]
+    if not listed:
         example = dataset.tags([0])[0]
         raise DataError(
             f"seq_list_filter_file: expected tags of the dataset, such as {example!r}, got none among the {len(wanted)} in {path}"
         )
-    return numpy.array(found, dtype=numpy.int64)
+    return numpy.array(listed, dtype=numpy.int64)
 
 
 def epoch_subset(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | None:
@@ -76,13 +76,13 @@ def read_tags(path: Path) -> frozenset[str]:
 
 def select_by_length(lengths: Mapping[str, Array], indices: Array, least: Limit, most: Limit) -> Array:
     """Those of `indices` whose sequences are not shorter than `least` or longer than `most` (0: no limit) in any data key."""
-    kept = numpy.ones(len(indices), dtype=bool)
+    is_kept = numpy.ones(len(indices), dtype=bool)
     for limit, violates in ((least, numpy.less), (most, numpy.greater)):
         by_key = limit if isinstance(limit, Mapping) else dict.fromkeys(lengths, limit or 0)
         for name, frames in by_key.items():
             if frames and name in lengths:
-                kept &= ~violates(lengths[name][indices], frames)
-    return indices if kept.all() else indices[kept]
+                is_kept &= ~violates(lengths[name][indices], frames)
+    return indices if is_kept.all() else indices[is_kept]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Chunks:
     steps: Mapping[str, int]
     context: Context | None = None
 
-    def of(self, sequences: Array) -> Array:
+    def numbers_of(self, sequences: Array) -> Array:
         """The chunks of some sequences, in order; for a sequence that occurs twice, its chunks come twice."""
         counts = self.first[sequences + 1] - self.first[sequences]
         ends = numpy.cumsum(counts)
@@ -113,7 +113,7 @@ class Chunks:
         return numpy.repeat(self.first[sequences] - (ends - counts), counts) + numpy.arange(total)
 
 
-def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
+def make_chunks(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
     """The chunks of all sequences, with their context; None if both are off. If only chunking is off, a chunk is a sequence.
 
     A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each
@@ -132,9 +132,9 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
     steps: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for name in lengths:
-        found = None if how is None else how.of(name)
-        if found is not None:
-            sizes[name], steps[name] = found
+        size_and_step = None if how is None else how.size_and_step(name)
+        if size_and_step is not None:
+            sizes[name], steps[name] = size_and_step
     columns = {name: column.astype(numpy.int64) for name, column in lengths.items()}
     whole = _whole({name: columns[name] for name in sizes})
     counts = _counts(columns, sizes, steps, whole, keys)
@@ -147,7 +147,7 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
         if name in sizes:
             inside = numpy.minimum(sizes[name], here - numbers * steps[name])
             here = numpy.where(whole[name][sequences], here, inside)
-        added = 0 if context is None else sum(context.of(name))
+        added = 0 if context is None else sum(context.frames(name))
         if added and len(here) and here.max() + added >= FRAMES_END:
             raise DataError(
                 f"context_window: expected less than 2**31 frames with those before and after, got {added} of the data key "
@@ -175,11 +175,11 @@ def _counts(
     by_key = {}
     for name in sizes:
         here = by_key[name] = _counts_of(columns[name], steps[name], limit_of(keys.min_chunk_size, name), keys.chunking_tail)
-        other = first_with.setdefault(steps[name], name)
+        same_step = first_with.setdefault(steps[name], name)
         wrong = ~whole[name] & (counts >= 0) & (counts != here)
         if keys.chunking_tail != "drop_short":
             # Chunks of the same step begin at the same frames, so they should end at the same ones.
-            wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
+            wrong |= ~whole[name] & ~whole[same_step] & (columns[name] != columns[same_step])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])
             got = " and ".join(f"{by_key[key][index]} of the {columns[key][index]} frames of {key!r}" for key in by_key)
@@ -232,13 +232,13 @@ class ChunkedDataset(PartsOfSequences):
 
     def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         number = int(self._chunks.numbers[index])
-        part = {}
+        chunk = {}
         for name, values in arrays.items():
-            before, after = (0, 0) if self._chunks.context is None else self._chunks.context.of(name)
+            before, after = (0, 0) if self._chunks.context is None else self._chunks.context.frames(name)
             length = int(self.lengths[name][index]) - before - after
             start = number * self._chunks.steps.get(name, 0) if length < len(values) else 0
-            part[name] = _with_zeros(values, start - before, start + length + after)
-        return part
+            chunk[name] = _with_zeros(values, start - before, start + length + after)
+        return chunk
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(self._chunks.sequences[list(indices)].tolist())

@@ -16,7 +16,7 @@ from typing import overload
 import numpy
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import BLOCK, blocks_of, bounds, group_by_cost, random_order, rearrange
+from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE, blocks_of, bounds, group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.frames import cut_frames, frames_of
@@ -57,7 +57,7 @@ class Plan:
     def fingerprint(self) -> int:
         """A checksum, which is the same on two ranks if they have the same plan."""
         checksum = 0
-        for block in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
+        for block in (self.order[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(self.order), SEQUENCES_AT_ONCE)):
             checksum = crc32(block.astype(numpy.int64, copy=False), checksum)
         return crc32(self.bounds, checksum)
 
@@ -71,7 +71,8 @@ class Plan:
         if not len(elements) or numpy.bincount(elements[is_new]).max(initial=0) <= 1:
             return None
         by_index = numpy.argsort(elements, kind="stable")
-        counts, ordered = numpy.cumsum(is_new[by_index]), elements[by_index]
+        counts = numpy.cumsum(is_new[by_index])
+        ordered = elements[by_index]
         begins = numpy.append(True, ordered[1:] != ordered[:-1])
         draws = numpy.empty(len(by_index), dtype=numpy.int64)
         draws[by_index] = counts - numpy.maximum.accumulate(numpy.where(begins, counts, 0))
@@ -130,7 +131,7 @@ class Plan:
             lengths: number of frames of every sequence, or chunk.
         """
         indices = self.between(start, stop)
-        blocks = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
+        blocks = (indices[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(indices), SEQUENCES_AT_ONCE))
         count = frames_of if self.cuts_frames else lengths.__getitem__
         return sum(int(count(block).sum(dtype=numpy.int64)) for block in blocks)
 
@@ -147,7 +148,9 @@ class RankBatches(Sequence[Array]):
 
     def draws(self, index: int) -> Array | None:
         """Those of a batch of `Plan.draws`."""
-        draws, bounds, number = self._plan.draws, self._plan.bounds, self._numbers[index]
+        draws = self._plan.draws
+        bounds = self._plan.bounds
+        number = self._numbers[index]
         return None if draws is None else draws[bounds[number] : bounds[number + 1]]
 
     @overload
@@ -207,7 +210,7 @@ def plan(
         ordered = order_in_windows(by, order_keys, epoch, window)
     indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
-        indices = chunks.of(indices)
+        indices = chunks.numbers_of(indices)
         lengths = chunks.lengths
     if len(ordered) and not len(indices):
         raise DataError(

@@ -38,7 +38,8 @@ def cut_frames(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> 
     places = numpy.flatnonzero(frames)
     if not len(places):
         return numpy.zeros((0, 3), dtype=numpy.int64), numpy.zeros(1, dtype=numpy.int64)
-    sequences, ends = indices[places], numpy.cumsum(frames[places])
+    sequences = indices[places]
+    ends = numpy.cumsum(frames[places])
     begins = ends - frames[places]
     cuts = _cuts(ends, places, _smallest(lengths, limits.batch_size), limits.max_seqs)
     edges = _merge(begins, cuts)  # pieces begin where a sequence or a batch begins
@@ -56,13 +57,13 @@ def _common_lengths(lengths: Mapping[str, Array], indices: Array) -> Array:
     """The number of frames of every sequence in order, int64. Raises: DataError, unless it is the same in all data keys."""
     (first, column), *others = lengths.items()
     frames = column[indices].astype(numpy.int64)
-    for name, other in others:
-        wrong = numpy.flatnonzero(other[indices] != frames)
+    for name, frames_there in others:
+        wrong = numpy.flatnonzero(frames_there[indices] != frames)
         if len(wrong):
             index = int(indices[wrong[0]])
             raise DataError(
                 f"frame_batches: expected the same number of frames in all data keys, got {column[index]} of {first!r} and "
-                f"{other[index]} of {name!r} in sequence {index} (extern_data may name the data keys that the model uses; "
+                f"{frames_there[index]} of {name!r} in sequence {index} (extern_data may name the data keys that the model uses; "
                 "others are left out)"
             )
     return frames
@@ -94,15 +95,15 @@ def _cuts(ends: Array, places: Array, size: int, most: int | None) -> Array:
     return numpy.array(cuts, dtype=numpy.int64)
 
 
-def _merge(row: Array, other: Array) -> Array:
+def _merge(row: Array, new: Array) -> Array:
     """The numbers of two ascending rows, each once, ascending. numpy.union1d sorts all of them, in ten times the time.
 
     >>> _merge(numpy.array([0, 3, 7]), numpy.array([0, 5, 9])).tolist()
     [0, 3, 5, 7, 9]
     """
-    places = numpy.searchsorted(row, other)
-    is_new = row[numpy.minimum(places, len(row) - 1)] != other
-    return numpy.insert(row, places[is_new], other[is_new])
+    places = numpy.searchsorted(row, new)
+    is_new = row[numpy.minimum(places, len(row) - 1)] != new
+    return numpy.insert(row, places[is_new], new[is_new])
 
 
 class FrameDataset(PartsOfSequences):

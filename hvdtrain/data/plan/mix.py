@@ -97,7 +97,7 @@ def mixed_parts(mix: Mix, lengths: Array, subset: Array | None) -> list[MixedPar
         frames = numpy.maximum(lengths[within], 1).astype(numpy.int64)  # one without frames takes a place, too
         costs.append(frames if mix.by == "frames" else numpy.ones(len(within), dtype=numpy.int64))
     quotas = _quotas(mix, [int(column.sum()) for column in costs])
-    return [MixedPart(*found) for found in zip(mix.bounds, members, costs, quotas, strict=True)]
+    return [MixedPart(*fields) for fields in zip(mix.bounds, members, costs, quotas, strict=True)]
 
 
 def _quotas(mix: Mix, sizes: list[int]) -> list[int]:
@@ -144,7 +144,7 @@ Passes = Callable[[int, int, range], Array]
 
 def mix_epoch(parts: list[MixedPart], full_epoch: int, passes: Passes) -> Array:
     """The indices of the sequences of a full epoch (counted from 1), in an even mix; int64."""
-    found, places = [], []
+    drawn, places = [], []
     for number, part in enumerate(parts):
         begin, end = (full_epoch - 1) * part.quota, full_epoch * part.quota
         size = int(part.costs.sum())
@@ -154,6 +154,6 @@ def mix_epoch(parts: list[MixedPart], full_epoch: int, passes: Passes) -> Array:
         # The middle of a sequence decides on the epoch that it belongs to, and on its place there; twice of it is an integer.
         middles = 2 * (some.start * size + numpy.cumsum(costs)) - costs
         here = (middles >= 2 * begin) & (middles < 2 * end)
-        found.append(part.members[order[here]])
+        drawn.append(part.members[order[here]])
         places.append((middles[here] - 2 * begin) / (2 * part.quota))
-    return numpy.concatenate(found)[numpy.argsort(numpy.concatenate(places), kind="stable")]
+    return numpy.concatenate(drawn)[numpy.argsort(numpy.concatenate(places), kind="stable")]

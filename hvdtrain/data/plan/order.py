@@ -65,21 +65,21 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
         generator = numpy.random.RandomState([seed, keys.partition_epoch]) if method.is_random else None
         places = part_of_files(lengths, which, keys.partition_epoch, number, generator)
-        part = places[_order_all(lengths[places], method, seed)]
+        indices = places[_order_all(lengths[places], method, seed)]
     else:
-        part = _partition(_order_all(lengths, method, seed), keys.partition_epoch, number)
+        indices = _partition(_order_all(lengths, method, seed), keys.partition_epoch, number)
     if subset is not None:
-        part = subset[part].astype(numpy.int64, copy=False)
+        indices = subset[indices].astype(numpy.int64, copy=False)
     if listed is not None:
         is_listed = numpy.zeros(len(lengths), dtype=bool)
         is_listed[listed] = True
-        part = part[is_listed[part]]
-        if not len(part):
+        indices = indices[is_listed[indices]]
+        if not len(indices):
             raise DataError(
                 f"epoch {epoch}: expected at least one of its sequences in seq_list_filter_file, which is applied after "
                 f"partition_epoch, got none of the {len(listed)} (fewer parts, or a dataset of these sequences only)"
             )
-    return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
+    return numpy.tile(indices, keys.repeat_epoch) if keys.repeat_epoch > 1 else indices
 
 
 def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: Mix, subset: Array | None = None) -> Array:
@@ -102,8 +102,8 @@ def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: Mix, subset: A
         mixed = mixed[_laplace(_for_sorting(lengths[mixed]), numpy.arange(len(mixed)), _num_bins(method, len(mixed)))]
     elif method.name not in ("random", "random_blocks"):
         mixed = mixed[_order_all(lengths[mixed], method, seed_of(keys, epoch))]
-    part = _partition(mixed, keys.partition_epoch, part_of(keys, epoch))
-    return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
+    indices = _partition(mixed, keys.partition_epoch, part_of(keys, epoch))
+    return numpy.tile(indices, keys.repeat_epoch) if keys.repeat_epoch > 1 else indices
 
 
 def _pass_orders(size: int, numbers: range, method: Method, seed: list[int], is_fixed: bool) -> Array:
@@ -200,9 +200,9 @@ def _laplace(lengths: Array, indices: Array, bins: int) -> Array:
     """A random order in bins, sorted in ascending and descending order in turn: lengths do not jump between neighbours."""
     cuts = _bin_cuts(len(lengths), bins)
     for i in range(bins):
-        part = indices[cuts[i] : cuts[i + 1]]  # a view, which is sorted in place
-        here = lengths[part]
-        part[:] = part[numpy.argsort(here if i % 2 == 0 else ~here, kind="stable")]
+        bin_indices = indices[cuts[i] : cuts[i + 1]]  # a view, which is sorted in place
+        here = lengths[bin_indices]
+        bin_indices[:] = bin_indices[numpy.argsort(here if i % 2 == 0 else ~here, kind="stable")]
     return indices
 
 
@@ -213,10 +213,10 @@ def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins:
     cuts = _bin_cuts(len(lengths), bins)
     parts = []
     for i in generator.permutation(bins):
-        part = by_length[cuts[i] : cuts[i + 1]].copy()
+        bin_indices = by_length[cuts[i] : cuts[i + 1]].copy()
         if shuffle_within:
-            generator.shuffle(part)
-        parts.append(part)
+            generator.shuffle(bin_indices)
+        parts.append(bin_indices)
     return numpy.concatenate(parts)
 
 

@@ -154,17 +154,17 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     text = keys.seq_ordering
     if not callable(text):
         return parse(text)
-    found = call_for_epoch("seq_ordering", text, epoch)
-    if hasattr(found, "dtype"):
+    value = call_for_epoch("seq_ordering", text, epoch)
+    if hasattr(value, "dtype"):
         if keys.partition_epoch > 1:  # all parts are cut from the same order
-            found = call_for_epoch("seq_ordering", text, full_epoch(keys, epoch))
-        return GivenOrder("indices", indices=found, checksum=crc32(found.tobytes()))
-    if not isinstance(found, str) or not is_order(found):
+            value = call_for_epoch("seq_ordering", text, full_epoch(keys, epoch))
+        return GivenOrder("indices", indices=value, checksum=crc32(value.tobytes()))
+    if not isinstance(value, str) or not is_order(value):
         raise DataError(
             f"seq_ordering: expected the function to return one of {', '.join(METHODS)} (with :NUMBER or :.NUMBER where it takes "
-            f"one), or an array of indices, got {found!r} for epoch {epoch}"
+            f"one), or an array of indices, got {value!r} for epoch {epoch}"
         )
-    return parse(found)
+    return parse(value)
 
 
 def order_text(keys: OrderKeys, epoch: int) -> str:
@@ -193,13 +193,13 @@ def call_for_epoch(name: str, function: Callable[..., Any], epoch: int) -> Any:
 
 def limit_of(keys: OrderKeys, epoch: int) -> int | None:
     """The number of batches of each rank in an epoch; None: all. Raises: DataError."""
-    given = keys.max_batches
-    found = call_for_epoch("max_batches", given, epoch) if callable(given) else given
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+    setting = keys.max_batches
+    limit = call_for_epoch("max_batches", setting, epoch) if callable(setting) else setting
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise DataError(
-            f"max_batches: expected the function to return a positive number or None, got {found!r} for epoch {epoch}"
+            f"max_batches: expected the function to return a positive number or None, got {limit!r} for epoch {epoch}"
         )
-    return found
+    return limit
 
 
 def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:

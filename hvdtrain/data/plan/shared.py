@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.bounds import BLOCK
+from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.data.plan.epoch import Plan, crc32, plan
@@ -77,7 +77,9 @@ class PlanInputs:
 
     def as_text(self) -> dict[str, str]:
         """By name, as text, the keys and other inputs that determine the plan. Raises: DataError."""
-        order, batches, limits = self.order_keys, self.batch_keys, self.batch_keys.limits(self.epoch)
+        order = self.order_keys
+        batches = self.batch_keys
+        limits = self.batch_keys.limits(self.epoch)
         inputs = {
             "seq_ordering": order_text(order, self.epoch),
             **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
@@ -110,7 +112,9 @@ class PlanInputs:
 
     def checksum(self) -> int:
         """A checksum: the same on two ranks if they would make the same plan, and faster to compute. Raises: DataError."""
-        order, batches, epoch = self.order_keys, self.batch_keys, self.epoch
+        order = self.order_keys
+        batches = self.batch_keys
+        epoch = self.epoch
         keys = (
             *(method_of(order, epoch), seed_of(order, epoch), part_of(order, epoch)),
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
@@ -119,7 +123,7 @@ class PlanInputs:
             *(self.max_batches, self.window, batches.frame_batches, batches.largest_batches_first),
             None if self.mix is None else self.mix.text(),
         )
-        found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
+        checksum = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
         chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]
         for array in (
             *self.lengths.values(),
@@ -129,8 +133,8 @@ class PlanInputs:
             *chunks,
             self._costs(),
         ):
-            found = crc32(numpy.zeros(0) if array is None else array, found)
-        return found
+            checksum = crc32(numpy.zeros(0) if array is None else array, checksum)
+        return checksum
 
 
 def _frames_text(lengths: Mapping[str, Array]) -> str:
@@ -178,7 +182,7 @@ class Offer:
 
 
 @contextmanager
-def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
+def offer_plan(plan: Plan, inputs: int) -> Iterator[Offer | None]:
     """Copy a plan to memory that other processes of this host can map during the `with` block; None: that is impossible."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
@@ -186,12 +190,12 @@ def offer_plan(made: Plan, inputs: int) -> Iterator[Offer | None]:
     except OSError:
         yield None
         return
-    dtype = "int32" if made.order.max(initial=0) < 2**31 else "int64"
-    blocks = (made.order[i : i + BLOCK].astype(dtype) for i in range(0, len(made.order), BLOCK))
+    dtype = "int32" if plan.order.max(initial=0) < 2**31 else "int64"
+    blocks = (plan.order[i : i + SEQUENCES_AT_ONCE].astype(dtype) for i in range(0, len(plan.order), SEQUENCES_AT_ONCE))
     try:
-        complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
+        complete = all(_write(descriptor, block) for block in chain([numpy.frombuffer(token, numpy.uint8), plan.bounds], blocks))
         offer = Offer(
-            this_host(), os.getpid(), descriptor, token, len(made.bounds), made.order.shape, dtype, inputs, made.fingerprint
+            this_host(), os.getpid(), descriptor, token, len(plan.bounds), plan.order.shape, dtype, inputs, plan.fingerprint
         )
         yield offer if complete else None
     finally:

@@ -17,11 +17,11 @@ from hvdtrain.data.views import ChangedSequences
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.keys import MetaDatasetKeys
 
-BLOCK = 1 << 18
+TAGS_AT_ONCE = 1 << 18
 """Tags read at once: some tens of megabytes."""
 
 
-def tag_blocks(dataset: Dataset, block: int = BLOCK) -> Iterator[tuple[int, Array]]:
+def tag_blocks(dataset: Dataset, block: int = TAGS_AT_ONCE) -> Iterator[tuple[int, Array]]:
     """All tags in order, in blocks: the index of the first one, and the tags in UTF-8 as numpy bytes of shape (block,)."""
     for start in range(0, dataset.num_sequences, block):
         yield start, dataset.tag_bytes(start, min(start + block, dataset.num_sequences))
@@ -67,8 +67,8 @@ class TagIndex:
         self._name = name
         self._tags = _all_tags(dataset)
         unsorted = numpy.empty(len(self._tags), dtype=numpy.uint64)
-        for start in range(0, len(self._tags), BLOCK):
-            unsorted[start : start + BLOCK] = hashes(self._tags[start : start + BLOCK])
+        for start in range(0, len(self._tags), TAGS_AT_ONCE):
+            unsorted[start : start + TAGS_AT_ONCE] = hashes(self._tags[start : start + TAGS_AT_ONCE])
         self._order = numpy.argsort(unsorted, kind="stable").astype(_index_type(len(unsorted)), copy=False)
         self._hashes = unsorted[self._order]
         self._run = self._longest_run()
@@ -124,8 +124,8 @@ class TagIndex:
         longest = 1
         while len(same := numpy.flatnonzero(self._hashes[longest:] == self._hashes[:-longest])):
             first, second = self._order[same], self._order[same + longest]
-            for start in range(0, len(same), BLOCK):
-                equal = self._tags[first[start : start + BLOCK]] == self._tags[second[start : start + BLOCK]]
+            for start in range(0, len(same), TAGS_AT_ONCE):
+                equal = self._tags[first[start : start + TAGS_AT_ONCE]] == self._tags[second[start : start + TAGS_AT_ONCE]]
                 if equal.any():
                     tag = self._tags[first[start + int(numpy.argmax(equal))]]
                     raise DataError(f"{self._name}: expected every tag once, got {_text(tag)!r} twice")

@@ -23,7 +23,7 @@ LARGE = 1 << 20
 MANY_CHUNKS = 8
 """A sequence in more chunks than this takes longer to look up than to read."""
 
-BLOCK = 16 << 20
+BYTES_AT_ONCE = 16 << 20
 """The number of bytes checked at once."""
 
 SAMPLE = 300
@@ -110,7 +110,7 @@ def extremes(path: Path, key: str) -> tuple[int, int] | None:
         if dataset is None or not dataset.size:
             return None
         length = dataset.chunks[0] if dataset.chunks else 1
-        step = max(1, BLOCK // (length * dataset.dtype.itemsize)) * length
+        step = max(1, BYTES_AT_ONCE // (length * dataset.dtype.itemsize)) * length
         found: list[int] = []
         for start in range(0, len(dataset), step):
             try:

@@ -75,16 +75,16 @@ class IterableDataset(SequenceSource):
         return None
 
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
-        reading = IterableReading("the iterable", self, Scanning().seed)
-        for number, (tag, arrays) in enumerate(islice(reading.items(self._epoch), stop)):
+        stream = IterableReading("the iterable", self, Scanning().seed)
+        for number, (tag, arrays) in enumerate(islice(stream.items(self._epoch), stop)):
             if number >= start:
                 yield tag, arrays
 
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
         refuse_batches(where, self.iterable)
         made_of = [self.iterable, self.epoch_size, self.dims, self.labels]
-        identity = fingerprint_of(made_of) if scanning.folder is not None else ""
-        return open_streamed(IterableReading(where, self, scanning.seed), f"iterable {identity}", scanning)
+        fingerprint = fingerprint_of(made_of) if scanning.folder is not None else ""
+        return open_streamed(IterableReading(where, self, scanning.seed), f"iterable {fingerprint}", scanning)
 
     def iterator(self, epoch: int) -> Iterator[Any]:
         """Start anew. `epoch` is the epoch, or counts the starts if an epoch is not all of the iterable."""
@@ -106,7 +106,9 @@ class IterableReading(StreamReading):
 
     def __init__(self, where: str, source: IterableDataset, seed: int) -> None:
         super().__init__()
-        self.where, self.name, self.window = where, source.name, source.window
+        self.where = where
+        self.name = source.name
+        self.window = source.window
         self.constant = source.epoch_size is None and not takes_epoch(source.iterable)
         self._source = source
         self._epoch_size = source.epoch_size
@@ -129,7 +131,9 @@ class IterableReading(StreamReading):
         """By reading on if the epoch lies ahead, unless `anew`, else from the start."""
         start = 0 if self._epoch_size is None else (epoch - 1) * self._epoch_size
         if anew or self._epoch_size is None or self._iterator is None or self._position > start:
-            self._iterator, self._starts, self._position = None, 0, 0
+            self._iterator = None
+            self._starts = 0
+            self._position = 0
         self._now = epoch
         while self._position < start and self._read_on() is not END:
             pass

@@ -114,20 +114,20 @@ class StreamReading(ABC):
 
     def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
         """Read up to `count` sequences from `start` on, for not much longer than `SCAN_SECONDS`."""
-        part = ScannedSequences([], {}, [])
+        scanned = ScannedSequences([], {}, [])
         until = time.monotonic() + SCAN_SECONDS
         self._go_to(epoch, start)
-        while len(part.tags) < count and (not part.tags or time.monotonic() < until):
+        while len(scanned.tags) < count and (not scanned.tags or time.monotonic() < until):
             number = self._next
             if (item := self._advance()) is END:
-                return replace(part, ended=True)
+                return replace(scanned, ended=True)
             tag, arrays = self.sequence(number, item)
-            part.tags.append(tag)
-            part.checksums.append(_checksum(tag, arrays) if number < AGAIN or self.can_skip else 0)
+            scanned.tags.append(tag)
+            scanned.checksums.append(_checksum(tag, arrays) if number < AGAIN or self.can_skip else 0)
             for key, values in arrays.items():
-                part.lengths.setdefault(key, []).append(len(values))
+                scanned.lengths.setdefault(key, []).append(len(values))
             self.seen(arrays)
-        return replace(part, total=self.total())
+        return replace(scanned, total=self.total())
 
     def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
         """Whether sequences of an epoch have these checksums when it begins again.
@@ -187,7 +187,10 @@ class StreamReading(ABC):
 
         # The source may start processes, as a DataLoader does, which Python denies to daemons of multiprocessing.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        self._epoch, self._next, self._has_ended, self._held = 0, 0, False, {}
+        self._epoch = 0
+        self._next = 0
+        self._has_ended = False
+        self._held = {}
         self.begin(epoch, anew)
         self._epoch = epoch
 

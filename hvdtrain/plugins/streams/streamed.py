@@ -102,7 +102,7 @@ class Reader:
         DataError: the source cannot be read.
     """
 
-    def __init__(self, source: StreamReading, identity: str, scanning: Scanning, num_workers: int) -> None:
+    def __init__(self, source: StreamReading, fingerprint: str, scanning: Scanning, num_workers: int) -> None:
         self.source = source
         self._scanning = scanning
         self._next = (0, 0)  # epoch and number of the sequence that the reading process has not read yet
@@ -112,7 +112,7 @@ class Reader:
         try:
             if source.window is not None and not source.constant:  # so that reading ahead and scanning do not restart each other
                 self._pool = self._start(1)
-            self.file = IndexFile(scanning.folder, identity)
+            self.file = IndexFile(scanning.folder, fingerprint)
             self._varies = (path := self.file.path(VARIES)) is not None and path.exists()
             self.about, first = self._kept(self.part(1), self._inspect)
             if self.about.by_corpus:
@@ -137,9 +137,9 @@ class Reader:
     def epoch(self, epoch: int) -> SequenceTable:
         """The sequences of an epoch, which is scanned if their lengths are unknown. Raises: DataError."""
         if epoch not in self._epochs:
-            found = self._corpus_epoch(epoch) if self.about.by_corpus else self._scanned_epoch(epoch)
+            table = self._corpus_epoch(epoch) if self.about.by_corpus else self._scanned_epoch(epoch)
             latest = sorted({*self._epochs, epoch} - {epoch})[-2:]
-            self._epochs = {**{other: self._epochs[other] for other in latest}, epoch: found}
+            self._epochs = {**{number: self._epochs[number] for number in latest}, epoch: table}
         return self._epochs[epoch]
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Item]:
@@ -209,8 +209,8 @@ class Reader:
         """What is kept, or what a function finds, which is kept then."""
 
         def make() -> Kept:
-            about, found = find()
-            return about.as_json(), {"": found.tags, **found.lengths}
+            about, table = find()
+            return about.as_json(), {"": table.tags, **table.lengths}
 
         read, arrays = self.file.get(part, self._scanning, make, f"{self.source.where}: the lengths are found")
         return SourceTraits.from_json(read), SequenceTable(arrays.pop(""), arrays)
@@ -226,7 +226,8 @@ class Reader:
         # Many datasets load the first sequence when an epoch begins, so skipping only shows from the third one on.
         skips = self.source.can_skip and repeats and places[0] > 1 and self._ask("matches", 1, jumps, True)
         about = SourceTraits(self._ask("streams"), by_corpus=False, skips=skips, repeats=repeats)
-        order, tags = self._ask("order", 1), self._ask("all_tags")
+        order = self._ask("order", 1)
+        tags = self._ask("all_tags")
         if (
             self._varies
             or order is None
@@ -255,14 +256,15 @@ class Reader:
     def _corpus_epoch(self, epoch: int) -> SequenceTable:
         answer = self._ask("order", epoch)
         if answer is None or answer[1] != _checksum_of(self._corpus):
-            self.about, self._varies = replace(self.about, by_corpus=False), True
+            self.about = replace(self.about, by_corpus=False)
+            self._varies = True
             return self._scanned_epoch(epoch)
         order = answer[0]
-        if (found := self._corpus.select(order)).is_complete:
-            return found
+        if (selected := self._corpus.select(order)).is_complete:
+            return selected
         with self.file.turn(self._scanning.waiting, HEAD_START if self._scanning.rank else 0.0):
-            if (kept := self.file.load(self.part(1))) is not None:  # including what other processes have found meanwhile
-                self._corpus = SequenceTable(kept[1].pop(""), kept[1])
+            if (stored := self.file.load(self.part(1))) is not None:  # including what other processes have found meanwhile
+                self._corpus = SequenceTable(stored[1].pop(""), stored[1])
             if not self._corpus.select(order).is_complete:
                 read, _ = self._scan(epoch)
                 if len(read.tags) != len(order):
@@ -281,17 +283,19 @@ class Reader:
         tags: list[str] = []
         lengths: dict[str, list[int]] = {}
         checksums: list[int] = []
-        part: ScannedSequences = self._ask("scan", epoch, 0, 1)
-        with self._scanning.progress(f"{self.source.where}: lengths of {self.source.name}, epoch {epoch}", part.total) as advance:
+        scanned: ScannedSequences = self._ask("scan", epoch, 0, 1)
+        with self._scanning.progress(
+            f"{self.source.where}: lengths of {self.source.name}, epoch {epoch}", scanned.total
+        ) as advance:
             while True:
-                tags += part.tags
-                checksums += part.checksums
-                for key, column in part.lengths.items():
+                tags += scanned.tags
+                checksums += scanned.checksums
+                for key, column in scanned.lengths.items():
                     lengths.setdefault(key, []).extend(column)
-                advance(len(part.tags))
-                if part.ended:
+                advance(len(scanned.tags))
+                if scanned.ended:
                     break
-                part = self._ask("scan", epoch, len(tags), EVERYTHING)
+                scanned = self._ask("scan", epoch, len(tags), EVERYTHING)
         if not tags and epoch > 1:
             lengths = {key: [] for key in self.about.streams}
         columns = {key: numpy.array(column, dtype=numpy.int32) for key, column in lengths.items()}
@@ -308,8 +312,8 @@ class StreamedDataset(IndexedDataset):
         self._reader = reader
         self._epoch = epoch
         self.window = reader.source.window
-        found = reader.epoch(epoch)
-        super().__init__(reader.about.streams, found.tags, found.lengths)
+        table = reader.epoch(epoch)
+        super().__init__(reader.about.streams, table.tags, table.lengths)
 
     def at_epoch(self, epoch: int) -> Dataset:
         if epoch == self._epoch or not self._reader.source.constant:
@@ -370,20 +374,20 @@ class StreamedDataset(IndexedDataset):
         file = self._reader.file.path(self._reader.part(epoch))
         if file is None:
             return "its lengths were found by reading it once before; if they differ between epochs, set lengths_dir"
-        found = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"
+        advice = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"
         if not by_corpus or not same:
-            return found
+            return advice
         self._reader.note_that_lengths_vary()
-        return f"{found}; if lengths differ between epochs, start again: from now on, each epoch is read for its lengths"
+        return f"{advice}; if lengths differ between epochs, start again: from now on, each epoch is read for its lengths"
 
 
-def open_streamed(source: StreamReading, identity: str, scanning: Scanning, num_workers: int = 1) -> Dataset:
+def open_streamed(source: StreamReading, fingerprint: str, scanning: Scanning, num_workers: int = 1) -> Dataset:
     """Open a source that is read from beginning to end, to train or evaluate on. Raises: DataError.
 
     Args:
-        identity: identifies the source of saved lengths.
+        fingerprint: identifies the source of saved lengths.
     """
-    reader = Reader(source, identity, scanning, num_workers)
+    reader = Reader(source, fingerprint, scanning, num_workers)
     try:
         return StreamedDataset(reader, 1)
     except BaseException:

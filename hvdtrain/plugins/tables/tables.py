@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.files import check_same, identity, why_not_opened
+from hvdtrain.data.files import check_same, file_stamp, why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -230,14 +230,14 @@ class RowFile(ABC):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._identity = identity(os.stat(path))
+        self._stamp = file_stamp(os.stat(path))
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
         """A group. Raises: DataError."""
         import pyarrow
 
         try:
-            check_same(Path(self.path), self._identity, identity(os.stat(self.path)))
+            check_same(Path(self.path), self._stamp, file_stamp(os.stat(self.path)))
             return self._read(number, columns)
         except (OSError, pyarrow.ArrowException) as error:
             got = why_not_opened(error) if isinstance(error, OSError) else ""

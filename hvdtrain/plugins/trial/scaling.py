@@ -144,7 +144,7 @@ def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
     """The first epoch on a number of ranks. Raises: DataError, if there are more of them than sequences in a batch of all."""
     keys = settings.batch
     if keys.batch_size_total is not None or keys.max_seqs_total is not None:
-        plan = replace(feed, batch_keys=keys.of_each_of(ranks).of_training()).plan(1)
+        plan = replace(feed, batch_keys=keys.per_rank(ranks).training_keys()).plan(1)
     return Work(_costs(feed, plan), feed.num_sequences(plan))
 
 

@@ -12,7 +12,7 @@ from opened_data import opened
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import ChunkedDataset, cut
+from hvdtrain.data.plan.chunks import ChunkedDataset, make_chunks
 
 
 def with_pid(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def test_sequences_come_in_the_order_asked_for_from_the_workers(dataset: Dataset
 
 
 def test_chunks_come_from_the_workers(dataset: Dataset) -> None:
-    chunks = cut(dataset.lengths, ChunkKeys(chunking="2:2"))
+    chunks = make_chunks(dataset.lengths, ChunkKeys(chunking="2:2"))
     assert chunks is not None
-    order = chunks.of(numpy.array([4, 9, 1, 0]))
+    order = chunks.numbers_of(numpy.array([4, 9, 1, 0]))
     chunked = ChunkedDataset(dataset, chunks)
     made = [chunked.batch(indices) for indices in (order[:4], order[4:5], order[5:])]
     assert [batch.indices.tolist() for batch in made] == [[4, 4, 4, 9], [9], [9, 1, 1, 1, 0, 0, 0]]

@@ -24,7 +24,7 @@ from hvdtrain.data.of_config import parse
 from hvdtrain.data.padding import pad
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
@@ -270,7 +270,7 @@ def test_a_sequence_that_an_epoch_has_several_times_has_other_noise_each_time(wo
     assert values(packed=True) == values(max_seqs=9) == found
     assert values(position=2) == found[4:]
     order = {"seq_ordering": "default", "repeat_epoch": 3}
-    in_chunks = replace(feed_of(dataset, order=order, max_seqs=3), chunks=cut(dataset.lengths, ChunkKeys(chunking=1)))
+    in_chunks = replace(feed_of(dataset, order=order, max_seqs=3), chunks=make_chunks(dataset.lengths, ChunkKeys(chunking=1)))
     for feed in (in_chunks, feed_of(dataset, order=order, batch_size=5, frame_batches=True)):  # sequences of two frames
         with feed.read(feed.rank_batches(feed.plan(1)), 1) as batches:
             frames = numpy.concatenate([batch.data["data"].values.reshape(-1) for batch in batches])

@@ -117,7 +117,7 @@ def test_lengths_are_counted_by_one_process_or_several(monkeypatch: pytest.Monke
     expected = [len(word) for word in words.words]
     alone = opened({"class": Words})
     monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr(counting, "BLOCK", 7)
+    monkeypatch.setattr(counting, "ITEMS_AT_ONCE", 7)
     together = opened(words, processes=2)
     assert words.read < 20, "the others read the rest"
     for dataset in (alone, together):

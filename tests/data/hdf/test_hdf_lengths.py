@@ -12,7 +12,7 @@ from hvdtrain.errors import DataError
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(hdf_layout, "BLOCK", 3)
+    monkeypatch.setattr(hdf_layout, "ROWS_AT_ONCE", 3)
     with HDFWriter(tmp_path / "a.hdf") as writer:
         for number in range(10):
             writer.add(f"{number}", {"data": numpy.full((number, 2), number), "classes": numpy.full(10 - number, number)})

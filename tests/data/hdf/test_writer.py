@@ -129,7 +129,7 @@ def test_sequences_of_no_frames(tmp_path: Path) -> None:
 
 
 def test_values_are_copied_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "BLOCK", 3 * 8)  # three frames at once; 100 is no multiple of it
+    monkeypatch.setattr(writer_module, "BYTES_AT_ONCE", 3 * 8)  # three frames at once; 100 is no multiple of it
     frames = numpy.random.default_rng(0).normal(size=(100, 2)).astype(numpy.float32)
     with HDFWriter(tmp_path / "file.hdf") as writer:
         for start in range(0, 100, 7):
@@ -308,7 +308,7 @@ def test_compressed_files_hold_the_same_in_chunks_along_time(tmp_path: Path) -> 
 
 
 def test_frames_wider_than_a_chunk_and_blocks_of_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "BLOCK", 50_000)
+    monkeypatch.setattr(writer_module, "BYTES_AT_ONCE", 50_000)
     wide = numpy.arange(3 * 100_000, dtype=numpy.float32).reshape(3, 100_000)
     many = numpy.arange(30_000, dtype=numpy.int32)
     write_all(tmp_path / "file.hdf", {"data": wide, "many": many}, compression="lzf")

@@ -117,7 +117,7 @@ def test_windows_of_batches_hold_on_any_number_of_ranks() -> None:
     for given in (10, {"buffer_size": 10}):
         keys = BatchKeys(max_seqs=8, online_shuffle_batches=given)
         assert faults(keys.problems()) == []
-        assert keys.of_evaluation().shuffle_window == 0
+        assert keys.evaluation_keys().shuffle_window == 0
         made = plan(lengths, RANDOM, keys, 3)
         assert made.order.tolist() != plain.order.tolist()
         for first in range(0, made.num_batches, 10):
@@ -165,6 +165,6 @@ def test_the_largest_batches_come_first_and_then_those_with_the_longest_sequence
         usual.batch(batch).tolist() for batch in expected
     ]
     assert len(first) > 16 or group  # some have long sequences, but few of them
-    evaluated = plan(lengths, RANDOM, replace(keys, largest_batches_first=True).of_evaluation(), 1)
-    assert evaluated.bounds.tolist() == plan(lengths, RANDOM, keys.of_evaluation(), 1).bounds.tolist()
-    assert evaluated.order.tolist() == plan(lengths, RANDOM, keys.of_evaluation(), 1).order.tolist()
+    evaluated = plan(lengths, RANDOM, replace(keys, largest_batches_first=True).evaluation_keys(), 1)
+    assert evaluated.bounds.tolist() == plan(lengths, RANDOM, keys.evaluation_keys(), 1).bounds.tolist()
+    assert evaluated.order.tolist() == plan(lengths, RANDOM, keys.evaluation_keys(), 1).order.tolist()

@@ -35,7 +35,7 @@ def test_plans_do_not_depend_on_the_size_of_blocks(
     for name, column in made.longest(LENGTHS).items():
         assert column.tolist() == [int(LENGTHS[name][batch].max()) for batch in made.rank_batches(0, 1)]
     for module in (bounds, epoch):
-        monkeypatch.setattr(module, "BLOCK", block)
+        monkeypatch.setattr(module, "SEQUENCES_AT_ONCE", block)
     assert found()[1] == expected
 
 

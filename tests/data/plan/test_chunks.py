@@ -11,8 +11,8 @@ from opened_data import Numbers
 from hvdtrain.config.check import build
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, Context, Cut, keys_of, parse, parse_context
-from hvdtrain.data.plan.chunks import Chunks, cut
+from hvdtrain.data.plan.chunk_keys import ChunkKeys, ChunkSize, Context, keys_of, parse, parse_context
+from hvdtrain.data.plan.chunks import Chunks, make_chunks
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
@@ -56,7 +56,7 @@ def test_chunks_are_those_of_the_loops(tail: str, seed: int) -> None:
     size = int(generator.integers(1, 20))
     step = int(generator.integers(1, 25))
     least = int(generator.integers(0, size + 1))
-    made = cut({"data": lengths}, ChunkKeys(chunking=(size, step), min_chunk_size=least, chunking_tail=tail))
+    made = make_chunks({"data": lengths}, ChunkKeys(chunking=(size, step), min_chunk_size=least, chunking_tail=tail))
     assert spans(made, "data") == [list(RULES[tail](length, size, step, least)) for length in lengths.tolist()]
     assert made.first[-1] == len(made.sequences) == len(made.lengths["data"])
     assert made.lengths["data"].dtype == numpy.int32
@@ -64,14 +64,14 @@ def test_chunks_are_those_of_the_loops(tail: str, seed: int) -> None:
 
 def test_the_two_rules_differ_in_short_tails_only() -> None:
     lengths = {"data": numpy.array([10, 3, 13, 12])}
-    keep = cut(lengths, ChunkKeys(chunking="5:5", min_chunk_size=3))
+    keep = make_chunks(lengths, ChunkKeys(chunking="5:5", min_chunk_size=3))
     assert spans(keep, "data") == [[(0, 5), (5, 10)], [(0, 3)], [(0, 5), (5, 10)], [(0, 5), (5, 10)]]
-    drop = cut(lengths, ChunkKeys(chunking="5:5", min_chunk_size=3, chunking_tail="drop_short"))
+    drop = make_chunks(lengths, ChunkKeys(chunking="5:5", min_chunk_size=3, chunking_tail="drop_short"))
     assert spans(drop, "data") == [[(0, 5), (5, 10)], [(0, 3)], [(0, 5), (5, 10), (10, 13)], [(0, 5), (5, 10)]]
 
 
 def test_data_keys_that_are_not_named_stay_whole() -> None:
-    made = cut({"data": numpy.array([6, 3]), "text": numpy.array([4, 1])}, ChunkKeys(chunking={"data": 2}))
+    made = make_chunks({"data": numpy.array([6, 3]), "text": numpy.array([4, 1])}, ChunkKeys(chunking={"data": 2}))
     assert made.sequences.tolist() == [0, 0, 0, 1, 1]
     assert made.lengths["data"].tolist() == [2, 2, 2, 2, 1]
     assert made.lengths["text"].tolist() == [4, 4, 4, 1, 1]
@@ -79,14 +79,16 @@ def test_data_keys_that_are_not_named_stay_whole() -> None:
 
 def test_data_keys_of_another_rate_have_sizes_of_their_own() -> None:
     keys = ChunkKeys(chunking=({"data": 4, "classes": 2}, {"data": 2, "classes": 1}))
-    made = cut({"data": numpy.array([8, 3]), "classes": numpy.array([4, 2])}, keys)
+    made = make_chunks({"data": numpy.array([8, 3]), "classes": numpy.array([4, 2])}, keys)
     assert spans(made, "data")[0] == [(0, 4), (2, 6), (4, 8), (6, 8)]
     assert spans(made, "classes")[0] == [(0, 2), (1, 3), (2, 4), (3, 4)]
 
 
 def test_a_single_frame_beside_longer_data_is_repeated_for_each_chunk() -> None:
     for tail in RULES:
-        made = cut({"data": numpy.array([6, 1]), "speaker": numpy.array([1, 1])}, ChunkKeys(chunking=2, chunking_tail=tail))
+        made = make_chunks(
+            {"data": numpy.array([6, 1]), "speaker": numpy.array([1, 1])}, ChunkKeys(chunking=2, chunking_tail=tail)
+        )
         assert made.sequences.tolist() == [0, 0, 0, 1]
         assert made.lengths["speaker"].tolist() == [1, 1, 1, 1]
 
@@ -98,15 +100,15 @@ def test_data_keys_that_cannot_be_cut_alike_are_an_error() -> None:
             "chunking: expected data keys .* got 5 of the 9 frames of 'data' and 3 of the 5 frames of 'classes' in sequence 1"
         )
         with pytest.raises(DataError, match=message):
-            cut(lengths, ChunkKeys(chunking=2, chunking_tail=tail))
+            make_chunks(lengths, ChunkKeys(chunking=2, chunking_tail=tail))
     close = {"data": numpy.array([10]), "classes": numpy.array([9])}
-    assert cut(close, ChunkKeys(chunking=2, chunking_tail="drop_short")).lengths["classes"].tolist() == [2, 2, 2, 2, 1]
+    assert make_chunks(close, ChunkKeys(chunking=2, chunking_tail="drop_short")).lengths["classes"].tolist() == [2, 2, 2, 2, 1]
     with pytest.raises(DataError, match="the same length if they have the same step"):
-        cut(close, ChunkKeys(chunking=2))
+        make_chunks(close, ChunkKeys(chunking=2))
 
 
 def test_a_plan_over_chunks_follows_the_order_of_the_sequences() -> None:
-    chunks = cut({"data": LENGTHS}, ChunkKeys(chunking="4:2"))
+    chunks = make_chunks({"data": LENGTHS}, ChunkKeys(chunking="4:2"))
     made = plan({"data": LENGTHS}, OrderKeys(seq_ordering="random", partition_epoch=3), BatchKeys(max_seqs=2), 1, chunks=chunks)
     owners = chunks.sequences[made.order].tolist()
     assert list(dict.fromkeys(owners)) == [2, 3, 4, 10]
@@ -116,7 +118,7 @@ def test_a_plan_over_chunks_follows_the_order_of_the_sequences() -> None:
 
 
 def feed(dataset: Any, order: OrderKeys, batch: BatchKeys, keys: ChunkKeys, rank: int = 0, size: int = 1) -> Feed:
-    return Feed("train", dataset, order, batch, rank, size, chunks=cut(dataset.lengths, keys))
+    return Feed("train", dataset, order, batch, rank, size, chunks=make_chunks(dataset.lengths, keys))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -185,21 +187,21 @@ def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> N
         one.plan(1)
 
 
-WAYS: dict[str, list[tuple[object, Cut | Context | None]]] = {
+WAYS: dict[str, list[tuple[object, ChunkSize | Context | None]]] = {
     "chunking": [
         (None, None),
         (0, None),
         ("0", None),
         ("0:0", None),
-        (50, Cut(50, 50)),
-        ("50", Cut(50, 50)),
-        ("50:25", Cut(50, 25)),
-        ("50:0", Cut(50, 50)),
-        ((50, 25), Cut(50, 25)),
-        ([50, 25], Cut(50, 25)),
-        ((50, None), Cut(50, 50)),
-        ({"data": 4}, Cut({"data": 4}, {"data": 4})),
-        (({"data": 4}, {"data": 2}), Cut({"data": 4}, {"data": 2})),
+        (50, ChunkSize(50, 50)),
+        ("50", ChunkSize(50, 50)),
+        ("50:25", ChunkSize(50, 25)),
+        ("50:0", ChunkSize(50, 50)),
+        ((50, 25), ChunkSize(50, 25)),
+        ([50, 25], ChunkSize(50, 25)),
+        ((50, None), ChunkSize(50, 50)),
+        ({"data": 4}, ChunkSize({"data": 4}, {"data": 4})),
+        (({"data": 4}, {"data": 2}), ChunkSize({"data": 4}, {"data": 2})),
     ],
     "context_window": [
         (None, None),
@@ -224,7 +226,7 @@ def test_ways_to_write_a_key(key: str) -> None:
         section, problems = build(ChunkKeys, {key: value}, "", {})
         assert problems == []
         assert (parse(section.chunking) if key == "chunking" else parse_context(section.context_window)) == expected, value
-        assert (cut({"data": LENGTHS}, section) is None) == (expected is None)
+        assert (make_chunks({"data": LENGTHS}, section) is None) == (expected is None)
 
 
 @pytest.mark.parametrize("key", MEANINGLESS)

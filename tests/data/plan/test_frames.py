@@ -296,5 +296,5 @@ def test_keys_that_do_not_fit(tmp_path: Path, overrides: dict[str, Any], message
 
 def test_evaluation_has_batches_of_frames_and_forward_whole_sequences() -> None:
     keys = BatchKeys(batch_size=9, frame_batches=True, shuffle_batches=True)
-    assert keys.of_evaluation().frame_batches
-    assert not keys.of_evaluation().of_whole_sequences().frame_batches
+    assert keys.evaluation_keys().frame_batches
+    assert not keys.evaluation_keys().whole_sequences().frame_batches

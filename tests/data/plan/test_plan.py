@@ -120,7 +120,7 @@ def test_functions_that_return_no_size(keys: dict[str, object], expected: str) -
 
 def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
     keys = BatchKeys(batch_size=20, max_seqs_train=3, batch_size_dev=40, max_seqs_dev=-1, shuffle_batches=True, balance_ranks=4)
-    train, dev = keys.of_training(), keys.of_evaluation()
+    train, dev = keys.training_keys(), keys.evaluation_keys()
     assert (train.limits(1), dev.limits(1)) == (Limits(20, 3), Limits(40, None))
     assert (train.shuffle_batches, train.balance_ranks, dev.shuffle_batches, dev.balance_ranks) == (True, 4, False, 0)
     assert faults(BatchKeys(batch_size_train=3).problems()) == ["batch_size_dev: missing"]

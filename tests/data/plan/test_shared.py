@@ -22,7 +22,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import shared
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, map_plan, offer_plan
@@ -245,7 +245,7 @@ def test_indices_that_need_64_bits_keep_them() -> None:
 
 
 def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:
-    chunked = cut(LENGTHS, ChunkKeys(chunking="10:5"))
+    chunked = make_chunks(LENGTHS, ChunkKeys(chunking="10:5"))
     others = [
         inputs(epoch=2),
         inputs(lengths={"data": LENGTHS["data"][::-1]}),
@@ -253,7 +253,7 @@ def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:
         inputs(subset=numpy.arange(4000)),
         inputs(file_bounds=numpy.array([0, 5000])),
         inputs(chunks=chunked),
-        inputs(chunks=cut(LENGTHS, ChunkKeys(chunking="10:4"))),
+        inputs(chunks=make_chunks(LENGTHS, ChunkKeys(chunking="10:4"))),
         *(
             inputs(order_keys=replace(ORDER, **changed))
             for changed in (

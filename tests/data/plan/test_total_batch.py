@@ -16,16 +16,16 @@ from hvdtrain.settings import read_settings
 
 def test_each_rank_gets_its_share_rounded_down() -> None:
     keys = BatchKeys(batch_size_total=1000, max_seqs_total=16)
-    limits = [keys.of_each_of(ranks).of_training().limits(1) for ranks in (1, 3, 16)]
+    limits = [keys.per_rank(ranks).training_keys().limits(1) for ranks in (1, 3, 16)]
     assert [(one.batch_size, one.max_seqs) for one in limits] == [(1000, 16), (333, 5), (62, 1)]
-    assert BatchKeys(batch_size_total={"data": 900, "classes": 3}).of_each_of(4).batch_size == {"data": 225, "classes": 1}
-    assert BatchKeys(max_seqs=5).of_each_of(4) == BatchKeys(max_seqs=5)
+    assert BatchKeys(batch_size_total={"data": 900, "classes": 3}).per_rank(4).batch_size == {"data": 225, "classes": 1}
+    assert BatchKeys(max_seqs=5).per_rank(4) == BatchKeys(max_seqs=5)
 
 
 def test_evaluation_is_divided_unless_it_has_keys_of_its_own() -> None:
     keys = BatchKeys(max_seqs_total=16)
-    assert keys.of_each_of(4).of_evaluation().max_seqs == 4
-    assert BatchKeys(max_seqs_total=16, max_seqs_dev=7).of_each_of(4).of_evaluation().max_seqs == 7
+    assert keys.per_rank(4).evaluation_keys().max_seqs == 4
+    assert BatchKeys(max_seqs_total=16, max_seqs_dev=7).per_rank(4).evaluation_keys().max_seqs == 7
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
@@ -35,8 +35,7 @@ def test_a_step_takes_the_same_sequences_on_any_number_of_ranks(ranks: int) -> N
 
     def steps(size: int) -> list[list[int]]:
         shares = [
-            plan(lengths, order, BatchKeys(max_seqs_total=24).of_each_of(size), 1).rank_batches(rank, size)
-            for rank in range(size)
+            plan(lengths, order, BatchKeys(max_seqs_total=24).per_rank(size), 1).rank_batches(rank, size) for rank in range(size)
         ]
         rounds = max(len(share) for share in shares)
         return [sorted(numpy.concatenate([share[i] for share in shares if i < len(share)]).tolist()) for i in range(rounds)]
@@ -53,7 +52,7 @@ def test_a_remainder_is_told_with_both_numbers() -> None:
 
 def test_fewer_sequences_than_ranks_are_refused() -> None:
     with pytest.raises(DataError, match="max_seqs_total: expected at least one sequence for each of 8 ranks, got 6"):
-        BatchKeys(max_seqs_total=6).of_each_of(8)
+        BatchKeys(max_seqs_total=6).per_rank(8)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def keys(**options: Any) -> MetaDatasetKeys:
 def test_join_of_a_permutation_is_that_of_a_dict(monkeypatch: pytest.MonkeyPatch, block: int, bits: int) -> None:
     mask = numpy.uint64((1 << bits) - 1)  # with 3 bits nearly all tags share their hash with others
     monkeypatch.setattr(meta_module, "hashes", lambda tags: hashes(tags) & mask)
-    monkeypatch.setattr(meta_module, "BLOCK", block)
+    monkeypatch.setattr(meta_module, "TAGS_AT_ONCE", block)
     monkeypatch.setattr(meta_module.tag_blocks, "__defaults__", (block,))
     generator = numpy.random.default_rng(bits + block)
     control = names(200, seed=1)

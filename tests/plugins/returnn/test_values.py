@@ -14,7 +14,7 @@ import torch
 from launching import ROOT, faults
 
 from hvdtrain.config.missing import import_failure
-from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.plugins.returnn.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.plugins.returnn.values import OFF, convert_values, is_off
@@ -74,11 +74,11 @@ def test_the_names_are_those_of_the_installed_returnn() -> None:
 def test_chunks_and_packed_batches_are_those_of_the_engine_for_pytorch(tmp_path: Path) -> None:
     """In RETURNN 1.2026: torch/data/pipeline.py. Its engine for TensorFlow has another rule for the last chunk."""
     found = settings(tmp_path, "chunking = '5:5'\nmin_chunk_size = 3\npacked_batch_size_train = 7\n")
-    made = cut({"data": numpy.array([13, 2])}, found.chunks)
+    made = make_chunks({"data": numpy.array([13, 2])}, found.chunks)
     assert made is not None
     assert made.lengths["data"].tolist() == [5, 5, 3]
-    assert found.batch.of_training().limits(1).packed_batch_size == 7
-    assert found.batch.of_evaluation().limits(1).packed_batch_size is None
+    assert found.batch.training_keys().limits(1).packed_batch_size == 7
+    assert found.batch.evaluation_keys().limits(1).packed_batch_size is None
     (problem,) = rejected(tmp_path, "packed_batch_cost_dev", {"cost": 1})
     assert problem.startswith("packed_batch_cost_dev")
 

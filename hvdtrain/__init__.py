@@ -15,9 +15,9 @@ from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
     from hvdtrain.config.plugins import Plugin
-    from hvdtrain.learner.torch.other_trainer import OtherTrainer
+    from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
+    from hvdtrain.plugins.programs.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
 
 __all__ = [
     "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "OtherTrainer", "Plugin", "Result", "SavePretrained",
@@ -25,28 +25,21 @@ __all__ = [
     "run_on_main", "size", "train",
 ]  # fmt: skip
 
-FOR_PROGRAMS = ("Average", "Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
-"""The names for programs are imported on first access: most configs do not need them, and they import nearly all of hvdtrain."""
-
 
 def __getattr__(name: str) -> Any:
-    if name in FOR_PROGRAMS:
-        import hvdtrain.api
+    """Plug-ins' names are looked up on first access: most configs do not need them, and some import nearly all of hvdtrain."""
+    from hvdtrain.config.absent import absent
+    from hvdtrain.config.plugins import NAMES, Plugin
 
-        return getattr(hvdtrain.api, name)
     if name == "Plugin":
-        from hvdtrain.config.plugins import Plugin
-
         return Plugin
-    if name == "OtherTrainer":
-        from hvdtrain.learner.torch.other_trainer import OtherTrainer
-
-        return OtherTrainer
-    raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+    if name.startswith("_") or name not in NAMES:
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}{absent(name)}")
+    return NAMES[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *FOR_PROGRAMS, "OtherTrainer", "Plugin"})
+    return sorted({*globals(), *__all__})
 
 
 def rank() -> int:

@@ -76,7 +76,7 @@ def test_examples_of_keys_are_configs_without_mistakes() -> None:
         if document.name in {
             "python_api.md",
             *OF_FILES,
-        }:  # tests/test_api.py runs the first
+        }:  # tests/plugins/programs/test_api.py runs the first
             continue
         for block in blocks_of(document.read_text(encoding="utf-8")):
             values = keys_in(block) if block.language == "python" else {}

@@ -82,6 +82,7 @@ def entries(plugin: Plugin) -> set[str]:
         "steps",
         "commands",
         "templates",
+        "names",
     )
     return {name for kind in kinds for name in getattr(plugin, kind)}
 

@@ -283,7 +283,7 @@ class ElasticHorovodrun(Horovodrun):
 
 
 class Ngpu(Launcher):
-    """hvdtrain's own launcher, for the keys `ngpu` and `dist_rank` (comm/local.py) and for programs (comm/spawn.py).
+    """hvdtrain's own launcher, for the keys `ngpu` and `dist_rank` (comm/local.py) and for programs (plugins/programs/spawn.py).
 
     It may itself run under another launcher, to which errors are passed on.
     """

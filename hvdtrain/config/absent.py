@@ -22,6 +22,8 @@ NAMES = {
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
+    "other_trainer": "OtherTrainer",
+    "programs": "Average Best Result SavePretrained evaluate forward load_model train",
     "prove": "prove",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "

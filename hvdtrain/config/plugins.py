@@ -58,6 +58,7 @@ class Plugin:
             epoch: it makes and evaluates other models of the training, and returns an `Average` for each.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
+        names: what programs import from hvdtrain, by its name.
         keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
         configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
             so on). It is called when a config gives that key a value; the config's own values come before the returned ones, and
@@ -84,6 +85,7 @@ class Plugin:
     writers: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
     templates: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
@@ -135,6 +137,9 @@ class Registry(Mapping[str, T]):
     def __len__(self) -> int:
         return len(self.entries)
 
+
+NAMES: Registry[Any] = Registry("names")
+"""What programs import from hvdtrain: `hvdtrain.train` and so on."""
 
 JOINED = ("callbacks", "epoch_scores")
 """Keys with values of which there may be several: the plug-in's come first."""

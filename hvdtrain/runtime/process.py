@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Process:
-    """The process of a job. The defaults are for the command line; `api.py` uses others.
+    """The process of a job. The defaults are for the command line; `plugins/programs/` uses others.
 
     Attributes:
         is_own: the process exists for this job only: its stacks are printed when it crashes, and it exits if it hangs.

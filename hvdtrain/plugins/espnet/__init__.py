@@ -6,4 +6,5 @@ PLUGIN = Plugin(
     keys={"espnet_model": f"{__name__}.keys:EspnetKeys"},
     configs={"espnet_model": f"{__name__}.model:keys_of"},
     templates={"espnet": ("a model of ESPnet2, whose forward returns loss, stats and weight", __name__, "pip install espnet")},
+    needs={"other_trainer": "models"},
 )

@@ -11,7 +11,7 @@ import torch
 import hvdtrain
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.other_trainer import OtherTrainer
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 
 KEY = "espnet_model"
 

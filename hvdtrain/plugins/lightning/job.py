@@ -15,7 +15,6 @@ import torch
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.other_trainer import OtherTrainer, refuse_keys
 from hvdtrain.plugins.lightning.arguments import KEY, Extent, keys_of_arguments, keys_of_cli
 from hvdtrain.plugins.lightning.checkpoint import hook_state, load_hooks, read_ckpt, write_ckpt
 from hvdtrain.plugins.lightning.given import Given
@@ -24,6 +23,7 @@ from hvdtrain.plugins.lightning.loaders import Loaders
 from hvdtrain.plugins.lightning.logged import Logged
 from hvdtrain.plugins.lightning.schedules import Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, refuse_keys
 
 OURS = {
     "get_model": "lightning_module is the model",

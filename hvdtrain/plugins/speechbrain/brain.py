@@ -13,7 +13,7 @@ from speechbrain.dataio.batch import PaddedBatch
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.torch.other_trainer import overridden
+from hvdtrain.plugins.other_trainer.trainer import overridden
 from hvdtrain.plugins.speechbrain.ranks import as_one_job
 from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from

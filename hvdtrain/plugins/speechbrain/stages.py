@@ -16,7 +16,7 @@ from speechbrain.utils.metric_stats import ErrorRateStats, MetricStats
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.other_trainer import OtherTrainer
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
 from hvdtrain.runtime import log
 

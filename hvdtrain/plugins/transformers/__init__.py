@@ -12,4 +12,5 @@ PLUGIN = Plugin(
             "pip install transformers accelerate",
         )
     },
+    needs={"other_trainer": "models"},
 )

@@ -19,7 +19,7 @@ from transformers.utils.generic import find_labels
 import hvdtrain
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.other_trainer import OtherTrainer
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, items_in_update, rates, refuse
 from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of

@@ -1,6 +1,6 @@
 """hvdtrain for other programs, such as notebooks, tests, sweeps and job managers: `hvdtrain.train(...)` and related functions.
 
-A job runs in the program's process, or on ranks that are started for it (comm/spawn.py). Any state of the program's process that
+A job runs in the program's process, or on ranks that are started for it (spawn.py). Any state of the program's process that
 a job changes, such as logging, seeds and threads, is restored when the function returns.
 """
 
@@ -26,11 +26,11 @@ from hvdtrain.comm import local, this_process
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Place
-from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.config.overrides import CALL, OVERRIDING
 from hvdtrain.config.source import Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.plugins.programs.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
@@ -157,7 +157,7 @@ class _Job:
                 return _run_in_process(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
-            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, restarts(settings), self.handles_signals)
+            returned = call_on_ranks(wanted, f"{__name__}:_on_rank", arguments, restarts(settings), self.handles_signals)
             if settings.run.task == "train":
                 returned["model"] = partial(_reload, configs, self.keys, returned["checkpoint"])
             return returned

@@ -233,7 +233,7 @@ def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_reported_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.spawn.find_spec", lambda name: None)  # without cloudpickle
+    monkeypatch.setattr("hvdtrain.plugins.programs.spawn.find_spec", lambda name: None)  # without cloudpickle
     with pytest.raises(hvdtrain.ConfigError) as raised:
         hvdtrain.train(keys_of(tmp_path), num_epoch=3, learning_rate=-1.0, color="red", **{"train.seq_ordering": "random"})
     names = [problem.key for problem in raised.value.problems]
@@ -415,7 +415,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 NOTEBOOK = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import threading
 import types
 from pathlib import Path
@@ -432,7 +432,11 @@ def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
     import nbformat
 
     slow = "import time\nclass Slow:\n    def on_step_end(self, training):\n        time.sleep(0.05)"  # bars come after 0.2 s
-    cells = [slow, NOTEBOOK.format(tests=str(ROOT / "tests"), folder=str(tmp_path)), "result.model"]
+    cells = [
+        slow,
+        NOTEBOOK.format(folders=[str(Path(__file__).parent), str(ROOT / "tests")], folder=str(tmp_path)),
+        "result.model",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     [shown] = [output for output in notebook.cells[1].outputs if output.output_type == "stream" and output.name == "stdout"]

@@ -31,7 +31,7 @@ from hvdtrain.config.source import MODULE_NAME
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import STOP_SIGNALS, ConfigError, HvdtrainError, PeerFailure, TrainingError
 
-PROGRAM = ("-c", "import sys; from hvdtrain.comm.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
+PROGRAM = ("-c", "import sys; from hvdtrain.plugins.programs.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
 """Python's arguments that start a rank."""
 
 NOT_IMPORTABLE = ("__main__", "__mp_main__", MODULE_NAME)

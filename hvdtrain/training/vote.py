@@ -112,7 +112,7 @@ class Vote:
             return None
         counted = self.finish()
         seconds, self._since = self._clock() - self._since, self._clock()
-        wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
+        wanted = max(1, min(2 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
         # Rank 0 decides on the interval, as the ranks' clocks may differ.
         self._exchanges += 1
         is_compared = checksum is not None and (self._exchanges & (self._exchanges - 1) == 0 or self._exchanges % COMPARED == 0)

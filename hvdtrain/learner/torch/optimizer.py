@@ -227,15 +227,14 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
     # First, as an optimizer around another one may lack the attributes that PyTorch's constructor makes.
     is_usual = getattr(step, "__code__", None) is HOOKED and "step" not in vars(optimizer)
     if not is_usual or (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or GLOBAL_PRE_HOOKS
-        or GLOBAL_POST_HOOKS
-        or torch._C._autograd._profiler_enabled()
+        optimizer._optimizer_step_post_hooks or GLOBAL_PRE_HOOKS or GLOBAL_POST_HOOKS or torch._C._autograd._profiler_enabled()
     ):
         optimizer.step()
     else:
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        arguments: Any = (optimizer,), {}
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            arguments = hook(optimizer, *arguments) or arguments
+        step.__wrapped__(*arguments[0], **arguments[1])  # type: ignore[attr-defined]
 
 
 def complete_momentum(optimizer: torch.optim.Optimizer) -> None:

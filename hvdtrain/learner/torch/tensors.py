@@ -209,9 +209,8 @@ def counts_of(losses: Iterable[Loss], device: torch.device) -> torch.Tensor | li
 
 def count_of(loss: Loss) -> float | torch.Tensor:
     """The number of elements of a loss; a scalar where it is on the device."""
-    if loss.count is None or type(loss.count) is int:
-        return float(loss.value.numel() if loss.count is None else loss.count)
-    return _sum_of(torch.as_tensor(loss.count))
+    count = loss.value.numel() if loss.count is None else loss.count
+    return float(count) if isinstance(count, (int, float)) else _sum_of(torch.as_tensor(count))
 
 
 def _sum_of(values: torch.Tensor) -> float | torch.Tensor:

@@ -21,6 +21,7 @@ class Hooks:
     def __init__(self, given: Given, trainer: Any) -> None:
         self._given, self._trainer = given, trainer
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._transfers: list[Callable[..., Any]] | None = None  # the hooks of a batch; None: before the first one
         self._taken: dict[str, int] = {}  # by step, the number of its arguments
         self._modes: dict[Any, bool] | None = None  # of the modules, while they are evaluated; None: before the first call
 
@@ -49,9 +50,10 @@ class Hooks:
                 )
 
     def within(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-        before, self._module._current_fx_name = self._module._current_fx_name, hook
+        values = vars(self._module)  # as a module's own way to set an attribute takes as long as a small layer
+        before, values["_current_fx_name"] = values.get("_current_fx_name"), hook
         found = function(*args)
-        self._module._current_fx_name = before
+        values["_current_fx_name"] = before
         return found
 
     def set_mode(self, mode: bool = True) -> Any:
@@ -90,11 +92,15 @@ class Hooks:
 
     def transferred(self, batch: Any, place: int) -> Any:
         """A batch after the hooks around its transfer to the device."""
-        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            has_own = self._given.datamodule is not None and self._given.overrides(hook, self._given.datamodule)
-            owner = self._given.datamodule if has_own else self._module
-            if has_own or self._given.overrides(hook, owner):
-                batch = getattr(owner, hook)(batch, place)
+        if self._transfers is None:
+            owners = [one for one in (self._given.datamodule, self._module) if one is not None]
+            of_hooks = [
+                [getattr(one, hook) for one in owners if self._given.overrides(hook, one)]
+                for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
+            ]
+            self._transfers = [functions[0] for functions in of_hooks if functions]
+        for function in self._transfers:
+            batch = function(batch, place)
         return batch
 
     def step(self, name: str, *args: Any) -> Any:

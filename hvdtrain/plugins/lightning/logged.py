@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Logged:
 
     def __init__(self, module: Any, defaults: Callable[..., tuple[bool, bool]], values: dict[str, Any]) -> None:
         self._module = module
-        self._defaults = defaults
+        self._defaults = cache(defaults)
         self._values = values
         self.metrics = {name: one for name, one in module.named_modules() if hasattr(one, "_reductions")}
         for metric in self.metrics.values():
@@ -83,9 +84,11 @@ class Logged:
                 self._values[key] = self._values[of_step] = value._forward_cache.detach()
             return
         number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        if number.numel() != 1:
-            raise wrong(name, "a single number", f"a tensor of shape {tuple(number.shape)}")
-        number = number.reshape(()) if number.is_floating_point() else number.reshape(()).float()
+        if number.ndim:
+            if number.numel() != 1:
+                raise wrong(name, "a single number", f"a tensor of shape {tuple(number.shape)}")
+            number = number.reshape(())
+        number = number if number.is_floating_point() else number.float()
         reduce = str(reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", reduce_fx))
         if reduce not in (*MEAN, "sum", "min", "max"):
             raise wrong(name, "reduce_fx mean, sum, min or max", reduce)
@@ -97,8 +100,8 @@ class Logged:
             self._of_epoch[name] = number, reduce if sync_dist else ""
         elif reduce in MEAN:
             weight = float(self._batch_size if batch_size is None else batch_size)
-            total, weights = self._of_step.get(name, (0.0, 0.0))
-            self._of_step[name] = total + number * weight, weights + weight
+            before, added = self._of_step.get(name), number * weight
+            self._of_step[name] = (added, weight) if before is None else (before[0] + added, before[1] + weight)
             if on_epoch:
                 self._means[name] = f"{name}_epoch" if on_step else name, add_dataloader_idx
         elif on_epoch:

@@ -85,9 +85,8 @@ class Schedules:
 
     def step(self, interval: str, on_plateau: bool, number: int) -> None:
         """Let the schedulers of an interval set the rates. `number`: that of the batch or epoch, counted from 1."""
-        due = [one for one in self.configs if one.interval == interval and one.reduce_on_plateau == on_plateau]
-        for config in due:
-            if number % config.frequency:
+        for config in self.configs:
+            if config.interval != interval or config.reduce_on_plateau != on_plateau or number % config.frequency:
                 continue
             value = self._trainer.callback_metrics.get(config.monitor) if on_plateau else None
             if on_plateau and value is None:

@@ -24,7 +24,7 @@ import numpy
 import torch
 from measuring import ROOT, machine
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.run import train

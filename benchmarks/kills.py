@@ -74,7 +74,7 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.checkpoint.loader import Loader
     from hvdtrain.checkpoint.progress import EpochProgress, Progress
     from hvdtrain.checkpoint.saver import Saver
-    from hvdtrain.comm.base import SingleCommunicator
+    from hvdtrain.comm.single import SingleCommunicator
     from hvdtrain.learner.reducers import ReduceKeys
     from hvdtrain.learner.torch.state import TorchState, Unsaved
     from hvdtrain.runtime.timer import Timer

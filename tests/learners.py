@@ -7,7 +7,8 @@ from typing import Any
 import numpy
 from launching import faults
 
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hvdtrain.comm.base import run_with_heartbeat
+from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.horovod.communicator import open_horovod
 from hvdtrain.runtime.watchdog import Watchdog

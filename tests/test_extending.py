@@ -153,7 +153,7 @@ def test_the_reducer_averages_on_two_ranks(extended: Path) -> None:
 DIVIDE = """
 import sys
 import numpy
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.keys import LearnerKeys

@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "0 times the -inf of a rank without a batch",
-        "learner/reducer.py",
+        "learner/averaging.py",
         "tensor * weight if weight else tensor**0 - 1",
         "tensor * weight",
         ("tests/learner/test_roles.py",),

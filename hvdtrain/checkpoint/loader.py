@@ -16,10 +16,11 @@ from hvdtrain.checkpoint.saver_base import ALIKE
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.averaging import changed
 from hvdtrain.learner.contents import NO_MARKS, Reader
 from hvdtrain.learner.integrity import SAVE_ID, damage
 from hvdtrain.learner.model_state import ROLES
-from hvdtrain.learner.reducer import EpochSync, changed
+from hvdtrain.learner.reducer import EpochSync
 from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log

@@ -1,12 +1,11 @@
-"""The communicator: the collectives that a rank can call, a job of one rank, and functions built from these collectives.
+"""The communicator: the collectives that a rank can call, and functions built from these collectives.
 
-`Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
-The functions after them (`all_reduce`, `together`, `gather_together`, `on_rank_zero`) work with any communicator.
+`Communicator` is the interface of all transports (`horovod`, `torch_dist`), and of a job of one rank (`single.py`).
+The functions after it (`all_reduce`, `together`, `gather_together`, `on_rank_zero`) work with any communicator.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -129,67 +128,6 @@ class Communicator(Protocol):
         ...
 
 
-class SingleCommunicator:
-    """A job of size 1: every collective is the identity.
-
-    Args:
-        local_rank, local_size: this process's rank and the number of processes on its host, if several jobs of size 1 share
-            the host; they determine the device and the number of threads.
-    """
-
-    rank = 0
-    size = 1
-    transport = "one process"
-    sent = 0
-
-    def __init__(self, local_rank: int = 0, local_size: int = 1) -> None:
-        self.local_rank = local_rank
-        self.local_size = local_size
-
-    def start(
-        self,
-        tensors: Sequence[Tensor],
-        op: Op,
-        *,
-        name: str,
-        owners: Sequence[int] | None = None,
-        narrow: Narrow | None = None,
-    ) -> list[Tensor]:
-        return list(tensors)
-
-    def finish(self, handle: list[Tensor]) -> list[Tensor]:
-        return handle
-
-    def bucket_bytes(self, on_gpu: bool) -> int:
-        return LARGE_BUCKET if on_gpu else SMALL_BUCKET
-
-    def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        return list(tensors)
-
-    def gather_rows(
-        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
-    ) -> list[Tensor]:
-        return list(tensors)
-
-    def gather(self, value: T, *, name: str) -> list[T]:
-        return [value]
-
-    def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
-        return value
-
-    def all_to_all(self, rows: Tensor, *, name: str) -> list[Tensor]:
-        return [rows]
-
-    def channel(self, name: str) -> SingleCommunicator:
-        return self
-
-    def split(self, sets: Sequence[Sequence[int]], *, name: str) -> SingleCommunicator | None:
-        return self if any(sets) else None
-
-    def close(self) -> None:
-        pass
-
-
 def num_bytes(tensors: Sequence[Tensor]) -> int:
     """The size of tensors of PyTorch or TensorFlow. Those of a graph that is being traced have no values yet and count as 0."""
     sizes = []
@@ -248,56 +186,3 @@ def gather_together(comm: Gathering, work: Callable[[], T], *, name: str) -> lis
 def on_rank_zero(comm: Gathering, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on rank 0 while the others wait; return its picklable value on every rank, or raise its error."""
     return gather_together(comm, lambda: work() if comm.rank == 0 else None, name=name)[0]  # type: ignore[return-value]
-
-
-MAX_PAUSE = 1.0
-"""Maximum interval in seconds between two exchanges of `run_with_heartbeat`."""
-
-
-def run_with_heartbeat(
-    comm: Communicator, work: Callable[[Callable[[int], None]], T], heartbeat: Callable[[list[int]], None], *, name: str
-) -> T:
-    """Collective. Run `work` in a thread on every rank and wait until it is done on all ranks.
-
-    Errors are raised as by `together`.
-
-    Args:
-        work: called with a function `report(number)`, which it calls with a changing number as long as it makes progress.
-        heartbeat: called while any rank makes progress, with the numbers of all ranks, for example to reset the watchdog.
-
-    Returns:
-        The result of `work` on this rank.
-    """
-    progress: list[int] = [0]
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def report(number: int) -> None:
-        progress[0] = number
-
-    def run() -> None:
-        try:
-            results.append(work(report))
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)  # a daemon does not keep an interrupted program alive
-    thread.start()
-    last_states: list[Any] = []
-    pause = 0.01
-    while True:
-        thread.join(pause)
-        states = comm.gather((thread.is_alive(), progress[0]), name=name)
-        if states != last_states:
-            heartbeat([number for _, number in states])
-            last_states = states
-        if not any(is_running for is_running, _ in states):
-            break
-        pause = min(MAX_PAUSE, 2 * pause)
-
-    def result_or_error() -> T:
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    return together(comm, result_or_error, name=f"{name}.end")

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
-from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, gather_together
+from hvdtrain.comm.base import Communicator, Tensor, all_reduce, gather_together
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import ConfigError
 
 T = TypeVar("T")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from hvdtrain.comm.base import Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import ConfigError
 
 T = TypeVar("T")

@@ -18,9 +18,10 @@ from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, Tensor
 from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.meeting_point import meeting_point
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.comm.torch_pickled import gather_pickled
 from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure, TrainingError

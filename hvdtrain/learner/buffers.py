@@ -12,8 +12,8 @@ from hashlib import sha256
 
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor
+from hvdtrain.learner.averaging import UpdateCounts, average, changed
 from hvdtrain.learner.model_state import ModelState, Role
-from hvdtrain.learner.reducer import UpdateCounts, average, changed
 
 
 def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:

@@ -10,18 +10,11 @@ from functools import partial
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import key
+from hvdtrain.learner.averaging import UpdateCounts, temporarily_average
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, gradient_compressor
 from hvdtrain.learner.model_state import ModelState, StatePart
-from hvdtrain.learner.reducer import (
-    EpochStart,
-    FinishedUpdate,
-    GradientExchange,
-    Numbers,
-    Reducer,
-    UpdateCounts,
-    temporarily_average,
-)
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, GradientExchange, Numbers, Reducer
 from hvdtrain.runtime.timer import Timer
 
 

@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.comm.base import Communicator, run_with_heartbeat
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files

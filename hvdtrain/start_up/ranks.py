@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import check_variables
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.learner.frameworks import FRAMEWORKS

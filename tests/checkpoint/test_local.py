@@ -11,7 +11,7 @@ from trainings import Run, Trained, Trainings, assert_same, saved_model, trains
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.disk.atomic import UNFINISHED
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run import train

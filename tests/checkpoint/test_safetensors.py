@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys

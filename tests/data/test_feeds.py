@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys

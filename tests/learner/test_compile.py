@@ -12,7 +12,7 @@ from launching import TOY, hvdtrain, refused
 from learners import batch_of, learner_of
 from trainings import Run, Trained, assert_same, trains
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.reducer import GradientExchange

@@ -11,7 +11,8 @@ from learners import batch_of, learner_of, problems
 from thread_ranks import ThreadCommunicator, on_ranks
 from torch_ranks import small_model, step
 
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.precision import Precision, ScaleOptions

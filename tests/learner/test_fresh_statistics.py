@@ -10,7 +10,8 @@ from learners import batch_of, learner_of
 from thread_ranks import on_ranks
 
 import hvdtrain
-from hvdtrain.comm.base import Communicator, SingleCommunicator, all_reduce
+from hvdtrain.comm.base import Communicator, all_reduce
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
 

@@ -18,8 +18,8 @@ from gpu_training import KEYS, MEAN, SUM, few_steps, same, trained
 from launching import ROOT, TOY, launch, torchrun
 from trainings import assert_alike, saved_model
 
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.launchers import Place
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import RunContext
 from hvdtrain.data.padding import pad
 from hvdtrain.data.read_ahead import ReadAhead

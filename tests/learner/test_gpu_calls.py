@@ -12,7 +12,7 @@ import torch
 from gpu_training import FUSED, KEYS, SUM, linear, same, squares, trained
 from learners import batch_of, learner_of
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.padding import pad
 from hvdtrain.data.types import Batch

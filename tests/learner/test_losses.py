@@ -12,7 +12,8 @@ from launching import refused
 from learners import learner_of
 from thread_ranks import on_ranks
 
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError

@@ -12,7 +12,8 @@ from learners import batch_of, learner_of
 from thread_ranks import on_ranks
 from trainings import marked
 
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.reducers import ReduceKeys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from learners import problems
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.learner.frameworks import FRAMEWORKS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainings import Run, Trained, assert_same, trains
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.frameworks import BuildOptions

@@ -7,7 +7,7 @@ import numpy
 import pytest
 from hdf_files import put, write
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import DataError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.child import TIMES
 from hvdtrain.comm.launchers import Ngpu, Place
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.reducer import Traffic
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer

@@ -17,7 +17,7 @@ from thread_ranks import on_ranks
 from torch import nn
 
 import hvdtrain
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import Scores

@@ -9,7 +9,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.reducer import GradientExchange, buckets
+from hvdtrain.learner.buckets import buckets
+from hvdtrain.learner.reducer import GradientExchange
 
 
 class GradientStream:

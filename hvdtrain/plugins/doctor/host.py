@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.launchers import LAUNCHERS
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.errors import ConfigError, HvdtrainError

@@ -14,7 +14,8 @@ from itertools import cycle, islice
 import numpy
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import Communicator, SingleCommunicator, together
+from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.files import size_text
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.frameworks import FRAMEWORKS

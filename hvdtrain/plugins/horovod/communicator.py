@@ -10,17 +10,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import (
-    LARGE_BUCKET,
-    ONE_GPU_EACH,
-    SMALL_BUCKET,
-    Communicator,
-    Narrow,
-    Op,
-    SingleCommunicator,
-    Tensor,
-    num_bytes,
-)
+from hvdtrain.comm.base import LARGE_BUCKET, ONE_GPU_EACH, SMALL_BUCKET, Communicator, Narrow, Op, Tensor, num_bytes
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import LaunchError, PeerFailure
 from hvdtrain.learner.frameworks import library_of
 from hvdtrain.plugins.horovod.gloo import gloo_environment

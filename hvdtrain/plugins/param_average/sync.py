@@ -16,9 +16,10 @@ from typing import Any
 
 from hvdtrain.comm.base import Tensor, all_reduce, num_bytes
 from hvdtrain.comm.groups import RankGroup
+from hvdtrain.learner.averaging import UpdateCounts, apply_weight, changed, copy_tensors
 from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
-from hvdtrain.learner.reducer import Numbers, UpdateCounts, apply_weight, changed, copy_tensors
+from hvdtrain.learner.reducer import Numbers
 from hvdtrain.plugins.param_average.outer import OuterOptimizer
 
 ANCHOR = "anchor"

@@ -23,9 +23,9 @@ import numpy
 
 from hvdtrain.cli import restarts, run_task
 from hvdtrain.comm import local, this_process
-from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Place
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.overrides import CALL, OVERRIDING
 from hvdtrain.config.source import Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem

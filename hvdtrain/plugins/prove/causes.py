@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.types import Array, Batch, Packed
 from hvdtrain.errors import first_few
 from hvdtrain.learner.base import Learner

@@ -11,8 +11,9 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
+from hvdtrain.learner.buckets import buckets
 from hvdtrain.learner.meter import TINY, NormalizedLosses
-from hvdtrain.learner.reducer import GradientExchange, buckets
+from hvdtrain.learner.reducer import GradientExchange
 
 DENSE_BYTES = 1 << 20
 """The default of `dense_bytes` of `GraphGradients`."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, on_rank_zero
+from hvdtrain.comm.base import Communicator, Tensor, all_reduce, on_rank_zero
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan

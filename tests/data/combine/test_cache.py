@@ -7,7 +7,7 @@ import h5py
 import numpy
 import pytest
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.combine.cache import (
     PER_ARRAY,
     PER_SEQUENCE,

@@ -13,7 +13,8 @@ from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
-from hvdtrain.comm.base import SMALL_BUCKET, Communicator, SingleCommunicator
+from hvdtrain.comm.base import SMALL_BUCKET, Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.reducer import EpochStart
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.state import TorchState, Unsaved

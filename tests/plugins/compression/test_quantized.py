@@ -7,7 +7,8 @@ import torch
 from learners import problems
 from thread_ranks import ThreadCommunicator, on_ranks
 
-from hvdtrain.comm.base import Communicator, SingleCommunicator
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.plugins.compression.quantized import BLOCK, Quantized, decode, encode

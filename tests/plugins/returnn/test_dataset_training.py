@@ -21,7 +21,7 @@ from returnn.datasets.hdf import NextGenHDFDataset
 from returnn_epochs import assert_equal, by_returnn, hdf, opened, read
 from trainings import Run, Trained, assert_same, trains
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, SOURCES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from launching import ROOT, faults
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES

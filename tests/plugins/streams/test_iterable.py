@@ -14,7 +14,7 @@ from documented import blocks_of, section
 from launching import TOY
 from trainings import Run, Trained, assert_same, trains
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.references import resolve
 from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning

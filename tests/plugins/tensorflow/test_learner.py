@@ -15,7 +15,7 @@ from launching import refused
 from learners import BATCH, FRAMES, batch_of, learner_of
 from mixed_batches import EXPECTED, NUMBERS, mixed_batches
 
-from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, BatchParts, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError

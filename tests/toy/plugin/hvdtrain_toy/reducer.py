@@ -8,20 +8,10 @@ from dataclasses import dataclass
 from hvdtrain.comm.base import Communicator, Tensor
 from hvdtrain.comm.groups import single_rank
 from hvdtrain.config.keys import Section, key, share
+from hvdtrain.learner.averaging import UpdateCounts, average, changed, copy_tensors, temporarily_average
 from hvdtrain.learner.buffers import average_buffers
 from hvdtrain.learner.model_state import ModelState, StatePart
-from hvdtrain.learner.reducer import (
-    EpochStart,
-    FinishedUpdate,
-    GradientExchange,
-    Numbers,
-    Reducer,
-    UpdateCounts,
-    average,
-    changed,
-    copy_tensors,
-    temporarily_average,
-)
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, GradientExchange, Numbers, Reducer
 from hvdtrain.runtime.timer import Timer
 
 

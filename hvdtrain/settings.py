@@ -49,7 +49,7 @@ from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.derived import DERIVED, framework_problems, resolve
-from hvdtrain.training.keys import EvaluationKeys, ForwardKeys, PerEpochKeys
+from hvdtrain.training.keys import EvaluationKeys, PerEpochKeys
 from hvdtrain.training.run_keys import RunKeys
 
 S = TypeVar("S", bound=Section)
@@ -97,7 +97,6 @@ class Settings:
     saving: SavingKeys
     interrupt: InterruptKeys
     ending: EarlyStoppingKeys
-    forwarding: ForwardKeys
     per_epoch: PerEpochKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None

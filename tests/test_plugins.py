@@ -29,6 +29,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
+    "forward": {"output_file: unknown key": ["++output_file", "a.hdf"]},
     "inspect": {"task: expected one of": ["++task", "summary"]},
     "streams": {"train.class: expected one of": ["++train", "{'class': 'IterableDataset'}"]},
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},

@@ -15,6 +15,7 @@ NAMES = {
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
+    "forward": "forward search output_file forward_callback",
     "hdf_tools": "dump check",
     "horovod": "horovod",
     "init": "init",

@@ -1,10 +1,8 @@
-"""The values of the key `task` other than train: eval, forward, search and cleanup_old_models, which use a trained model."""
+"""The values of the key `task` other than train: eval and cleanup_old_models, which use a trained model."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.checkpoint.average_rules import Averages, parse_averages
@@ -12,14 +10,12 @@ from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
 from hvdtrain.checkpoint.kept_models import clean_up
 from hvdtrain.checkpoint.progress import BestModel
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.runtime.scores import name_scores, text
-from hvdtrain.runtime.timer import clock_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import wrong_directions
 from hvdtrain.settings import Settings
@@ -27,7 +23,6 @@ from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.forward import WriterMaker, forward
 from hvdtrain.training.step_log import open_step_log
 from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
@@ -63,30 +58,6 @@ def evaluate_all(settings: Settings, comm: Communicator | None = None) -> dict[s
         stop_vote.finish()
         log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
-
-
-WRITERS: Registry[Callable[[Settings], WriterMaker | None]] = Registry("writers")
-"""Those of plug-ins."""
-
-
-def forward_all(settings: Settings, comm: Communicator | None = None) -> dict[str, float]:
-    """Run the config's forward_step over forward_data or search_data; return the scores of a search. Raises: HvdtrainError.
-
-    Args:
-        comm: as in `evaluate_all`.
-    """
-    if settings.forward is None:
-        raise ConfigError.of("missing", "forward_data: expected a dataset, got None")
-    with open_session(settings, "forward", comm) as session:
-        began = time.perf_counter()
-        [feed] = session.feeds
-        epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
-        makers = [maker for make in WRITERS.values() if (maker := make(settings)) is not None]
-        steps, means = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix, makers)
-        if means:
-            log.result(f"epoch {epoch} {settings.run.task}: {feed.name}: {text(means)}")
-        log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
-        return means
 
 
 def clean_up_all(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The keys of evaluations within epochs, of the task forward, and of keys that change with the epoch."""
+"""The keys of evaluations within epochs, and of keys that change with the epoch."""
 
 from __future__ import annotations
 
@@ -62,18 +62,6 @@ class EvaluationKeys(Section):
                 "missing", "eval_interval_for: expected learning_rate_control = 'newbob...' for 'learning_rate', got 'constant'"
             )
         return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardKeys(Section):
-    """Where the outputs of the tasks forward and search go: into a file, to a callback, or both."""
-
-    output_file: str | None = key(None, "an HDF file for the outputs that forward_step marks; it must not exist yet")
-    forward_callback: Any = key(
-        None,
-        "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
-        "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,6 @@ TASKS: Registry[Callable[[Any], Any]] = Registry(
     {
         "train": "hvdtrain.run:train",
         "eval": "hvdtrain.tasks.tasks:evaluate_all",
-        "forward": "hvdtrain.tasks.tasks:forward_all",
-        "search": "hvdtrain.tasks.tasks:forward_all",
         "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
     },
 )

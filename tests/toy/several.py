@@ -53,7 +53,8 @@ def run(comm, job):
     """Train until the end, with as many stops on the way as the job has planted."""
     task = job["overrides"].get("task", "train")
     if task != "train":
-        from hvdtrain.tasks.tasks import evaluate_all, forward_all
+        from hvdtrain.plugins.forward.task import forward_all
+        from hvdtrain.tasks.tasks import evaluate_all
 
         scores = (evaluate_all if task == "eval" else forward_all)(read_settings(job["configs"], job["overrides"]), comm)
         Path(job["folder"], f"{job['name']}.scores").write_text(json.dumps(scores))

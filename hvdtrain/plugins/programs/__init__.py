@@ -6,5 +6,6 @@ PLUGIN = Plugin(
     names={
         name: f"{__name__}.api:{name}"
         for name in ("Average", "Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
-    }
+    },
+    needs={"forward": "hvdtrain.forward"},
 )

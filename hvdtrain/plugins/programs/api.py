@@ -190,14 +190,24 @@ def _run_in_process(settings: Settings) -> Any:
     """Run the settings' task, and return what the program gets of its result. Raises: HvdtrainError."""
     settings = with_datasets(settings)
     collector = _Collector()
-    keys = settings.forwarding
-    if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
-        settings = replace(settings, forwarding=replace(keys, forward_callback=collector))
+    if settings.run.task == "forward":
+        settings = _collecting(settings, collector)
     with FRAMEWORKS[settings.run.backend].preserve_state():
         result = run_task(settings)
         if settings.run.task == "forward":
             return collector.outputs
         return _training_result(settings, result) if settings.run.task == "train" else result
+
+
+def _collecting(settings: Settings, collector: _Collector) -> Settings:
+    """The settings with the collector as forward_callback, unless the outputs go elsewhere."""
+    from hvdtrain.plugins.forward.keys import ForwardKeys
+
+    keys = settings.of(ForwardKeys)
+    if keys.output_file is not None or keys.forward_callback is not None:
+        return settings
+    others = tuple(section for section in settings.of_plugins if section is not keys)
+    return replace(settings, of_plugins=(*others, replace(keys, forward_callback=collector)))
 
 
 def _training_result(settings: Settings, trained: Trained) -> dict[str, Any]:

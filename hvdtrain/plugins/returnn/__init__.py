@@ -21,5 +21,5 @@ PLUGIN = Plugin(
         )
     },
     translations={"returnn": f"{__name__}.translate:RETURNN"},
-    needs={"tensorflow": "networks", "streams": "the datasets that RETURNN reads"},
+    needs={"forward": "the task search", "tensorflow": "networks", "streams": "the datasets that RETURNN reads"},
 )

@@ -18,9 +18,9 @@ from hvdtrain.config.references import as_function
 from hvdtrain.context import is_size, size_name
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.forward.outputs import WriterMaker
 from hvdtrain.plugins.returnn.keys import SearchKeys
 from hvdtrain.settings import Settings
-from hvdtrain.training.forward import WriterMaker
 
 USUAL_NAMES = ("output", "hyps", "hyp")
 """The output that is written if `search_output_layer` names none: the first of these that is marked, or else the only one."""

@@ -27,10 +27,10 @@ import torch
 from returnn.forward_iface import ForwardCallbackIface
 
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.hdf_tools.dump import main as hdf_dump
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
-from hvdtrain.tasks.tasks import forward_all
 
 TEXT = "import returnn.config\nimport values_of_their_test\nglobals().update(values_of_their_test.values)\n"
 """A config file for RETURNN with the values of a test."""

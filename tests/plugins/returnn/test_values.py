@@ -16,11 +16,11 @@ from launching import ROOT, faults
 from hvdtrain.config.missing import import_failure
 from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.returnn.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.plugins.returnn.values import OFF, convert_values, is_off
 from hvdtrain.run import train
 from hvdtrain.settings import BOOLEAN_KEYS, Settings, all_keys, read_settings
-from hvdtrain.tasks.tasks import forward_all
 
 CONFIG = """
 import torch

@@ -18,11 +18,11 @@ from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import Outputs
+from hvdtrain.plugins.forward.keys import ForwardKeys
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import plan_together
-from hvdtrain.training.keys import ForwardKeys
 from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 SLICE = 1.0

@@ -17,10 +17,11 @@ class EarlyStoppingKeys(Section):
     early_stopping_patience: int | None = key(
         None, "end training after N consecutive epochs without a better score; None: never", positive
     )
-    early_stopping_measure: str | None = key(
+    early_stopping_measure: str | list[str] | None = key(
         None,
-        "the score by which epochs are compared, such as dev_loss_ce, also for best.json; None: that of newbob, if it has one, "
-        "else the loss that is minimized (of several, their sum: dev_loss_total). Lower is better, but see higher_is_better",
+        "the score by which epochs are compared, such as dev_loss_ce, also for best.json; of a list, the first that exists; "
+        "None: that of newbob, if it has one, else the loss that is minimized (of several, their sum: dev_loss_total). "
+        "Lower is better, but see higher_is_better",
     )
     early_stopping_min_difference: float = key(0.0, "an epoch is better if its score is better by more than this", not_negative)
     stop_on_nonfinite_train_score: bool = key(

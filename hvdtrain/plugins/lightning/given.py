@@ -13,13 +13,14 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.runtime import log
 
 REFUSED = {
-    "optimizer_zero_grad": "hvdtrain drops the gradients after each update",
     "backward": "hvdtrain computes the gradients, and sends them meanwhile",
-    "configure_gradient_clipping": "gradient_clip and gradient_clip_global_norm clip, on_before_optimizer_step may change them",
-    "transfer_batch_to_device": "batches come on the device",
     "configure_sharded_model": "hvdtrain has no sharded models",
+    **{
+        f"{before}_epoch_end": f"Lightning 2 calls on_{now}_epoch_end instead"
+        for before, now in (("training", "train"), ("validation", "validation"), ("test", "test"))
+    },
 }
-"""Methods that a module may not override, and why."""
+"""Methods that a module may not have of its own, and why."""
 
 
 OF_HVDTRAIN = {
@@ -49,15 +50,26 @@ class Given:
         self.values = values
         self._trainer = trainer
 
-    def defines(self, loader: str, step: str) -> bool:
-        """Whether the classes that the config gives have these methods; True for a function, whose result is not known yet."""
+    @cached_property
+    def _kinds(self) -> list[type] | None:
+        """The classes of the module and the datamodule; None: one is made by a function, whose result is not known yet."""
         given = [self.values[name] for name in ("lightning_module", "datamodule") if self.values.get(name) is not None]
         found = [resolved(one) for one in given]
         kinds = [one if isinstance(one, type) else getattr(one, "kind", type(one)) for one in found]
-        if not all(hasattr(kind, "prepare_data") for kind in kinds):
+        return kinds if all(hasattr(kind, "prepare_data") for kind in kinds) else None
+
+    @property
+    def methods(self) -> set[str]:
+        """The names of the module's own methods, as far as they are known."""
+        return own_methods(self._kinds[0]) if self._kinds else set()
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether there are a loader and a step for validation; True, if that is not known yet."""
+        if self._kinds is None:
             return True
-        own = [{name for one in takewhile(lambda one: not is_base(one), kind.__mro__) for name in vars(one)} for kind in kinds]
-        return step in own[0] and (self.values.get("dev") is not None or any(loader in names for names in own))
+        has_loader = any("val_dataloader" in own_methods(kind) for kind in self._kinds)
+        return "validation_step" in self.methods and (self.values.get("dev") is not None or has_loader)
 
     @cached_property
     def module(self) -> Any:
@@ -93,24 +105,41 @@ class Given:
 
     @cached_property
     def callbacks(self) -> list[Any]:
-        """The user's callbacks of Lightning, with those of the module. Raises: ConfigError, if one does what hvdtrain does."""
-        own = self.module.configure_callbacks()
-        callbacks = []
-        for callback in [*self.values.get("lightning_callbacks", []), *(own if isinstance(own, (list, tuple)) else [own])]:
-            kinds = [one.__name__ for one in type(callback).__mro__]
-            if OF_HVDTRAIN.intersection(kinds):
-                raise ConfigError.of(
-                    "unsupported",
-                    f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
-                    "averages, accumulates and finds rates: ema_decay, accum_grad_multiple_step, --find-learning-rate; instead "
-                    "of BaseFinetuning, give all parameters to the optimizer and set requires_grad in on_train_epoch_start)",
-                )
-            remark = next((LEFT_OUT[name] for name in kinds if name in LEFT_OUT), None)
-            if remark:
-                log.info(f"lightning_callbacks: {kinds[0]} is left out: {remark}")
-            if remark is None:
-                callbacks.append(callback)
-        return callbacks
+        """The user's callbacks of Lightning, with those of the module, which take the place of others of their class or of its
+        base. Raises: ConfigError, if one does what hvdtrain does."""
+        found = self.module.configure_callbacks()
+        of_module = list(found) if isinstance(found, (list, tuple)) else [found]
+        given = [one for one in self._given_callbacks if not any(issubclass(type(new), type(one)) for new in of_module)]
+        return [callback for callback in [*given, *of_module] if self._is_called(callback)]
+
+    @property
+    def _given_callbacks(self) -> list[Any]:
+        return list(self.values.get("lightning_callbacks", []))
+
+    def _is_called(self, callback: Any) -> bool:
+        """Whether hvdtrain calls a callback; it may do itself what the callback does. Raises: ConfigError, if it does not."""
+        kinds = [kind.__name__ for kind in type(callback).__mro__]
+        if OF_HVDTRAIN.intersection(kinds):
+            raise ConfigError.of(
+                "unsupported",
+                f"lightning_callbacks: expected callbacks that watch a training, got {type(callback).__name__} (hvdtrain "
+                "averages, accumulates and finds rates: ema_decay, accum_grad_multiple_step, --find-learning-rate; instead "
+                "of BaseFinetuning, give all parameters to the optimizer and set requires_grad in on_train_epoch_start)",
+            )
+        remark = next((LEFT_OUT[name] for name in kinds if name in LEFT_OUT), None)
+        if remark:
+            log.info(f"lightning_callbacks: {kinds[0]} is left out: {remark}")
+        return remark is None
+
+    def best(self, num_val: int) -> dict[str, Any]:
+        """The keys that choose the best epoch as a ModelCheckpoint of the config does."""
+        kept = [one for one in self._given_callbacks if getattr(one, "monitor", None) and hasattr(one, "best_model_score")]
+        if not kept:
+            return {}
+        name, _, place = kept[0].monitor.partition("/dataloader_idx_")
+        datasets = [f"val{place}" if int(place or 0) else "dev", "train"] if num_val else ["train"]
+        higher = {"higher_is_better": [name]} if kept[0].mode == "max" else {}
+        return {"early_stopping_measure": [f"{dataset}_loss_{name}" for dataset in datasets], **higher}
 
     def overrides(self, name: str, one: Any) -> bool:
         """Whether an object overrides a method of Lightning's."""
@@ -131,6 +160,16 @@ def resolved(given: Any) -> Any:
         raise ConfigError.of(
             "cannot-import", f"lightning_module: expected a name as 'file.py:Class', got {given!r}: {error}"
         ) from error
+
+
+def stops_early(callback: Any) -> bool:
+    """Whether it is an EarlyStopping, or derived from that."""
+    return any(kind.__name__ == "EarlyStopping" for kind in type(callback).__mro__)
+
+
+def own_methods(kind: type) -> set[str]:
+    """The names that a class defines, without those of Lightning's base."""
+    return {name for one in takewhile(lambda one: not is_base(one), kind.__mro__) for name in vars(one)}
 
 
 def is_base(kind: type) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.plugins.lightning.arguments import KEY, Extent, keys_of_arguments, keys_of_cli
 from hvdtrain.plugins.lightning.checkpoint import hook_state, load_hooks, read_ckpt, write_ckpt
 from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
-from hvdtrain.plugins.lightning.loaders import Loaders
+from hvdtrain.plugins.lightning.loaders import Loaders, accumulated
 from hvdtrain.plugins.lightning.logged import Logged
-from hvdtrain.plugins.lightning.schedules import Schedules
+from hvdtrain.plugins.lightning.schedules import Once, Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, refuse_keys
 
@@ -37,16 +39,23 @@ OURS = {
 """Keys that a config with a module does not have, and why."""
 
 
+CLIPPING = "configure_gradient_clipping"
+STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", CLIPPING)
+"""Hooks that may change gradients and rates."""
+
+
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `lightning_module`. Raises: ConfigError."""
     refuse_keys("lightning_module", values, OURS)
     followed, module = keys_of_arguments(values.get(KEY) or {}), values["lightning_module"]
-    own = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     if isinstance(module, str) and module.endswith((".yaml", ".yml")):
         followed = keys_of_cli(Path(module)) | followed
-        del own["lightning_module"]
-    job = Job(followed | own)
-    return followed | job.keys() | job.loaders.keys()
+        del given["lightning_module"]
+    job = Job(followed | given)
+    if CLIPPING in job.given.methods:  # it gets the value as an argument
+        followed = {name: value for name, value in followed.items() if not name.startswith("gradient_clip")}
+    return followed | job.given.best(job.loaders.num_val) | job.keys() | job.loaders.keys()
 
 
 class Job(OtherTrainer):
@@ -56,69 +65,94 @@ class Job(OtherTrainer):
         values: the config's.
 
     Attributes:
+        arguments: those of Lightning's Trainer, and `clip`: how it clips gradients: the value, and 'norm' or 'value'.
         given, loaders, hooks, schedules, logged: the module with its callbacks, their loaders and hooks, rates and logged values.
         trainer: what the module sees.
+        stage: train, validation, test or predict.
+        batch_idx: the index of the batch under way, or of the last one.
+        stops: whether the training is to end after this epoch.
     """
 
     name = "lightning"
     logged: Logged
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.extent = Extent(values.get(KEY) or {})
+        import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = hvdtrain.rank()  # it does not know Horovod
+        self.arguments: Mapping[str, Any] = values.get(KEY) or {}
+        self.extent = Extent(self.arguments)
         self.trainer = Trainer(self)
         self.given = Given(values, self.trainer)
         self.loaders = Loaders(self.given, self.extent)
         self.hooks = Hooks(self.given, self.trainer)
         self.schedules = Schedules(self.given, self.trainer)
-        self._evaluating: str | None = None  # the first dataset of the evaluation under way
-        self._indices: dict[str, int] = {}  # of its batches, by dataset
-        self._predicted = 0  # batches
-        self._output: Any = None  # of the step under way, and the batch
+        self.accumulated = accumulated(values)
+        self.stage = "train"
+        self.batch_idx = -1
+        self.stops = False
+        self._is_evaluating = False
+        self._indices: dict[str, int] = {}  # of the batches of an evaluation, by dataset
+        self._num_predicted = 0  # batches
+        self._ended: Any = None  # the arguments of on_train_batch_end for the step under way
+        self._repeated: Any = None  # the last ones, on a rank that may have fewer batches than others
         self._updates = False
         self._begins_update = True
         self._skips = False
         self._is_within_epoch = False
-        self._modes: Any = None  # that a resumed epoch begins with
+        self._resumed: Any = None  # the modes that a resumed epoch begins with
 
     @property
     def module(self) -> Any:
         return self.given.module
 
+    @property
+    def optimizers(self) -> list[Any]:
+        return [] if self.optimizer is None else [self.optimizer]
+
+    @property
+    def clip(self) -> tuple[float | None, str | None]:
+        if (value := self.arguments.get("gradient_clip_val")) is not None:
+            return value, self.arguments.get("gradient_clip_algorithm")
+        values = self.given.values
+        norm, limit = values.get("gradient_clip_global_norm"), values.get("gradient_clip")
+        return (limit, "value") if norm is None and limit is not None else (norm, None)
+
     def _log(self) -> Logged:
         """What the module logs, from here on."""
-        given = self.given
-        validator = given.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
-        logged = Logged(given.module, validator.check_logging_and_get_default_levels, self.trainer.callback_metrics)
-        for callback in given.callbacks:
-            vars(callback).update(log=logged.log, log_dict=given.module.log_dict)
-        vars(given.module).update(
-            train=self.hooks.set_mode,
-            log=logged.log,
-            all_gather=all_gather,
-            optimizers=lambda use_pl_optimizer=True: self.optimizer,
-            print=self.print,
-        )
-        return logged
+        module = self.module
+        validator = self.given.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
+        logged = Logged(module, validator.check_logging_and_get_default_levels, self.trainer.callback_metrics)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0."""
-        if self.trainer.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201  # what the module prints
+        def log(*args: Any, **kwargs: Any) -> None:  # a function, which copies of the module share
+            logged.log(*args, **kwargs)
+
+        vars(module)["log"] = log
+        for callback in self.given.callbacks:
+            vars(callback).update(log=log, log_dict=module.log_dict)
+        return logged
 
     # The model and the optimizer
 
     def get_model(self, *, device: str, **_: Any) -> Any:
         self.loaders.set_up("fit")
-        self.module._device = torch.device(device)
-        self.module.configure_model()
-        if not self.module.strict_loading:
-            vars(self.module)["load_state_dict"] = partial(self.module.load_state_dict, strict=False)
+        module = self.module
+        module._device = torch.device(device)
+        module.configure_model()
+        if not module.strict_loading:
+            vars(module)["load_state_dict"] = partial(module.load_state_dict, strict=False)
+        if self.hooks.of(CLIPPING) and CLIPPING not in self.given.methods and self.arguments.get("gradient_clip_val"):
+            raise ConfigError.of(
+                "unsupported",
+                f"lightning_module: expected the class of a module with {CLIPPING} beside gradient_clip_val, got a function",
+            )
         self.logged = self._log()
-        return self.module
+        self.hooks.note_modes()
+        return module
 
     def make_optimizer(self, parameters: Any) -> Any:
-        given = self.hooks.within("configure_optimizers", self.module.configure_optimizers)
-        self.optimizer = self.schedules.make(given, parameters)
+        self.hooks.restore_modes()  # some of its modules may be in evaluation mode
+        configured = self.hooks.within("configure_optimizers", self.module.configure_optimizers)
+        changes = any(self.hooks.of(hook) for hook in STEP_HOOKS)
+        self.optimizer = self.schedules.make(configured, parameters, lambda: self.batch_idx, changes)
         return self.optimizer
 
     def rate(self, **_: Any) -> float:
@@ -130,19 +164,20 @@ class Job(OtherTrainer):
     # Steps
 
     def train(self, batch: Any) -> None:
-        context = hvdtrain.get_run_ctx()
-        self.trainer.stage = "train"
-        index = context.step if self.training is None else self.training.epoch_step
-        batch = self.hooks.transferred(batch, 0)
+        context, hooks = hvdtrain.get_run_ctx(), self.hooks
+        self.stage = "train"
+        index = self.batch_idx = context.step if self.training is None else self.training.epoch_step
+        batch = hooks.transferred(batch, 0)
         size = self.num_items
         self.schedules.check_groups()
         self.logged.begin_step(size)
-        self.hooks.call_step("on_train_batch_start", batch, index)
-        output = self.hooks.step("training_step", batch, index)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        hooks.call("on_train_batch_start", batch, index)
+        output = hooks.step("training_step", batch, index)
+        is_mapping = isinstance(output, Mapping)
+        loss = output["loss"] if is_mapping else output
         self._skips = loss is None
         if loss is None:
-            if hvdtrain.size() > 1 or self.trainer.accumulate_grad_batches > 1:
+            if hvdtrain.size() > 1 or self.accumulated > 1:
                 raise ConfigError.of(
                     "wrong-result",
                     "training_step: expected a loss on several ranks and with accum_grad_multiple_step, got None (on "
@@ -150,17 +185,27 @@ class Job(OtherTrainer):
                 )
             loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
         if self._begins_update:
-            self.hooks.call_step("on_before_zero_grad", self.optimizer)
+            hooks.call("on_before_zero_grad", self.optimizer)
+            for function in hooks.of("optimizer_zero_grad"):
+                function(self.trainer.current_epoch, index, Once(self.optimizer, nothing, nothing))
         self._begins_update = False
-        self.hooks.call_step("on_before_backward", loss)
+        # Lightning's hooks see what a batch adds to the gradients of an update, of which each of N batches is 1/N.
+        share = loss if self.accumulated == 1 else loss / self.accumulated
+        if not self._skips:
+            hooks.call("on_before_backward", share)
         self.mark_mean("loss", loss, size)
         self.logged.end_step()
-        kept = output if isinstance(output, Mapping) else {} if output is None else {"loss": output}
-        self.schedules.batch_idx = index
-        self._output = {name: detached(value) for name, value in kept.items()}, batch, index
+        if hooks.of("on_train_batch_end"):
+            kept = {} if output is None else {**(output if is_mapping else {}), "loss": share}
+            self._ended = {name: detached(value) for name, value in kept.items()}, batch, index
+            self._repeated = self._ended if hvdtrain.size() > 1 else None
+
+    def on_idle_step(self, training: Any) -> None:
+        """A rank without a batch ends its last one again, as what a callback averages has to be alike on all ranks."""
+        self._ended = self._repeated
 
     def on_step_end(self, training: Any) -> None:
-        done, self._output = self._output, None
+        ended, self._ended = self._ended, None
         number = training.epoch_step
         if self._updates:
             self._begins_update = True
@@ -168,27 +213,32 @@ class Job(OtherTrainer):
             self.schedules.step("step", False, number)
         if training.is_last_step:
             self.schedules.step_epoch(training.epoch)
-        if done is not None:
-            self.hooks.call_step("on_train_batch_end", *done)
+        if ended is not None:
+            self.hooks.call("on_train_batch_end", *ended)
+        is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step)
         if self._updates:
-            self.schedules.step("step", True, number)
+            self.schedules.after_evaluation = number
+        if not (self.loaders.num_val and (is_evaluated or training.is_last_step)):
+            self.schedules.step_evaluated()
         self._updates = False
-        if self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step):
+        if is_evaluated:
             training.evaluate()
 
     def change_gradients(self, **_: Any) -> None:
         if self._skips:
             for parameter in self.module.parameters():
                 parameter.grad = None
-            return
-        self.hooks.call_step("on_after_backward")
-        self.hooks.call_step("on_before_optimizer_step", self.optimizer)
+        else:
+            self.hooks.call("on_after_backward")
+        self.hooks.call("on_before_optimizer_step", self.optimizer)
+        if clips := self.hooks.of(CLIPPING):
+            clips[0](self.optimizer, gradient_clip_val=self.clip[0], gradient_clip_algorithm=self.clip[1])
         self.schedules.note_rates()
 
     def evaluate(self, batch: Any) -> None:
         dataset = str(hvdtrain.get_run_ctx().dataset)
         self._begin_evaluation(dataset)
-        stage, place = self.trainer.stage, place_of(dataset)
+        stage, place = self.stage, place_of(dataset)
         several = self.loaders.num_val > 1 and stage == "validation"
         index = self._indices[dataset] = self._indices.get(dataset, -1) + 1
         batch = self.hooks.transferred(batch, place)
@@ -196,22 +246,22 @@ class Job(OtherTrainer):
         self.logged.begin_step(size, f"/dataloader_idx_{place}" if several else "")
         # Lightning's defaults for dataloader_idx are 0, so that it is given only where there are several
         given = (place,) if several else ()
-        self.hooks.call_step(f"on_{stage}_batch_start", batch, index, *given)
+        self.hooks.call(f"on_{stage}_batch_start", batch, index, *given)
         output = self.hooks.step(f"{stage}_step", batch, index, *given)
-        self.hooks.call_step(f"on_{stage}_batch_end", output, batch, index, *given)
+        self.hooks.call(f"on_{stage}_batch_end", output, batch, index, *given)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if hasattr(loss, "numel") and loss.numel() == 1:
             self.mark_mean("loss", loss.detach().float().reshape(()), size, is_score=True)
         self.logged.end_step()
 
     def forward_step(self, *, extern_data: Any, **_: Any) -> None:
-        if self.trainer.stage != "predict":
+        if self.stage != "predict":
             self._begin_prediction()
-        batch, index = self.hooks.transferred(extern_data, 0), self._predicted
-        self.hooks.call_step("on_predict_batch_start", batch, index)
+        batch, index = self.hooks.transferred(extern_data, 0), self._num_predicted
+        self.hooks.call("on_predict_batch_start", batch, index)
         output = self.hooks.step("predict_step", batch, index)
-        self.hooks.call_step("on_predict_batch_end", output, batch, index)
-        self._predicted += 1
+        self.hooks.call("on_predict_batch_end", output, batch, index)
+        self._num_predicted += 1
         named = output if isinstance(output, Mapping) else {"output": output}
         if isinstance(output, (list, tuple)):
             named = {f"output{number}": value for number, value in enumerate(output)}
@@ -219,34 +269,34 @@ class Job(OtherTrainer):
             hvdtrain.get_run_ctx().mark_as_output(value, str(name))
 
     def _begin_prediction(self) -> None:
-        for one in (self.module, *self.given.callbacks):
-            for hook in ("on_predict_epoch_end", "on_predict_end"):
-                if self.given.overrides(hook, one):
-                    raise ConfigError.of(
-                        "unsupported",
-                        f"{type(one).__name__}: expected no {hook}, which the task forward does not call, got one (output_file "
-                        "and forward_callback get all outputs)",
-                    )
-        self.trainer.stage = "predict"
+        for hook in ("on_predict_epoch_end", "on_predict_end"):
+            if self.hooks.of(hook):
+                raise ConfigError.of(
+                    "unsupported",
+                    f"lightning_module: expected none with {hook}, which the task forward does not call, got one (output_file "
+                    "and forward_callback get all outputs)",
+                )
+        self.stage = "predict"
         self.hooks.call("on_predict_start")
         self.hooks.call("on_predict_epoch_start")
 
     # Evaluations
 
     def on_evaluation_begin(self, training: Any) -> None:
-        if self._evaluating is None:
-            self.hooks.within("", self.module.on_validation_model_zero_grad)
+        if not self._is_evaluating:
+            hook = "on_validation_model_zero_grad"
+            self.hooks.within(hook, getattr(self.module, hook))
         self._begin_evaluation(training.dataset)
 
     def _begin_evaluation(self, dataset: str) -> None:
         """Before the first batch of the first dataset, on every rank that has one."""
-        if self._evaluating is not None:
+        if self._is_evaluating:
             return
-        stage = self.trainer.stage = "test" if dataset == "eval" else "validation"
-        self._evaluating = dataset
+        self._is_evaluating = True
+        stage = self.stage = "test" if dataset == "eval" else "validation"
         self._indices.clear()
         self.logged.begin_evaluation()
-        self.hooks.enter_evaluation(f"on_{stage}_model_eval")
+        self.hooks.begin_evaluation(stage)
         self.hooks.call(f"on_{stage}_start")
         self.hooks.call(f"on_{stage}_epoch_start")
 
@@ -258,7 +308,7 @@ class Job(OtherTrainer):
             self.schedules.step_epoch(self.trainer.current_epoch + 1)  # of an epoch that ended early
             return {}
         self._begin_evaluation(dataset)
-        stage, place, number = self.trainer.stage, place_of(dataset), self.loaders.num_val
+        stage, place, number = self.stage, place_of(dataset), self.loaders.num_val
         self.logged.take_means(means, f"/dataloader_idx_{place}" if number > 1 and stage == "validation" else "")
         if dataset != "eval" and place < number - 1:
             return {}
@@ -267,14 +317,17 @@ class Job(OtherTrainer):
         self.hooks.call(f"on_{stage}_epoch_end")
         scores: dict[str, float] = self.logged.take_scores()
         self.hooks.call(f"on_{stage}_end")
-        self.hooks.call_own(f"on_{stage}_model_train")
-        self._evaluating = None
-        self.trainer.stage = "train"
+        self.hooks.end_evaluation(stage)
+        self._is_evaluating = False
+        self.stage = "train"
+        self.schedules.step_evaluated()
         return scores
 
     # The training
 
     def on_train_begin(self, training: Any) -> None:
+        if self.hooks.of(CLIPPING) and isinstance(training.optimizer, ShardedOptimizer):
+            raise ConfigError.of("unsupported", f"{CLIPPING}: expected gradients on every rank, got a sharded optimizer")
         self.training = training
         self.trainer.current_epoch = training.finished_epoch
         self.hooks.call("on_fit_start")
@@ -282,11 +335,12 @@ class Job(OtherTrainer):
 
     def on_epoch_begin(self, training: Any) -> None:
         self.trainer.current_epoch = training.epoch - 1
+        self.batch_idx = -1
         self._updates = False
         self._begins_update = True
-        if self._modes is not None:
-            self.hooks.resume_modes(self._modes)
-            self._modes = None
+        if self._resumed is not None:
+            self.hooks.load(self._resumed)
+            self._resumed = None
         if self._is_within_epoch:
             return
         self._is_within_epoch = True
@@ -297,15 +351,19 @@ class Job(OtherTrainer):
 
     def on_epoch_end(self, training: Any) -> None:
         self.logged.show()
-        self.hooks.call("on_train_epoch_end", monitors=False)
-        self.hooks.call("on_train_epoch_end", monitors=True)
+        self.hooks.call("on_train_epoch_end")
         for name, value in self.logged.take_scores().items():
             training.add_score(name, value)
         self.schedules.step("epoch", True, training.epoch)
         self._is_within_epoch = False
         if self.extent.ends_after(self.trainer.global_step):
             training.finish("max_steps")
-        self.trainer.stop_if_due()
+        self.stop_if_due()
+
+    def stop_if_due(self) -> None:
+        """End the training after this epoch, if it was asked for and as many epochs are done as there are at least."""
+        if self.stops and self.training is not None and self.trainer.current_epoch + 1 >= self.extent.min_epochs:
+            self.training.finish("trainer.should_stop was set")
 
     def on_stop(self, training: Any) -> None:
         self.trainer.current_epoch = training.finished_epoch
@@ -314,6 +372,9 @@ class Job(OtherTrainer):
         if self.given.datamodule is not None:
             self.given.datamodule.teardown("fit")
         self.hooks.call("teardown", "fit")
+        for logger in self.trainer.loggers:
+            if training.rank == 0 and hasattr(logger, "finalize"):
+                logger.finalize("success")
 
     # Checkpoints
 
@@ -338,7 +399,7 @@ class Job(OtherTrainer):
             "schedules": self.schedules.state(),
             "global_step": self.trainer.global_step,
             "is_within_epoch": self._is_within_epoch,
-            "modes": self.hooks.modes(),
+            "modes": self.hooks.state(),
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
             "hooks": hooks,
@@ -348,8 +409,8 @@ class Job(OtherTrainer):
         self.schedules.load(state["schedules"])
         self.trainer.global_step = state["global_step"]
         self._is_within_epoch = state["is_within_epoch"]
-        self._modes = state["modes"]
-        self.trainer.callback_metrics.update({name: torch.tensor(one) for name, one in state["callback_metrics"].items()})
+        self._resumed = state["modes"]
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
 
@@ -363,10 +424,5 @@ def detached(value: Any) -> Any:
     return value.detach() if hasattr(value, "detach") else value
 
 
-def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-    """`LightningModule.all_gather`, without gradients. Raises: ConfigError."""
-    if sync_grads:
-        raise ConfigError.of("unsupported", "all_gather: expected sync_grads = False, got True")
-    tensor = torch.as_tensor(data)
-    of_ranks = hvdtrain.all_gather(tensor.detach().cpu(), name="lightning_all_gather")
-    return tensor if len(of_ranks) == 1 else torch.stack(of_ranks).to(tensor.device)
+def nothing() -> None:
+    """In place of the optimizer's step."""

@@ -23,7 +23,7 @@ class Loaders:
     def __init__(self, given: Given, extent: Extent) -> None:
         self._given, self._extent, self._values = given, extent, given.values
         number = self._values.get("num_val_loaders")
-        self.num_val = int(given.defines("val_dataloader", "validation_step") if number is None else number)
+        self.num_val = int(given.is_validated if number is None else number)
         self._loaders: dict[str, list[Any]] = {}
         self._order: Any = "default"
 
@@ -112,11 +112,11 @@ class Loaders:
 
     def _evaluated(self, kind: str, place: int = 0) -> dict[str, Any]:
         """The keys of a dataset to evaluate."""
-
-        def batches(**_: Any) -> int:
-            return self._extent.batches(kind, self._number(kind, place))
-
-        return {"class": lambda: self.data(kind, place), "seq_ordering": "default", "max_batches": batches}
+        return {
+            "class": lambda: self.data(kind, place),
+            "seq_ordering": "default",
+            "max_batches": lambda **_: self.limited(kind, place),
+        }
 
     def of_epoch(self, *, epoch: int, **_: Any) -> int:
         """The number of batches that a rank has in an epoch of training."""
@@ -125,7 +125,11 @@ class Loaders:
     @property
     def num_batches(self) -> int:
         """Those of a rank in an epoch of training; the last ones may be missing."""
-        return self._extent.batches("train", self._number("train"))
+        return self.limited("train")
+
+    def limited(self, kind: str, place: int = 0) -> int:
+        """The number of batches of a loader that a rank trains or evaluates."""
+        return self._extent.batches(kind, self._number(kind, place))
 
     def _number(self, kind: str, place: int = 0) -> int:
         """The number of batches that a rank has of a loader."""

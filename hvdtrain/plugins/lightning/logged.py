@@ -16,7 +16,7 @@ AFTER_STEPS = ("on_train_batch_end", "on_after_backward", "on_before_optimizer_s
 """Hooks of a step that are called when its values are counted already."""
 
 Reduced = tuple[torch.Tensor, str]
-"""A value, and how it is reduced over steps and ranks; '': that of rank 0 counts."""
+"""A value, and how it is reduced over ranks; '': that of rank 0 counts."""
 
 
 class Logged:
@@ -39,13 +39,12 @@ class Logged:
         self._batch_size: int | None = None  # of the step under way; None: there is none
         self._suffix = ""  # of the names of this loader, one of several
         self._of_step: dict[str, tuple[Any, float]] = {}  # by name, the weighted sum of the values, and the weight
-        self._of_epoch: dict[str, Reduced] = {}  # in hooks between steps
-        self._extremes: dict[str, Reduced] = {}  # of steps, by sum, min or max
-        self._objects: dict[str, tuple[str, bool, bool]] = {}  # by name, the logged metric, on_step and on_epoch
         self._means: dict[str, tuple[str, bool]] = {}  # by the name of a mean of the epoch, the one for both step and epoch,
         # and whether the loader's suffix belongs to it
+        self._of_epoch: dict[str, Reduced] = {}  # what is no mean of steps
+        self._objects: dict[str, tuple[str, bool, bool]] = {}  # by name, the logged metric, on_step and on_epoch
         self._before: dict[str, int] | None = None  # the updates of each metric when an evaluation began; None: there is none
-        self._train: tuple[Any, Any, Any] = {}, {}, {}  # what training had logged then: extremes, objects, values between steps
+        self._train: tuple[Any, Any] = {}, {}  # what training had logged then: values of the epoch, and metrics
         self._local: dict[str, dict[str, State]] = {"train": {}, "evaluation": {}}
         # this rank's states of the metrics that have those of all ranks
 
@@ -73,40 +72,49 @@ class Logged:
         """
         hook = self._module._current_fx_name
         on_step, on_epoch = (False, True) if hook is None else self._defaults(hook, on_step=on_step, on_epoch=on_epoch)
-        key = name + (self._suffix if add_dataloader_idx else "")
-        of_step = f"{key}_step" if on_epoch else key
         if hasattr(value, "_reductions"):
             path = metric_attribute or self._paths.get(id(value))
             if path is None:
                 raise wrong(name, "a metric that is an attribute of the module", type(value).__name__)
             self._objects[name] = path, on_step, on_epoch
             if on_step and isinstance(value._forward_cache, torch.Tensor):
-                self._values[key] = self._values[of_step] = value._forward_cache.detach()
+                self._show(name, value._forward_cache.detach(), on_epoch, add_dataloader_idx)
             return
         number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        if number.ndim:
+        if number.ndim or not number.is_floating_point():
             if number.numel() != 1:
                 raise wrong(name, "a single number", f"a tensor of shape {tuple(number.shape)}")
-            number = number.reshape(())
-        number = number if number.is_floating_point() else number.float()
+            number = number.reshape(()) if number.is_floating_point() else number.reshape(()).float()
         reduce = str(reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", reduce_fx))
         if reduce not in (*MEAN, "sum", "min", "max"):
             raise wrong(name, "reduce_fx mean, sum, min or max", reduce)
         if on_step:
-            self._values[key] = self._values[of_step] = number
+            self._show(name, number, on_epoch, add_dataloader_idx)
         if self._batch_size is None:
             if on_epoch and hook in AFTER_STEPS:
                 raise wrong(name, f"on_epoch = False in {hook}, or a call in training_step", "on_epoch = True")
             self._of_epoch[name] = number, reduce if sync_dist else ""
         elif reduce in MEAN:
             weight = float(self._batch_size if batch_size is None else batch_size)
-            before, added = self._of_step.get(name), number * weight
-            self._of_step[name] = (added, weight) if before is None else (before[0] + added, before[1] + weight)
-            if on_epoch:
+            before = self._of_step.get(name)
+            total = number * weight
+            self._of_step[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
+            if on_epoch and name not in self._means:
                 self._means[name] = f"{name}_epoch" if on_step else name, add_dataloader_idx
         elif on_epoch:
-            old = self._extremes.get(name)
-            self._extremes[name] = (number if old is None else reduced(reduce, [old[0], number])), reduce
+            self._extend(name, number, reduce)
+
+    def _show(self, name: str, number: torch.Tensor, on_epoch: bool, has_suffix: bool) -> None:
+        """Make the value of a step known. (In evaluations, Lightning makes only those of the epoch known.)"""
+        key = name + (self._suffix if has_suffix else "")
+        self._values[key] = number
+        if on_epoch and self._before is None:
+            self._values[f"{key}_step"] = number
+
+    def _extend(self, name: str, number: torch.Tensor, reduce: str) -> None:
+        """Add a value of a step to a sum, or to a minimum or maximum."""
+        before = self._of_epoch.get(name)
+        self._of_epoch[name] = (number if before is None else reduced(reduce, [before[0], number])), reduce
 
     def begin_step(self, batch_size: int, suffix: str = "") -> None:
         """Values belong to a batch from here on."""
@@ -124,8 +132,8 @@ class Logged:
     def begin_evaluation(self) -> None:
         """Metrics that are updated from here on belong to an evaluation."""
         self._before = {name: one._update_count for name, one in self.metrics.items()}
-        self._train = self._extremes, self._objects, self._of_epoch
-        self._extremes, self._objects, self._of_epoch = {}, {}, {}
+        self._train = self._of_epoch, self._objects
+        self._of_epoch, self._objects = {}, {}
 
     def take_means(self, means: Mapping[str, float], suffix: str = "") -> None:
         """Make the means of a dataset known, by the names with which they were logged."""
@@ -149,14 +157,10 @@ class Logged:
             self._local[self._phase][name] = own.get(name) or state_of(self.metrics[name])
             set_state(self.metrics[name], merged(self.metrics[name], [one[name] for one in of_ranks if name in one]))
 
-    def show(self) -> None:
-        """Before the hooks at the end of an epoch. Make known what hooks between its steps have logged."""
-        self._values.update({name: value for name, (value, _) in self._of_epoch.items()})
-
     def take_scores(self) -> dict[str, float]:
         """Collective, after the hooks at the end of an epoch. What was logged and is no mean of steps, by name. The logged
         metrics are reset."""
-        gathered = hvdtrain.all_gather((self._of_epoch | self._extremes, self._objects), name="lightning_scores")
+        gathered = hvdtrain.all_gather((self._of_epoch, self._objects), name="lightning_scores")
         scores: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(name for values, _ in gathered for name in values):
             values = [one[name][0].cpu() for one, _ in gathered if name in one]
@@ -178,22 +182,25 @@ class Logged:
             if self.metrics[path]._update_count:  # it was not reset
                 set_state(self.metrics[path], state)
         self._local[self._phase] = {}
-        self._extremes, self._objects, self._of_epoch = ({}, {}, {}) if self._before is None else self._train
+        self._of_epoch, self._objects = ({}, {}) if self._before is None else self._train
         self._before = None
         self._values.update(scores)
         return {name: float(value) for name, value in scores.items()}
 
+    def show(self) -> None:
+        """Before the hooks at the end of an epoch. Make known what was logged in it and is no mean of steps."""
+        self._values.update({name: value for name, (value, _) in self._of_epoch.items()})
+
     def state(self) -> list[Any]:
         """Collective. What training has logged so far in the epoch, by rank."""
-        now = self._extremes, self._objects, self._of_epoch
-        extremes, objects, of_epoch = now if self._before is None else self._train
+        of_epoch, objects = (self._of_epoch, self._objects) if self._before is None else self._train
         before = self._before or {}
         states = {
             name: self._local["train"].get(name) or state_of(one)
             for name, one in self.metrics.items()
             if one._update_count and one._update_count == before.get(name, one._update_count)
         }
-        return hvdtrain.all_gather((states, extremes, objects, self._means, of_epoch), name="lightning_state")
+        return hvdtrain.all_gather((states, of_epoch, objects, self._means), name="lightning_state")
 
     def load(self, of_ranks: Sequence[Any]) -> None:
         """Continue from what `state` returned, also on another number of ranks."""
@@ -202,13 +209,14 @@ class Logged:
         for name, metric in self.metrics.items():
             if states := [states[name] for states, *_ in mine if name in states]:
                 set_state(metric, states[0] if len(states) == 1 else merged(metric, states))
-        for _, extremes, objects, means, of_epoch in mine:
+        for _, of_epoch, objects, means, *more in mine:  # more: of checkpoints before 2026-11-29, that of hooks between steps
             self._objects |= objects
-            self._of_epoch |= of_epoch
             self._means |= means
-            for name, (value, reduce) in extremes.items():
-                old = self._extremes.get(name)
-                self._extremes[name] = (value if old is None else reduced(reduce, [old[0], value])), reduce
+            for name, (value, reduce) in (of_epoch | dict(*more)).items():
+                if reduce:
+                    self._extend(name, value, reduce)
+                else:
+                    self._of_epoch.setdefault(name, (value, reduce))
 
 
 def wrong(name: str, expected: str, got: str) -> ConfigError:

@@ -21,18 +21,24 @@ class Schedules:
         configs: Lightning's `LRSchedulerConfig`s.
         rates: of the optimizer's groups, as the schedulers have set them.
         epoch: the last one in which the schedulers of epochs have set the rates.
-        batch_idx: of the batch under way.
+        after_evaluation: the batch for which schedulers that look at a value wait for the evaluation; 0: none.
     """
 
     def __init__(self, given: Given, trainer: Any) -> None:
-        self._given, self._trainer = given, trainer
+        self._given = given
+        self._trainer = trainer
         self.optimizer: Any = None
         self.configs: list[Any] = []
         self.rates: list[float] = []
-        self.epoch = self.batch_idx = 0
+        self.epoch = self.after_evaluation = 0
 
-    def make(self, configured: Any, parameters: Any) -> Any:
-        """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are others."""
+    def make(self, configured: Any, parameters: Any, batch_idx: Callable[[], int], changes: bool) -> Any:
+        """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are others.
+
+        Args:
+            batch_idx: returns the index of the batch under way.
+            changes: whether hooks of the module's may change rates just before a step.
+        """
         core = self._given.of_lightning("core.optimizer")
         optimizers, schedulers, monitor = ([], [], None) if configured is None else core._configure_optimizers(configured)
         if len(optimizers) != 1:
@@ -46,9 +52,10 @@ class Schedules:
         for parameter in parameters:
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
-        optimizer.register_step_pre_hook(lambda *_: self._set_rates())
         if self._given.overrides("optimizer_step", self._given.module):
-            optimizer.step = partial(self._step_of_module, optimizer.step)
+            optimizer.step = partial(self._step_of_module, optimizer.step, batch_idx)
+        elif changes or len(optimizer.param_groups) > 1:
+            optimizer.register_step_pre_hook(lambda *_: self._set_rates())
         self.note_rates()
         return optimizer
 
@@ -57,15 +64,15 @@ class Schedules:
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _set_rates(self) -> None:
-        """Set the rates of the optimizer's groups, each its own."""
+        """Set the rates of the optimizer's groups, each its own; hvdtrain sets that of the first one."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
 
-    def _step_of_module(self, step: Callable[[], Any]) -> None:
+    def _step_of_module(self, step: Callable[[], Any], batch_idx: Callable[[], int]) -> None:
         """In place of the optimizer's own step: let the module take it, which may set rates before and after it."""
         self._set_rates()
         once = Once(self.optimizer, step, self.note_rates)
-        self._given.module.optimizer_step(self._trainer.current_epoch, self.batch_idx, once, once.closure)
+        self._given.module.optimizer_step(self._trainer.current_epoch, batch_idx(), once, once.closure)
         if once.is_left:
             raise ConfigError.of(
                 "wrong-result",
@@ -86,7 +93,7 @@ class Schedules:
     def step(self, interval: str, on_plateau: bool, number: int) -> None:
         """Let the schedulers of an interval set the rates. `number`: that of the batch or epoch, counted from 1."""
         for config in self.configs:
-            if config.interval != interval or config.reduce_on_plateau != on_plateau or number % config.frequency:
+            if (config.interval, config.reduce_on_plateau) != (interval, on_plateau) or number % config.frequency:
                 continue
             value = self._trainer.callback_metrics.get(config.monitor) if on_plateau else None
             if on_plateau and value is None:
@@ -106,19 +113,28 @@ class Schedules:
             self.epoch = epoch
             self.step("epoch", False, epoch)
 
+    def step_evaluated(self) -> None:
+        """After an evaluation, let those schedulers of steps set the rates that look at a value."""
+        if self.after_evaluation:
+            self.step("step", True, self.after_evaluation)
+        self.after_evaluation = 0
+
     def state(self) -> dict[str, Any]:
         self.note_rates()  # a hook after the last update may have set them
-        return {"schedulers": [one.scheduler.state_dict() for one in self.configs], "rates": self.rates, "epoch": self.epoch}
+        kept = {name: getattr(self, name) for name in ("rates", "epoch", "after_evaluation")}
+        return {"schedulers": [config.scheduler.state_dict() for config in self.configs], **kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for config, one in zip(self.configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(one)
+        for config, kept in zip(self.configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(kept)
         self.rates, self.epoch = list(state["rates"]), state["epoch"]
+        self.after_evaluation = state.get("after_evaluation", 0)
         self._set_rates()
 
 
 class Once:
-    """The optimizer as `optimizer_step` sees it: its step is taken once, as the gradients are those of all ranks already."""
+    """The optimizer as the module's `optimizer_step` and `optimizer_zero_grad` see it: its step is taken once, as the gradients
+    are those of all ranks already."""
 
     def __init__(self, optimizer: Any, step: Callable[[], Any], before: Callable[[], None]) -> None:
         self.optimizer, self._step, self._before = optimizer, step, before
@@ -136,7 +152,12 @@ class Once:
         self.is_left = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """hvdtrain drops the gradients after each update."""
+        """hvdtrain drops the gradients after each update. Raises: ConfigError, if zeros are wanted in their place."""
+        if not set_to_none:
+            raise ConfigError.of(
+                "unsupported",
+                "zero_grad: expected set_to_none = True, as hvdtrain drops the gradients after each update, got False",
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

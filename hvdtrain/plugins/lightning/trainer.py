@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 import hvdtrain
+from hvdtrain.comm.this_process import place
 from hvdtrain.errors import ConfigError, Problem
+from hvdtrain.plugins.lightning.given import stops_early
 from hvdtrain.plugins.lightning.loaders import accumulated
 
 
@@ -16,7 +21,7 @@ class Refused(ConfigError, AttributeError):
 
 
 class Logger:
-    """`self.logger`: what is logged with it becomes scores, as by `self.log`."""
+    """`self.logger`, where the config gives none: what is logged with it becomes scores, as by `self.log`."""
 
     name = version = "hvdtrain"
 
@@ -31,154 +36,141 @@ class Logger:
         """The records of a training have its config."""
 
     def __getattr__(self, name: str) -> Any:
-        raise refused("self.logger", name, "give trackers to hvdtrain: docs/reports.md")
+        raise refused("self.logger", name, "give a logger of Lightning's in lightning_trainer, or trackers: docs/reports.md")
+
+
+def gather(data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    """The tensors of all ranks, without gradients on several ranks. Raises: ConfigError, if they are wanted there."""
+    if hvdtrain.size() == 1:
+        return data
+    if sync_grads:
+        raise ConfigError.of("unsupported", "all_gather: expected sync_grads = False on several ranks, got True")
+    return torch.stack(hvdtrain.all_gather(data.detach().cpu(), name="lightning_all_gather")).to(data.device)
+
+
+def strategy(job: Any) -> SimpleNamespace:
+    """What callbacks and the module's own methods use of a strategy."""
+    return SimpleNamespace(
+        root_device=job.module.device,
+        model=job.module,
+        is_global_zero=hvdtrain.rank() == 0,
+        _lightning_optimizers=job.optimizers,
+        all_gather=gather,
+        barrier=lambda *_: hvdtrain.all_gather(None),
+        broadcast=lambda value, src=0: hvdtrain.all_gather(value)[src],
+        reduce_boolean_decision=lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
+    )
+
+
+def loggers(job: Any) -> list[Any]:
+    """Those of the config, for what the module itself logs with them."""
+    given = job.arguments.get("logger")
+    if given is None or isinstance(given, bool):
+        return [] if given is False else [Logger(job)]
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def max_epochs(job: Any) -> int:
+    number = int(job.given.values.get("num_epochs") or 5)
+    return -1 if job.extent.max_steps >= 0 and number >= job.extent.max_steps else number
+
+
+def stepping_batches(job: Any) -> int:
+    epochs, most = max_epochs(job), int(job.extent.max_steps)
+    if epochs < 0:
+        return most
+    steps = -(-int(job.loaders.num_batches) // accumulated(job.given.values)) * epochs
+    return steps if most < 0 else min(steps, most)
+
+
+def only(loaders: list[Any]) -> Any:
+    return loaders[0] if len(loaders) == 1 else loaders
+
+
+def stoppers(job: Any) -> list[Any]:
+    return [one for one in job.given.callbacks if stops_early(one)]
+
+
+PRECISION = {None: "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "training": lambda job: job.stage == "train",
+    "validating": lambda job: job.stage == "validation",
+    "testing": lambda job: job.stage == "test",
+    "predicting": lambda job: job.stage == "predict",
+    "evaluating": lambda job: job.stage in ("validation", "test"),
+    **dict.fromkeys(("world_size", "num_devices"), lambda job: hvdtrain.size()),
+    "global_rank": lambda job: hvdtrain.rank(),
+    "local_rank": lambda job: place().local_rank,
+    "is_global_zero": lambda job: hvdtrain.rank() == 0,
+    "max_epochs": max_epochs,
+    "max_steps": lambda job: int(job.extent.max_steps),
+    "min_epochs": lambda job: job.extent.min_epochs,
+    "estimated_stepping_batches": stepping_batches,
+    "accumulate_grad_batches": lambda job: accumulated(job.given.values),
+    "precision": lambda job: PRECISION[job.given.values.get("mixed_precision")],
+    "gradient_clip_val": lambda job: job.clip[0],
+    "gradient_clip_algorithm": lambda job: job.clip[1],
+    "precision_plugin": lambda job: job.given.of_lightning("plugins.precision").Precision(),
+    "num_training_batches": lambda job: job.loaders.num_batches,
+    "num_val_batches": lambda job: [job.loaders.limited("val", place) for place in range(job.loaders.num_val)],
+    "is_last_batch": lambda job: job.batch_idx + 1 >= job.loaders.of_epoch(epoch=job.trainer.current_epoch + 1),
+    "train_dataloader": lambda job: job.loaders.of("train")[0],
+    "val_dataloaders": lambda job: only(job.loaders.of("val")),
+    "test_dataloaders": lambda job: only(job.loaders.of("test")),
+    "datamodule": lambda job: job.given.datamodule,
+    **dict.fromkeys(("lightning_module", "model"), lambda job: job.module),
+    "callbacks": lambda job: job.given.callbacks,
+    "early_stopping_callback": lambda job: next(iter(stoppers(job)), None),
+    "early_stopping_callbacks": stoppers,
+    "optimizers": lambda job: job.optimizers,
+    "lr_scheduler_configs": lambda job: job.schedules.configs,
+    "strategy": strategy,
+    "profiler": lambda job: job.given.of_lightning("profilers").PassThroughProfiler(),
+    "loggers": loggers,
+    "logger": lambda job: next(iter(loggers(job)), None),
+    "logged_metrics": lambda job: job.trainer.callback_metrics,
+    "should_stop": lambda job: job.stops,
+    **dict.fromkeys(("default_root_dir", "log_dir"), lambda job: str(Path(job.given.values["model"]).parent)),
+}
+"""By attribute, its value of a job."""
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"), 1.0),
+    **{"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "log_every_n_steps": 50, "overfit_batches": 0.0, "num_nodes": 1},
+    **{"min_steps": None, "reload_dataloaders_every_n_epochs": 0},
+}
+"""Arguments of the Trainer that modules read, with the values that it uses without them."""
 
 
 class Trainer:
     """Attributes:
     callback_metrics: the last value of whatever was logged, by name.
-    training, validating, testing, predicting: the stage.
     """
 
-    sanity_checking = fast_dev_run = barebones = False
-    progress_bar_callback = profiler = None
-    num_nodes = check_val_every_n_epoch = log_every_n_steps = 1
-    val_check_interval = 1.0
+    sanity_checking = fast_dev_run = barebones = received_sigterm = interrupted = False
+    progress_bar_callback = ckpt_path = None
+    num_sanity_val_steps = 0
 
     def __init__(self, job: Any) -> None:
         self._job = job
-        self.logger = Logger(job)
         self.callback_metrics: dict[str, Any] = {}
-        self.stage = "train"
         self.current_epoch = self.global_step = 0
-        self._stops = False
         self.state = SimpleNamespace(fn="fit")
-        self._collectives: dict[str, Any] = {
-            "reduce_boolean_decision": lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
-            "barrier": lambda *_: hvdtrain.all_gather(None),
-            "broadcast": lambda value, src=0: hvdtrain.all_gather(value)[src],
-        }
 
-    @property
-    def strategy(self) -> Any:
-        return SimpleNamespace(**self._collectives, root_device=self._job.module.device)
-
-    @property
-    def training(self) -> bool:
-        return self.stage == "train"
-
-    @property
-    def validating(self) -> bool:
-        return self.stage == "validation"
-
-    @property
-    def testing(self) -> bool:
-        return self.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self.stage == "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        return self.validating or self.testing
-
-    @property
-    def world_size(self) -> int:
-        return hvdtrain.size()
-
-    num_devices = world_size
-
-    @property
-    def global_rank(self) -> int:
-        return hvdtrain.rank()
-
-    @property
-    def is_global_zero(self) -> bool:
-        return hvdtrain.rank() == 0
-
-    @property
-    def max_epochs(self) -> int:
-        number = int(self._job.given.values.get("num_epochs") or 5)
-        return -1 if self.max_steps >= 0 and number >= self.max_steps else number
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return accumulated(self._job.given.values)
-
-    @property
-    def num_training_batches(self) -> int:
-        return int(self._job.loaders.num_batches)
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        if self.max_epochs < 0:
-            return self.max_steps
-        steps = -(-self.num_training_batches // self.accumulate_grad_batches) * self.max_epochs
-        return steps if self.max_steps < 0 else min(steps, self.max_steps)
-
-    @property
-    def max_steps(self) -> int:
-        return int(self._job.extent.max_steps)
-
-    @property
-    def datamodule(self) -> Any:
-        return self._job.given.datamodule
-
-    @property
-    def lightning_module(self) -> Any:
-        return self._job.module
-
-    model = lightning_module
-
-    @property
-    def callbacks(self) -> Any:
-        return self._job.given.callbacks
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return [] if self._job.optimizer is None else [self._job.optimizer]
-
-    @property
-    def lr_scheduler_configs(self) -> Any:
-        return self._job.schedules.configs
-
-    @property
-    def loggers(self) -> list[Any]:
-        return [self.logger]
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        return self.callback_metrics
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self._job.loaders.of("train")[0]
-
-    @property
-    def val_dataloaders(self) -> Any:
-        loaders = self._job.loaders.of("val")
-        return loaders[0] if len(loaders) == 1 else loaders
-
-    @property
-    def default_root_dir(self) -> str:
-        return str(Path(self._job.given.values["model"]).parent)
-
-    @property
-    def should_stop(self) -> bool:
-        return self._stops
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self._stops = value
-        self.stop_if_due()
-
-    def stop_if_due(self) -> None:
-        """End the training after this epoch, if it was asked for and as many epochs are done as there are at least."""
-        if self._stops and self._job.training is not None and self.current_epoch + 1 >= self._job.extent.min_epochs:
-            self._job.training.finish("trainer.should_stop was set")
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "should_stop":
+            self._job.stops = value
+            self._job.stop_if_due()
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in READ:
+            return READ[name](self._job)
+        if name in DEFAULTS:
+            value = self._job.arguments.get(name)
+            return DEFAULTS[name] if value is None else value
         raise refused("self.trainer", name, "docs/lightning.md lists what there is")
 
 

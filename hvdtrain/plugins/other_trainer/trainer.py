@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterable, Mapping
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class OtherTrainer:
     model: Any = None
     optimizer: Any = None
     training: Any = None
+    _is_readable = False  # whether a state was read again
 
     def keys(self) -> dict[str, Any]:
         """The keys that follow."""
@@ -97,7 +100,22 @@ class OtherTrainer:
         """The state as text, which a checkpoint's file holds beside the tensors."""
         file = io.BytesIO()
         torch.save(self.state(), file)
+        if not self._is_readable:
+            self._check_readable(file)
         return {self.name: base64.b64encode(file.getvalue()).decode()}
+
+    def _check_readable(self, file: io.BytesIO) -> None:
+        """Once, before the first checkpoint. Raises: ConfigError, if the state could not be read again."""
+        try:
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except UnpicklingError as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error))
+            raise ConfigError.of(
+                "wrong-result",
+                f"{self.name}: expected tensors and plain values in what hooks add to a checkpoint, got "
+                f"{kind[1] if kind else error}",
+            ) from error
+        self._is_readable = True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.load(torch.load(io.BytesIO(base64.b64decode(state[self.name])), weights_only=True))

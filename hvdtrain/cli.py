@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -18,11 +17,9 @@ from hvdtrain.comm import fork_server, local, this_process
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
 from hvdtrain.comm.restarts import Restarts, check_restarts
-from hvdtrain.config import completion
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.command_line import OPTIONS, parse_command_line, without_local_rank
-from hvdtrain.config.keys import declared_keys
+from hvdtrain.config.command_line import parse_command_line, without_local_rank
 from hvdtrain.config.large_imports import LargeImports
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome, failure_text
@@ -37,8 +34,8 @@ COMMANDS: Registry[tuple[str, str]] = Registry("commands", {"help": ("explain a 
 """By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
 `parser()`, if it has one, returns the parser of its options."""
 
-DATASETS = ("train", "dev", "eval")
-"""The keys that are dataset dicts."""
+ASKS_TO_COMPLETE = "_ARGCOMPLETE"
+"""The variable that a shell sets to ask for completions, which the command of that name answers."""
 
 USAGE = """\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
@@ -147,9 +144,8 @@ def _open_streams() -> None:
 
 def run_command(arguments: list[str] | None) -> int:
     """As `main`. Raises: KeyboardInterrupt."""
-    words = completion.words_to_complete(this_process.environment())
-    if words is not None:
-        return complete(words)
+    if ASKS_TO_COMPLETE in this_process.environment() and "completion" in COMMANDS:
+        arguments = ["completion"]
     LargeImports.install()
     fork_server.serve()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -177,26 +173,6 @@ def run_command(arguments: list[str] | None) -> int:
         mistake = LaunchError(f"{words[0]}: expected a command or a config file, got neither{hint}")
         return _fail_before_connecting(mistake.on_all_ranks())
     return run_config(arguments)
-
-
-def complete(words: list[str]) -> int:
-    """Complete a command line for a shell (config/completion.py); return the exit status.
-
-    Args:
-        words: the arguments up to the cursor.
-    """
-    if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
-        this_process.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
-        module = import_part(COMMANDS[words[0]][1])
-        parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
-    else:
-        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of
-
-        dataset_keys = [key for section in DATASET_SECTIONS for key in declared_keys(section)]
-        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, dataset_keys)
-        parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
-    completion.answer(parser)
-    return 0
 
 
 def run_config(arguments: list[str]) -> int:

@@ -16,12 +16,13 @@ CONFIG = ROOT / "configs/smallest.py"
 
 OWN = sorted(path.parent.name for path in (ROOT / "hvdtrain/plugins").glob("*/__init__.py"))
 
-OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/test_epoch_scores.py", "data/test_batches.py")
+OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/test_agreement.py", "data/test_batches.py")
 """Tests that take a second each."""
 
 ASKING: dict[str, dict[str, list[str]]] = {
     "average": {"average_checkpoints: expected None": ["++average_checkpoints", "{'best': 2}"]},
     "combine": {"train.class: expected one of": ["++train", "{'class': 'MetaDataset'}"]},
+    "completion": {"completion: expected a config file": ["completion"]},
     "compression": {"horovod_compression: expected 'fp16' or 'bf16'": ["++horovod_compression", "powersgd"]},
     "returnn": {
         "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],

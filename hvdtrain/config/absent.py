@@ -12,6 +12,7 @@ from hvdtrain.errors import ConfigError
 NAMES = {
     "average": "average",
     "combine": "MetaDataset MapDataset",
+    "completion": "completion",
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",

@@ -8,13 +8,45 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args, get_origin
+from typing import Any, Literal, TextIO, get_args, get_origin
 
-if TYPE_CHECKING:
-    from hvdtrain.config.keys import Key
+from hvdtrain.cli import ASKS_TO_COMPLETE, COMMANDS
+from hvdtrain.comm import this_process
+from hvdtrain.config.absent import import_part
+from hvdtrain.config.command_line import OPTIONS
+from hvdtrain.config.keys import Key, declared_keys
 
-ASKED = "_ARGCOMPLETE"
-"""The variable that a shell sets to ask for completions. Its value is the number of the word before the first argument."""
+SET_UP = 'eval "$(register-python-argcomplete hvdtrain)"'
+"""What makes a shell ask."""
+
+
+def main(arguments: list[str]) -> int:
+    """Answer a shell, or say how to make it ask; returns the exit status."""
+    words = words_to_complete(this_process.environment())
+    if words is None:
+        print(f"{SET_UP}  # in ~/.bashrc; zsh: after autoload -U bashcompinit && bashcompinit")
+        return 0
+    return complete(words)
+
+
+def complete(words: list[str]) -> int:
+    """Complete a command line for a shell; return the exit status.
+
+    Args:
+        words: the arguments up to the cursor.
+    """
+    if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
+        this_process.put({ASKS_TO_COMPLETE: "2"})  # the command's own arguments begin after its name
+        module = import_part(COMMANDS[words[0]][1])
+        parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
+    else:
+        from hvdtrain.settings import DATASET_SECTIONS, DATASETS, DICTS, all_keys, entries_of
+
+        dataset_keys = [key for section in DATASET_SECTIONS for key in declared_keys(section)]
+        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, dataset_keys)
+        parser = training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
+    answer(parser)
+    return 0
 
 
 def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
@@ -25,7 +57,7 @@ def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
     >>> words_to_complete({"_ARGCOMPLETE": "1", "COMP_LINE": "hvdtrain ", "COMP_POINT": "9"}), words_to_complete({})
     ([''], None)
     """
-    if ASKED not in environ:
+    if ASKS_TO_COMPLETE not in environ:
         return None
     line = environ.get("COMP_LINE", "")[: int(environ.get("COMP_POINT", "0"))]
     return [*line.split()[1:], *([""] if line[-1:].isspace() else [])]

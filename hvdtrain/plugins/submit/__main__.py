@@ -54,6 +54,12 @@ OF_SCHEDULERS = {
 }
 """By a scheduler's option, ours."""
 
+AS_GIVEN = (
+    "nodes", "tasks_per_node", "gpus_per_node", "stop_before", "max_restarts", "queue", "account", "parallel_environment",
+    "interface", "doctor", "image",
+)  # fmt: skip
+"""Options that a `Job` has as they are."""
+
 STARTUP_SECONDS = 180
 """The minimum of seconds before the stop signal: during start-up it kills the training, and Slurm may send it a minute early."""
 
@@ -130,6 +136,7 @@ def build_job(
     # A path that could be taken for a command of hvdtrain or for an option gets a folder.
     configs = [path if ("/" in path or "." in path) and not path.startswith("-") else f"./{path}" for path in options.configs]
     job = Job(
+        **{name: getattr(options, name) for name in AS_GIVEN},
         name=options.name or job_name(options.configs[0]),
         scheduler=scheduler,
         launcher=launcher,
@@ -137,26 +144,15 @@ def build_job(
         python=options.python or ("python" if scheduler.in_container else sys.executable),
         folder=f"./{folder}" if folder.startswith("-") else folder,
         written_by=f"python -m hvdtrain submit {shlex.join(given)}",
-        nodes=options.nodes,
-        tasks_per_node=options.tasks_per_node,
-        gpus_per_node=options.gpus_per_node,
         cpus_per_task=options.cpus_per_task or scheduler.cores,
         memory=memory,
         seconds=seconds,
-        stop_before=options.stop_before,
         requeue=not options.no_requeue and scheduler.requeues,
-        max_restarts=options.max_restarts,
-        queue=options.queue,
-        account=options.account,
-        parallel_environment=options.parallel_environment,
         hosts=hosts,
-        interface=options.interface,
         output=options.output or ".",
         setup=tuple(options.setup),
         exports=tuple(options.export),
         options=tuple(options.option),
-        doctor=options.doctor,
-        image=options.image,
         volumes=tuple((claim, path) for claim, _, path in volumes),
         runs=runs,
     )
@@ -181,21 +177,16 @@ def build_job(
 
 def number_problems(options: argparse.Namespace) -> list[Problem]:
     """Problems with numeric options."""
+    limits = dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "stop_before"), (1, "a positive number"))
+    limits |= dict.fromkeys(("max_restarts", "gpus_per_node"), (0, "zero or a positive number"))
     problems = [
-        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
-        for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before")
-        if (value := getattr(options, name)) is not None and value < 1
-    ]
-    problems += [
-        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected zero or a positive number, got {value}")
-        for name in ("max_restarts", "gpus_per_node")
-        if (value := getattr(options, name)) < 0
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected {rule}, got {value}")
+        for name, (least, rule) in limits.items()
+        if (value := getattr(options, name)) is not None and value < least
     ]
     if 0 < options.gpus_per_node < options.tasks_per_node:
-        problems += problem(
-            "out-of-range",
-            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
-        )
+        wanted = f"expected one for each of {options.tasks_per_node} ranks of a node"
+        problems += problem("out-of-range", f"--gpus-per-node: {wanted}, got {options.gpus_per_node}")
     return problems
 
 
@@ -282,12 +273,7 @@ def parser() -> argparse.ArgumentParser:
     result.instead, result.otherwise = OF_SCHEDULERS, "one of the scheduler --option={}={}"
     add = result.add_argument_group("required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    add(
-        "--scheduler",
-        choices=list(SCHEDULERS),
-        required=True,
-        help="the scheduler; mpi: none, only mpirun and ssh",
-    )
+    add("--scheduler", choices=list(SCHEDULERS), required=True, help="the scheduler; mpi: none, only mpirun and ssh")
     add("--image", help="with --scheduler kubernetes: a container image with hvdtrain")
     add("--hosts", default="", help="with --scheduler mpi and several hosts: h1,h2")
     add = result.add_argument_group("ranks and resources, which are per host, except --nodes and --cpus-per-task").add_argument
@@ -315,12 +301,7 @@ def parser() -> argparse.ArgumentParser:
     add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
     add = result.add_argument_group("time").add_argument
     add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which is unknown to the training")
-    add(
-        "--stop-before",
-        type=int,
-        default=300,
-        help="stop with a checkpoint this many seconds before the limit (default 300)",
-    )
+    add("--stop-before", type=int, default=300, help="stop with a checkpoint this many seconds before the limit (default 300)")
     add("--no-requeue", action="store_true", help="do not put a stopped training back into the queue")
     add = result.add_argument_group("the scheduler").add_argument
     add(

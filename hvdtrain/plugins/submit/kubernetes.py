@@ -25,16 +25,11 @@ LAUNCHER_RESOURCES = {"cpu": 1, "memory": "2Gi"}
 def _problems(job: Job) -> list[Problem]:
     problems = []
     if not job.image:
-        problems += problem(
-            "missing",
-            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
-        )
+        what = "expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
+        problems += problem("missing", f"--image: {what}")
     if job.runs and job.launcher != "python":
-        problems += problem(
-            "conflict",
-            f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several "
-            "(++ngpu N starts ranks within a pod)",
-        )
+        what = f"expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several"
+        problems += problem("conflict", f"--sweep: {what} (++ngpu N starts ranks within a pod)")
     return problems
 
 
@@ -180,18 +175,14 @@ def yaml_lines(value: Any, indent: str = "") -> list[str]:
     return lines
 
 
+NO_TEXTS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+"""Words that YAML reads as something else, in any case."""
+
+
 def _scalar(text: str) -> str:
     """A text, in quotes if YAML would read it as something else."""
-    plain = re.fullmatch(r"[A-Za-z/][\w./-]*(?::[\w.-]+)?", text) and text.lower() not in (
-        "true",
-        "false",
-        "yes",
-        "no",
-        "on",
-        "off",
-        "null",
-    )
-    return text if plain and text not in ("y", "n", "Y", "N") else json.dumps(text, ensure_ascii=False)
+    is_plain = re.fullmatch(r"[A-Za-z/][\w./-]*(?::[\w.-]+)?", text) and text.lower() not in NO_TEXTS
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 KUBERNETES = Scheduler(

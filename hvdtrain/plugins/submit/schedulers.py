@@ -27,11 +27,6 @@ RESCHEDULE = 99
 """The exit status with which SGE puts a job back into the queue."""
 
 
-def slurm_script(job: Job) -> str:
-    """A script for sbatch."""
-    return _script(job, slurm_head(job), slurm_body(job))
-
-
 def slurm_head(job: Job) -> list[str]:
     """The options for sbatch."""
     has_agents = job.launcher == "torchrun"  # one task per node, which starts the ranks there
@@ -59,8 +54,8 @@ def slurm_head(job: Job) -> list[str]:
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 
-def slurm_body(job: Job) -> list[str]:
-    """The part of the script that runs on the job's first node."""
+def slurm_script(job: Job) -> str:
+    """A script for sbatch. What follows its options runs on the job's first node."""
     lines = environment_lines(job)
     if job.launcher in ("srun", "torchrun"):
         lines.append('export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from sbatch')
@@ -79,7 +74,7 @@ def slurm_body(job: Job) -> list[str]:
         lines += ['rm -f "$ended"']
     if job.requeue:
         lines += _if_stopped('scontrol requeue "$SLURM_JOB_ID"  # training continues where it stopped')
-    return [*lines, "exit $status"]
+    return _script(job, slurm_head(job), lines)
 
 
 def agent_lines(job: Job) -> list[str]:
@@ -106,11 +101,6 @@ def agent_lines(job: Job) -> list[str]:
     ]
 
 
-def sge_script(job: Job) -> str:
-    """A script for qsub."""
-    return _script(job, sge_head(job), sge_body(job))
-
-
 def sge_head(job: Job) -> list[str]:
     """The options for qsub. Resources are per slot, which is a core."""
     lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {option_text(job.folder)}"]
@@ -123,11 +113,8 @@ def sge_head(job: Job) -> list[str]:
     if job.gpus_per_node:
         per_slot, rest = divmod(job.gpus_per_node, job.slots)
         # A request per slot cannot be a fraction.
-        what = (
-            "For each slot"
-            if not rest
-            else f"{job.slots} slots of a host share its GPUs: gpu has to be consumable per JOB (qconf -sc)"
-        )
+        shared = f"{job.slots} slots of a host share its GPUs: gpu has to be consumable per JOB (qconf -sc)"
+        what = shared if rest else "For each slot"
         lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else per_slot}"]
     if job.memory:
         share = -(-job.memory // job.slots)
@@ -144,14 +131,15 @@ def sge_head(job: Job) -> list[str]:
     return [*lines, *(f"#$ {option}" for option in job.options)]
 
 
-def sge_body(job: Job) -> list[str]:
-    """The part of the script that runs on the job's first host. An Open MPI with support for SGE gets the hosts from SGE."""
+def sge_script(job: Job) -> str:
+    """A script for qsub. What follows its options runs on the job's first host; an Open MPI with support for SGE gets the hosts
+    from SGE."""
     lines = [*environment_lines(job), *doctor_lines(job)]
     lines += ["", "set -m  # the training is a separate process group: SGE signals only this script, which passes signals on"]
     lines += [*background_lines(job, command(job), before_limit="USR1", cancelled="USR2 TERM"), ""]
     if job.requeue:
         lines += _if_stopped(f"exit {RESCHEDULE}  # SGE puts the job back into the queue; training continues where it stopped")
-    return [*lines, "exit $status"]
+    return _script(job, sge_head(job), lines)
 
 
 def pbs_script(job: Job) -> str:
@@ -178,7 +166,7 @@ def pbs_script(job: Job) -> str:
         lines += _if_stopped(
             'qsub "$0"  # a job may not requeue itself, so it submits itself; training continues where it stopped'
         )
-    return _script(job, head, [*lines, "exit $status"])
+    return _script(job, head, lines)
 
 
 def lsf_script(job: Job) -> str:
@@ -202,7 +190,7 @@ def lsf_script(job: Job) -> str:
     lines += [*doctor, "", *background_lines(job, run, before_limit="USR1", cancelled="TERM INT", timer=True), ""]
     if job.requeue:
         lines += [f"if [ $status = {STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
-    return _script(job, head, [*lines, "exit $status"])
+    return _script(job, head, lines)
 
 
 def _hosts_of(job: Job, file: str) -> str:
@@ -230,7 +218,7 @@ def plain_script(job: Job) -> str:
     """A script for bash, to run on one of the hosts or on a host that can reach them over ssh."""
     hosts = [f"{host}:{job.tasks_per_node}" for host in job.hosts]
     body = [*environment_lines(job), *doctor_lines(job, hosts), ""]
-    body += [*background_lines(job, command(job, hosts), before_limit="USR1 TERM INT", cancelled=""), "", "exit $status"]
+    body += [*background_lines(job, command(job, hosts), before_limit="USR1 TERM INT", cancelled=""), ""]
     return _script(job, [], body)
 
 
@@ -242,7 +230,7 @@ def _host_problems(job: Job) -> list[Problem]:
 
 def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:
     """The complete script. A scheduler reads its options from the comments before the first command."""
-    return "\n".join(["#!/bin/bash", *head, *([""] if head else []), f"# {job.written_by}", "", *body]) + "\n"
+    return "\n".join(["#!/bin/bash", *head, *([""] if head else []), f"# {job.written_by}", "", *body, "exit $status"]) + "\n"
 
 
 def _if_stopped(then: str) -> list[str]:

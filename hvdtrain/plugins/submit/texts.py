@@ -15,18 +15,12 @@ other line ends."""
 NOT_IN_OPTIONS = "\"'\\`#"
 """Characters that schedulers interpret differently in the comments with their options: quotes and comment signs."""
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-INTERFACE = re.compile(r"[\^=]?[A-Za-z0-9_][A-Za-z0-9_.:@,-]*")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?")
-ENVIRONMENT = re.compile(r"[A-Za-z0-9_*?][A-Za-z0-9_.*?+-]*")
-
 FORMATS = {
-    "--name": (NAME, "letters, digits and any of _.+-"),
-    "--hosts": (HOST, "names of hosts"),
-    "--interface": (INTERFACE, "names of network interfaces, such as eth0, ib0,ib1 or ^docker"),
-    "--export": (VARIABLE, "the name of a variable, or NAME=VALUE"),
-    "--parallel-environment": (ENVIRONMENT, "the name of a parallel environment"),
+    "--name": (r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", "letters, digits and any of _.+-"),
+    "--hosts": (r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "names of hosts"),
+    "--interface": (r"[\^=]?[A-Za-z0-9_][A-Za-z0-9_.:@,-]*", "names of network interfaces, such as eth0, ib0,ib1 or ^docker"),
+    "--export": (r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", "the name of a variable, or NAME=VALUE"),
+    "--parallel-environment": (r"[A-Za-z0-9_*?][A-Za-z0-9_.*?+-]*", "the name of a parallel environment"),
 }
 """The pattern of each option that has one, and its description."""
 
@@ -46,10 +40,10 @@ def text_problems(texts: Mapping[str, Sequence[str]], in_options: Sequence[str])
     problems = []
     for name, values in texts.items():
         for value in values:
-            form, rule = FORMATS.get(name, (None, "")) if name != "--name" or name in in_options else (None, "")
+            pattern, rule = FORMATS[name] if name in FORMATS and (name != "--name" or name in in_options) else (".*", "")
             if has_forbidden_characters(value):
                 problems += problem("wrong-format", f"{name}: expected one line without control characters, got {value!r}")
-            elif form is not None and not form.fullmatch(value):
+            elif not re.fullmatch(pattern, value):
                 problems += problem("wrong-format", f"{name}: expected {rule}, got {value!r}")
             elif name in in_options and (value.startswith("-") or not value.strip() or set(value) & set(NOT_IN_OPTIONS)):
                 problems += problem(

@@ -38,21 +38,8 @@ class Exchange:
     rows: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The nonzero rows of a sparse gradient, each at most once.
-
-    Attributes:
-        values: shape (rows, ...).
-        indices: the rows' numbers in the parameter, int64 of shape (rows,).
-    """
-
-    values: Any
-    indices: Any
-
-
 Gradient = Any
-"""A tensor or `Rows`."""
+"""A tensor, or tf.IndexedSlices: the nonzero rows of a sparse gradient, each at most once, with int64 numbers."""
 
 
 Accumulated = Any
@@ -126,7 +113,7 @@ class GraphGradients:
 
     def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
         """The bytes of a rank's gradients, including row indices: first those in float32, then all others; float64."""
-        tensors = tf.nest.flatten(pack(gradients))
+        tensors = parts_of(list(gradients))
 
         def total(is_float32: bool) -> tf.Tensor:
             chosen = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
@@ -141,8 +128,7 @@ class GraphGradients:
         for number, variable in enumerate(self._variables):
             dtype = _exchange_dtype(variable.dtype)
             if number in exchange.rows:
-                values = tf.TensorSpec([None, *variable.shape[1:]], dtype)
-                specs.append((values, tf.TensorSpec([None], tf.int64)))
+                specs.append(tf.IndexedSlicesSpec(variable.shape, dtype, tf.int64))
             else:
                 specs.append(tf.TensorSpec(variable.shape, dtype))
         return specs
@@ -151,7 +137,7 @@ class GraphGradients:
         variable = self._variables[number]
         dtype = _exchange_dtype(variable.dtype)
         if found is None and as_rows:
-            return Rows(tf.zeros([0, *variable.shape[1:]], dtype), tf.zeros([0], tf.int64))
+            return tf.IndexedSlices(tf.zeros([0, *variable.shape[1:]], dtype), tf.zeros([0], tf.int64))
         if found is None:
             return tf.zeros(variable.shape, dtype)
         if as_rows:
@@ -183,7 +169,7 @@ class AccumulatedGradients:
 
     def zeros(self, exchange: Exchange) -> Accumulated:
         """The gradients of a rank that had no batch."""
-        return [pack(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+        return [self._gradients.zeros(exchange)], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
 
     def specs(self, sets: int, exchange: Exchange) -> Any:
         """The signature of accumulated gradients, for a function that takes them.
@@ -196,9 +182,9 @@ class AccumulatedGradients:
 
 def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
     """Add up all sets of gradients, those of normalized losses divided by their counts over all ranks. Part of a graph."""
-    gradients = unpack(sets[0])
+    gradients = sets[0]
     for number, of_loss in enumerate(sets[1:]):
-        gradients = add_sets(gradients, divide(unpack(of_loss), tf.maximum(counts[number], TINY)))
+        gradients = add_sets(gradients, divide(of_loss, tf.maximum(counts[number], TINY)))
     return gradients
 
 
@@ -249,8 +235,7 @@ class TensorFlowGradients:
         self._change(lambda tensor: tf.clip_by_value(tensor, -scaled, scaled))
 
     def clip_norm(self, limit: float) -> None:
-        tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in self.values]
-        self.norm = tf.linalg.global_norm(tensors)
+        self.norm = tf.linalg.global_norm(self.values)
         factor = tf.minimum(limit * self._scale / (self.norm + 1e-6), 1.0)
         self._change(lambda tensor: tensor * tf.cast(factor, tensor.dtype))
 
@@ -270,36 +255,38 @@ def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradien
 
 def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     """For each gradient, whether all elements are finite."""
-    tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in gradients]
+    tensors = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
 
 
 def to_keras(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
-    """Gradients in the form that Keras optimizers accept."""
+    """Gradients in the form that Keras optimizers accept: rows with the shape of the whole."""
     return [
-        tf.IndexedSlices(gradient.values, gradient.indices, variable.shape) if isinstance(gradient, Rows) else gradient
+        tf.IndexedSlices(gradient.values, gradient.indices, variable.shape)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def pack(gradients: Sequence[Gradient]) -> list[Any]:
-    """Gradients in the form that a graph returns: `Rows` become pairs."""
-    return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
-
-
-def unpack(gradients: Sequence[Any]) -> list[Gradient]:
-    """The inverse of `pack`."""
-    return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
+def parts_of(gradients: Any) -> list[tf.Tensor]:
+    """The tensors of gradients in any structure: of rows, the values and the numbers."""
+    parts: list[tf.Tensor] = tf.nest.flatten(gradients, expand_composites=True)
+    return parts
 
 
 def map_values(gradient: Gradient, change: Callable[[Any], Any]) -> Gradient:
     """A gradient with changed values, those of rows in their places."""
-    return Rows(change(gradient.values), gradient.indices) if isinstance(gradient, Rows) else change(gradient)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(gradient)
 
 
 def as_array(gradient: Any, shape: Sequence[int]) -> Array:
-    """A gradient on the host, of which rows are a pair, as a whole; zeros for none (an empty list)."""
+    """A gradient on the host, of which a session returns rows as a pair, as a whole; zeros for none (an empty list)."""
     whole = numpy.zeros(shape, numpy.float32)
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values, gradient.indices
     if isinstance(gradient, tuple):
         values, indices = map(numpy.asarray, gradient)
         numpy.add.at(whole, indices, values)
@@ -309,15 +296,15 @@ def as_array(gradient: Any, shape: Sequence[int]) -> Array:
 
 
 def _sum(one: Gradient, other: Gradient) -> Gradient:
-    if not isinstance(one, Rows):
+    if not isinstance(one, tf.IndexedSlices):
         return one + other
     return _merge_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
 
 
-def _merge_repeats(values: Any, indices: Any) -> Rows:
+def _merge_repeats(values: Any, indices: Any) -> tf.IndexedSlices:
     """Add up rows with the same index: a gradient's norm and squares are otherwise wrong."""
     unique, positions = tf.unique(indices)
-    return Rows(tf.math.unsorted_segment_sum(values, positions, tf.shape(unique)[0]), unique)
+    return tf.IndexedSlices(tf.math.unsorted_segment_sum(values, positions, tf.shape(unique)[0]), unique)
 
 
 def _exchange_dtype(dtype: tf.DType) -> tf.DType:
@@ -325,5 +312,4 @@ def _exchange_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
-    sets = [add_sets(unpack(first), unpack(second)) for first, second in zip(one[0], other[0], strict=True)]
-    return [pack(gradients) for gradients in sets], one[1] + other[1]
+    return [add_sets(first, second) for first, second in zip(one[0], other[0], strict=True)], one[1] + other[1]

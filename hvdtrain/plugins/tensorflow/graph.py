@@ -32,9 +32,8 @@ from hvdtrain.plugins.tensorflow.gradients import (
     GraphGradients,
     any_gradients,
     combine,
-    pack,
+    parts_of,
     scalar,
-    unpack,
 )
 from hvdtrain.plugins.tensorflow.tensors import (
     ModelVariables,
@@ -80,7 +79,7 @@ class TracedGraph:
 
 
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
-"""The result of `train` and `send`: reduced gradients (packed); their divisor if a normalized loss is the only loss; and a tensor
+"""The result of `train` and `send`: reduced gradients; their divisor if a normalized loss is the only loss; and a tensor
 of shape (3,): the seconds of waiting for other ranks, and the bytes sent in float32 and in other types."""
 
 
@@ -275,7 +274,7 @@ class StepGraphs:
             raise nothing_to_minimize()
         self._agree(Exchange(own, self._gradients.rows(any_gradients(found))))
         counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
-        return numbers_of(losses), ([pack(self._gradients.local(of_loss, self.exchange)) for of_loss in found], counts)
+        return numbers_of(losses), ([self._gradients.local(of_loss, self.exchange) for of_loss in found], counts)
 
     def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
         """The graph of `send`."""
@@ -331,9 +330,9 @@ class StepGraphs:
 
         def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
             totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
-            return pack(self._gradients.reduce(unpack(own[0]), exchange)), totals
+            return self._gradients.reduce(own[0], exchange), totals
 
-        (reduced, divisor), seconds = time_exchange(reduce, (pack(gradients), counts))
+        (reduced, divisor), seconds = time_exchange(reduce, (gradients, counts))
         return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
@@ -350,7 +349,7 @@ class StepGraphs:
 
 
 def time_exchange(
-    exchange: Callable[[Any], Any], own: Any, known: Callable[[Any], list[Any]] = tf.nest.flatten
+    exchange: Callable[[Any], Any], own: Any, known: Callable[[Any], list[Any]] = parts_of
 ) -> tuple[Any, tf.Tensor]:
     """The result of `exchange` for a rank's tensors, and its seconds after all of these were computed. Part of a graph.
 

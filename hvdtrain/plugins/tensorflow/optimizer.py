@@ -28,7 +28,6 @@ from hvdtrain.plugins.tensorflow.gradients import (
     finite_flags,
     scalar,
     to_keras,
-    unpack,
 )
 from hvdtrain.plugins.tensorflow.tensors import ModelVariables, tensorflow_variable
 
@@ -89,7 +88,7 @@ class UpdateGraph:
         """Apply reduced gradients.
 
         Args:
-            reduced: the gradients, packed.
+            reduced: the gradients.
             divisor: their divisor if a normalized loss is the only loss.
             noise_seeds: returns those of the noise, uint32 of shape (2,).
             step: the number of training steps done before the last step of this update.
@@ -128,7 +127,7 @@ class UpdateGraph:
         """The graph. Returns whether each parameter's gradient is finite, of shape (0,) without a check; and the global norm
         of the gradients before clipping, 0 if the norm is not clipped."""
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
-        gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
+        gradients = TensorFlowGradients(reduced, own_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
         if self._check.scale is not None:

@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.returnn.network.objective import Objective
-from hvdtrain.plugins.tensorflow.gradients import Exchange, GraphGradients, Rows, map_values, pack, unpack
+from hvdtrain.plugins.tensorflow.gradients import Exchange, GraphGradients, map_values, parts_of
 from hvdtrain.plugins.tensorflow.graph import time_exchange
 
 v1 = tf.compat.v1
@@ -117,9 +117,7 @@ def points_of_ranks(
         points.scale = v1.placeholder_with_default(tf.ones([]), [])
         local = [map_values(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
     points.local = [feedable(gradient) for gradient in local]
-    sent = pack(points.local)
-    packed, seconds = time_exchange(lambda own: pack(messages.reduce(unpack(own), plan)), sent, known)
-    reduced = unpack(packed)
+    reduced, seconds = time_exchange(lambda own: messages.reduce(own, plan), points.local, known)
     points.traffic = tf.concat([[seconds], messages.num_bytes(points.local)], 0)
     if points.scale is not None:
         reduced = [map_values(gradient, lambda tensor: tensor / tf.cast(points.scale, tensor.dtype)) for gradient in reduced]
@@ -135,11 +133,9 @@ def points_of_ranks(
 
 
 def feedable(gradient: Any) -> Any:
-    """A tensor, rows or IndexedSlices whose values can be fed; None stays None."""
+    """A tensor, or rows, whose values can be fed; None stays None."""
     if gradient is None:
         return None
-    if isinstance(gradient, Rows):
-        return Rows(_place(gradient.values, rows=True), _place(gradient.indices, rows=True))
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = _place(gradient.values, rows=True), _place(gradient.indices, rows=True)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -152,7 +148,7 @@ def known(tensors: Any) -> list[Any]:
     If an operation has to wait for a fed tensor without using its value, TensorFlow computes what the fed value replaces, which
     needs a batch. So this uses a value of each.
     """
-    firsts = [tf.reduce_sum(tf.reshape(tensor, [-1])[:1]) for tensor in tf.nest.flatten(tensors)]
+    firsts = [tf.reduce_sum(tf.reshape(tensor, [-1])[:1]) for tensor in parts_of(tensors)]
     return [tf.add_n([tf.cast(first, tf.float64) for first in firsts])]
 
 
@@ -163,7 +159,7 @@ def _place(tensor: Any, rows: bool = False) -> Any:
 
 def _with_constraint(gradient: Any, constraint: Any, variable: Any) -> Any:
     """A reduced gradient and that of the constraints, added up in the form that RETURNN's optimizers take."""
-    if isinstance(gradient, Rows):
+    if isinstance(gradient, tf.IndexedSlices):
         shape = tf.constant(variable.shape.as_list(), tf.int64)
         gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
     if gradient is None or constraint is None:
@@ -179,10 +175,7 @@ HostGradient = Any
 
 def fetchable(gradients: Sequence[Any]) -> list[Any]:
     """Gradients in the form that a session returns: rows become pairs, None an empty list."""
-    return [
-        [] if one is None else (one.values, one.indices) if isinstance(one, (Rows, tf.IndexedSlices)) else one
-        for one in gradients
-    ]
+    return [[] if one is None else (one.values, one.indices) if isinstance(one, tf.IndexedSlices) else one for one in gradients]
 
 
 def feed_of(points: Sequence[Any], values: Sequence[HostGradient]) -> dict[Any, Array]:
@@ -190,7 +183,7 @@ def feed_of(points: Sequence[Any], values: Sequence[HostGradient]) -> dict[Any, 
     the other way around."""
     feed: dict[Any, Array] = {}
     for point, value in zip(points, values, strict=True):
-        if isinstance(point, (Rows, tf.IndexedSlices)):
+        if isinstance(point, tf.IndexedSlices):
             rows, indices = value if isinstance(value, tuple) else (value, numpy.arange(len(value)))
             feed[point.values], feed[point.indices] = rows, indices.astype(point.indices.dtype.as_numpy_dtype)
         elif isinstance(value, tuple):
@@ -207,7 +200,7 @@ def zeros(points: Sequence[Any]) -> list[HostGradient]:
 
 
 def _zeros(point: Any) -> HostGradient:
-    if isinstance(point, (Rows, tf.IndexedSlices)):
+    if isinstance(point, tf.IndexedSlices):
         shape = [0, *point.values.shape[1:].as_list()]
         return numpy.zeros(shape, point.values.dtype.as_numpy_dtype), numpy.zeros([0], point.indices.dtype.as_numpy_dtype)
     return [] if point is None else numpy.zeros(point.shape.as_list(), point.dtype.as_numpy_dtype)

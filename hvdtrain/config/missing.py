@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import DataError
 
 MACHINERY = ("<frozen importlib", "<")
 """How the file names of Python's import system begin in tracebacks."""
@@ -17,6 +21,14 @@ MOST = 12
 
 class MissingPackage(ModuleNotFoundError):
     """A package that is not installed. The message says how to install it."""
+
+
+def import_package(name: str, where: str) -> Any:
+    """A package that reads data. Raises: DataError, which says for what it is needed, and how it is installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise DataError(f"{where}: expected the package {name}, got none (pip install {name})") from None
 
 
 def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:

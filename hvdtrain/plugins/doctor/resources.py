@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.files import size_text
 from hvdtrain.plugins.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.plugins.doctor.packages import output
@@ -77,21 +78,13 @@ def check_disk(folder: Path, about: str, needed: int = GIGABYTE) -> Finding:
 
 def check_memory() -> list[Finding]:
     """The available memory of the host, or of its container."""
-    try:
-        numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-        available, total = (int(numbers[f"Mem{name}:"]) * 1024 for name in ("Available", "Total"))
-    except (OSError, ValueError, KeyError):
+    available = host_memory()
+    if available is None:
         return []
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    if allowed.isdigit() and int(allowed) < total:
-        total = int(allowed)
-        available = min(available, total)
-    text = f"{size_text(available)} of {size_text(total)} available"
+    text = f"{size_text(available)} available"
     if available < GIGABYTE:
-        return [
-            warning("memory", f"expected at least 1 GB, got {text}", "end other programs on the host, or request more memory")
-        ]
+        fix = "end other programs on the host, or request more memory"
+        return [warning("memory", f"expected at least 1 GB, got {text}", fix)]
     return [ok("memory", text)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.items import OTHER_NUMBERS
@@ -36,7 +37,7 @@ class LhotseDataset(IndexedDataset):
     """
 
     def __init__(self, where: str, keys: LhotseDatasetKeys, scanning: Scanning) -> None:
-        cuts = _open(_import_lhotse(where), where, keys.cuts)
+        cuts = _open(import_package("lhotse", where), where, keys.cuts)
         origin = str(keys.cuts) if isinstance(keys.cuts, (str, os.PathLike)) else f"{where}.cuts"
         first = first_cut(where, origin, cuts)
         self._features = _features(where, keys, first)
@@ -191,11 +192,3 @@ def _open(lhotse: Any, where: str, cuts: Any) -> Any:
     if not isinstance(cuts, lhotse.CutSet):
         raise DataError(f"{where}.cuts: expected a CutSet, got {type(cuts).__name__} (CutSet.from_manifests makes one)")
     return cuts
-
-
-def _import_lhotse(where: str) -> Any:
-    try:
-        import lhotse
-    except ImportError:
-        raise DataError(f"{where}: expected the package lhotse, got none (pip install lhotse)") from None
-    return lhotse

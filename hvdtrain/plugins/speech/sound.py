@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.wav import damage, damage_of_file, is_length_guessed
@@ -38,7 +39,7 @@ class SoundReader:
     def __init__(self, root: Path, allow_commands: bool) -> None:
         self._root = root
         self._allow_commands = allow_commands
-        self._soundfile = import_soundfile()
+        self._soundfile = import_package("soundfile", "KaldiFolder")
         self._latest: tuple[str, Array, int] | None = None  # the segments of a recording often follow each other
 
     def info(self, name: str, where: str) -> SoundInfo:
@@ -177,15 +178,9 @@ def load_archived(root: Path, name: str, where: str, allow_commands: bool = Fals
     """
     if name.endswith("|"):
         check_command(name, where, allow_commands)
-    try:
-        import kaldiio
-    except ImportError:
-        raise DataError(
-            f"{where}: expected the package kaldiio, which reads Kaldi's archives, got none (pip install kaldiio)"
-        ) from None
-    path = (
-        name if name.endswith("|") else str((root / name).absolute())
-    )  # with which kaldiio can take nothing for a command or for standard input
+    kaldiio = import_package("kaldiio", where)
+    # Absolute, so that kaldiio can take nothing for a command or for standard input.
+    path = name if name.endswith("|") else str((root / name).absolute())
     file, offset = _place(path)
     try:
         if not name.endswith("|"):
@@ -227,12 +222,3 @@ def _reason(path: Path, error: Exception) -> str:
     if not path.exists():
         return f"no file {path}"
     return f"{path}: {type(error).__name__}: {error}"
-
-
-def import_soundfile() -> Any:
-    """The package soundfile. Raises: DataError."""
-    try:
-        import soundfile
-    except ImportError:
-        raise DataError("KaldiFolder: expected the package soundfile, got none (pip install soundfile)") from None
-    return soundfile

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.tables import Table
@@ -110,10 +111,7 @@ def _classes(entries: Sequence[str]) -> Stream:
 
 
 def _sentencepiece(path: str | Path) -> tuple[Callable[[str], list[int]], list[str]]:
-    try:
-        import sentencepiece
-    except ImportError:
-        raise DataError(f"{path}: expected the package sentencepiece, got none (pip install sentencepiece)") from None
+    sentencepiece = import_package("sentencepiece", str(path))
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
@@ -122,10 +120,7 @@ def _sentencepiece(path: str | Path) -> tuple[Callable[[str], list[int]], list[s
 
 
 def _tokenizer(path: str | Path) -> tuple[Callable[[str], list[int]], list[str]]:
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError(f"{path}: expected the package tokenizers, got none (pip install tokenizers)") from None
+    tokenizers = import_package("tokenizers", str(path))
     try:
         made = tokenizers.Tokenizer.from_file(str(path))
         made.no_truncation()  # which a tokenizer.json may ask for: a transcript is neither cut nor filled up

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.speech.vocabulary import LOOKED_AT, Units, Vocabulary, split
@@ -63,10 +64,7 @@ def sound(rate: int | None = None, channels: int | None = None) -> Convert:
         rate: in Hz; None: that of the first file that is read.
         channels: their number; None: any.
     """
-    try:
-        import soundfile
-    except ImportError:
-        raise DataError("Audio: expected the package soundfile, got none (pip install soundfile)") from None
+    soundfile = import_package("soundfile", "Audio")
     rates = [rate] * (rate is not None)
 
     def convert(value: Any, where: str) -> Array:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.speech.vocabulary import Units
 from hvdtrain.plugins.tables.conversions import Convert, TextClasses, numbers, sound
@@ -99,10 +100,7 @@ class _Batches(RowFile):
 
 def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
     """The dataset in a folder, or one of several, and its files. Raises: DataError."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError("HuggingFaceDataset: expected the package datasets, got none (pip install datasets)") from None
+    datasets = import_package("datasets", "HuggingFaceDataset")
     try:
         found = datasets.load_from_disk(folder)
     except (OSError, ValueError, LookupError) as error:  # the last of a dataset without rows

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.missing import import_package
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import check_same, file_stamp, why_not_opened
 from hvdtrain.data.fingerprint import fingerprint_of
@@ -382,10 +383,7 @@ def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dat
 
 def _open_file(path: str, is_arrow: bool) -> RowFile:
     what = "an Arrow file" if is_arrow else "a parquet file"
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(f"{path}: expected the package pyarrow to read it, got none (pip install pyarrow)") from None
+    pyarrow = import_package("pyarrow", path)
     try:
         return ArrowFile(path) if is_arrow else ParquetFile(path)
     except (OSError, EOFError, pyarrow.ArrowException) as error:

@@ -177,16 +177,21 @@ def build_job(
 
 def number_problems(options: argparse.Namespace) -> list[Problem]:
     """Problems with numeric options."""
-    limits = dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "stop_before"), (1, "a positive number"))
-    limits |= dict.fromkeys(("max_restarts", "gpus_per_node"), (0, "zero or a positive number"))
     problems = [
-        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected {rule}, got {value}")
-        for name, (least, rule) in limits.items()
-        if (value := getattr(options, name)) is not None and value < least
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
+        for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before")
+        if (value := getattr(options, name)) is not None and value < 1
+    ]
+    problems += [
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected zero or a positive number, got {value}")
+        for name in ("max_restarts", "gpus_per_node")
+        if (value := getattr(options, name)) < 0
     ]
     if 0 < options.gpus_per_node < options.tasks_per_node:
-        wanted = f"expected one for each of {options.tasks_per_node} ranks of a node"
-        problems += problem("out-of-range", f"--gpus-per-node: {wanted}, got {options.gpus_per_node}")
+        problems += problem(
+            "out-of-range",
+            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
+        )
     return problems
 
 

@@ -25,11 +25,16 @@ LAUNCHER_RESOURCES = {"cpu": 1, "memory": "2Gi"}
 def _problems(job: Job) -> list[Problem]:
     problems = []
     if not job.image:
-        what = "expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
-        problems += problem("missing", f"--image: {what}")
+        problems += problem(
+            "missing",
+            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
+        )
     if job.runs and job.launcher != "python":
-        what = f"expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several"
-        problems += problem("conflict", f"--sweep: {what} (++ngpu N starts ranks within a pod)")
+        problems += problem(
+            "conflict",
+            f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several "
+            "(++ngpu N starts ranks within a pod)",
+        )
     return problems
 
 

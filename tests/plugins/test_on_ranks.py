@@ -16,7 +16,7 @@ PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speec
 NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]
 """Those whose package is installed."""
 
-VARIATIONS = [*NAMES, *(["speechbrain_normalized"] if "speechbrain" in NAMES else [])]
+VARIATIONS = [*NAMES, *(["speechbrain_normalized", "speechbrain_global"] if "speechbrain" in NAMES else [])]
 
 NORMALIZED = {
     '"modules": {': '"modules": {"normalize": speechbrain.processing.features.InputNormalization(), ',
@@ -24,6 +24,20 @@ NORMALIZED = {
     "sentences(300": "sentences(37",
 }
 """A Brain with statistics of all batches, and a rank alone in the last step of an epoch."""
+
+GLOBAL = {
+    '"modules": {': '"modules": {"normalize": speechbrain.processing.features.GlobalNorm(length_dim=1), ',
+    "output(sound)": "output(self.modules.normalize(sound, lengths, skip_update=stage != speechbrain.Stage.TRAIN))",
+    "        words, word_lengths = batch.words\n": (
+        "        words, word_lengths = batch.words\n        self.lengths.append(batch.id, lengths)\n"
+    ),
+    "        self.wer = ": (
+        "        self.lengths = speechbrain.utils.metric_stats.MultiMetricStats(lambda one: {'mean': one}, batch_eval=True)\n"
+        "        self.wer = "
+    ),
+    "sentences(300": "sentences(37",
+}
+CHANGES = {"speechbrain_normalized": NORMALIZED, "speechbrain_global": GLOBAL}
 
 TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)
 
@@ -37,7 +51,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         if not config.exists():
             assert main([str(config), f"--{name.partition('_')[0]}"]) == 0
             text = config.read_text()
-            for before, after in NORMALIZED.items() if name == "speechbrain_normalized" else ():
+            for before, after in CHANGES.get(name, {}).items():
                 assert before in text
                 text = text.replace(before, after)
             config.write_text(text)
@@ -52,6 +66,9 @@ def test_several_ranks_are_one(trained: Trained, name: str, of: Run) -> None:
     alone, together = trained(trainings, of.alone), trained(trainings, of)
     assert_same(together.weights(name, 0), together.weights(name, of.size - 1))
     assert_alike(alone.weights(name), together.weights(name))
+    if name == "speechbrain_global":
+        [wanted, found] = [each.scores(name)[-1]["dev_loss_lengths_mean"] for each in (alone, together)]
+        assert found == pytest.approx(wanted)
 
 
 KILLED = """

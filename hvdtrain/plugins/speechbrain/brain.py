@@ -10,21 +10,25 @@ from typing import Any
 import torch
 from speechbrain import Brain
 from speechbrain.dataio.batch import PaddedBatch
+from speechbrain.dataio.dataset import DynamicItemDataset
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
 from hvdtrain.plugins.other_trainer.trainer import overridden
+from hvdtrain.plugins.speechbrain.optimizers import Optimizers
 from hvdtrain.plugins.speechbrain.ranks import as_one_job
 from hvdtrain.plugins.speechbrain.stages import Stages
 from hvdtrain.plugins.speechbrain.states import load_from
+from hvdtrain.plugins.speechbrain.statistics import Nothing
 from hvdtrain.plugins.speechbrain.sums import Sums
 
 KEY = "brain"
 ENTRIES = ("class", "hparams", "overrides", "run_opts", "make", "datasets")
 
 THEIR_LOOP = (
-    "fit", "fit_batch", "_fit_train", "_fit_valid", "optimizers_step", "freeze_optimizers", "zero_grad", "update_average",
-    "check_gradients", "check_loss_isfinite", "no_sync", "on_fit_start", "on_fit_batch_start", "make_dataloader",
+    "fit", "fit_batch", "_fit_train", "_fit_valid", "optimizers_step", "zero_grad", "update_average", "check_gradients",
+    "check_loss_isfinite", "no_sync", "on_fit_start", "make_dataloader",
 )  # fmt: skip
 """Methods of the loop, which is hvdtrain's. A class that has its own is refused."""
 
@@ -42,7 +46,12 @@ OPTIONS = {
 }
 """Options of a run that have no effect here, and what there is instead."""
 
-LOADERS = {"train": "train_dataloader_opts", "valid": "valid_dataloader_opts", "test": "test_dataloader_opts"}
+STAGES = {"train": "train", "valid": "dev", "test": "eval"}
+"""The datasets, in the order in which a recipe's function returns them, and their keys here."""
+
+LOADERS = ("dataloader_opts", "dataloader_options", "loader_kwargs", "dataloader_kwargs")
+"""The names of a loader's options among hyperparameters: those of a stage (`train_dataloader_opts`), or of all."""
+
 SERVED = (
     *("batch_size", "shuffle", "collate_fn"),
     *("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context", "generator"),
@@ -56,10 +65,12 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     brain = maker.first()
     hparams = vars(getattr(brain, "hparams", None) or Nothing())
     found = Stages(maker).keys()
-    found |= {
-        "gradient_clip_global_norm": brain.max_grad_norm,
-        "accum_grad_multiple_step": brain.grad_accumulation_factor,
-    }
+    found["accum_grad_multiple_step"] = brain.grad_accumulation_factor
+    has_groups = brain.remove_vector_weight_decay or type(brain).init_optimizers is not Brain.init_optimizers
+    if values.get("gradient_clip_global_norm") is None and has_groups:
+        maker.clips = True  # each optimizer's first group
+    else:
+        found["gradient_clip_global_norm"] = brain.max_grad_norm
     found |= {} if brain.precision == "fp32" else {"mixed_precision": {"bf16": "bfloat16", "fp16": "float16"}[brain.precision]}
     if brain.ckpt_interval_minutes > 0:
         found["save_interval_minutes"] = brain.ckpt_interval_minutes
@@ -67,16 +78,12 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         found["save_interval_steps"] = brain.ckpt_interval_steps
     if "seed" in hparams:
         found["random_seed"] = int(hparams["seed"])
-    epochs = hparams.get("number_of_epochs", getattr(hparams.get("epoch_counter"), "limit", None))
+    epochs = getattr(hparams.get("epoch_counter"), "limit", hparams.get("number_of_epochs"))
     found |= {} if epochs is None else {"num_epochs": int(epochs)}
     found |= _data(maker, hparams, str(values.get("task") or "train"))
     own = [name for name in ("train", "max_seqs", "max_seqs_total", "batch_size") if values.get(name) is not None]
     maker.has_their_batches = "train" in found and not own
     return found
-
-
-class Nothing:
-    """No hyperparameters."""
 
 
 class Maker:
@@ -87,9 +94,11 @@ class Maker:
         has_their_batches: whether the batches of an epoch are those of SpeechBrain.
         is_read: whether a checkpoint of SpeechBrain's was loaded.
         sums: those over the ranks within a step.
+        clips: whether gradients are clipped by the groups of the optimizers.
     """
 
-    has_their_batches = is_read = False
+    has_their_batches = is_read = clips = False
+    optimizers: Optimizers
 
     def __init__(self, given: Any, seed: int) -> None:
         self.given = dict(given) if isinstance(given, Mapping) else {"make": given}
@@ -122,20 +131,13 @@ class Maker:
         self.sums.of(self.brain.modules)
         return self.brain.modules  # type: ignore[no-any-return]
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The Brain's. Raises: ConfigError, if it has several, or several rates."""
-        brain = self.brain
-        brain.optimizers_dict = None
-        brain.init_optimizers()
-        several = brain.optimizers_dict or {"optimizer": getattr(brain, "optimizer", None)}
-        made = next(iter(several.values()))
-        rates = {group["lr"] for group in made.param_groups} if made is not None else set()
-        if len(several) != 1 or len(rates) != 1:
-            raise ConfigError.of(
-                "unsupported", f"{KEY}: expected one optimizer with one learning rate, got {len(several)} with {len(rates)}"
-            )
-        brain.optimizer = made
-        return made  # type: ignore[no-any-return]
+    def optimizer(self) -> AnyOptimizer:
+        self.optimizers = Optimizers(self.brain)
+        return self.optimizers.whole
+
+    def change_gradients(self, **_: Any) -> None:
+        if self.clips or type(self.brain).freeze_optimizers is not Brain.freeze_optimizers:
+            self.optimizers.change_gradients(self.clips)
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """As the key checkpoint_reader: a folder of the Checkpointer's. Raises: CheckpointError."""
@@ -174,8 +176,8 @@ class Maker:
                 "wrong-result", f"{KEY}: expected modules that are made anew, got those that are trained already"
             )
         self._parameters = list(brain.modules.parameters())
-        if brain.grad_accumulation_factor > 1 and type(brain).on_fit_batch_end is not Brain.on_fit_batch_end:
-            raise ConfigError.of("unsupported", f"{KEY}: expected no grad_accumulation_factor with on_fit_batch_end, got both")
+        if brain.grad_accumulation_factor > 1 and type(brain).on_fit_batch_start is not Brain.on_fit_batch_start:
+            raise ConfigError.of("unsupported", f"{KEY}: expected no grad_accumulation_factor with on_fit_batch_start, got both")
         return brain
 
     def _of_class(self) -> Any:
@@ -203,26 +205,49 @@ def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]
         return {}
     datasets = make(dict(hparams))
     if not isinstance(datasets, Mapping):
-        datasets = dict(zip(LOADERS, datasets, strict=False))
+        several = list(datasets)
+        for other in several[len(STAGES) :]:
+            if isinstance(other, torch.utils.data.Sampler):
+                raise ConfigError.of(
+                    "unsupported",
+                    f"{KEY}.datasets: expected {', '.join(STAGES)}, got a {type(other).__name__}, too (give train in the config, "
+                    "with lengths, batch_size and seq_ordering, in place of batches by a sampler)",
+                )
+        datasets = dict(zip(STAGES, several, strict=False))
     found: dict[str, Any] = {}
     for stage, dataset in datasets.items():
-        if stage not in LOADERS:
-            raise ConfigError.of("wrong-result", f"{KEY}.datasets: expected {', '.join(LOADERS)}, got {stage!r}")
-        options = dict(hparams.get(LOADERS[stage]) or {})
-        for name, value in options.items():
-            if name not in SERVED and value not in (None, False):
-                raise ConfigError.of(
-                    "unsupported", f"{KEY}: expected batches by batch_size or max_seqs, got {name} in {LOADERS[stage]}"
-                )
-        key = {"train": "train", "valid": "dev", "test": "eval"}[stage]
+        if stage not in STAGES:
+            raise ConfigError.of("wrong-result", f"{KEY}.datasets: expected {', '.join(STAGES)}, got {stage!r}")
+        options = _options(hparams, stage)
+        key = STAGES[stage]
         if stage == "test" and task != "eval":
             continue  # as there, which evaluates it once, at the end
-        found[key] = {"class": partial(same, dataset), "collate": options.get("collate_fn") or PaddedBatch}
+        usual = PaddedBatch if isinstance(dataset, DynamicItemDataset) else torch.utils.data.default_collate
+        found[key] = {"class": partial(same, dataset), "collate": options.get("collate_fn") or usual}
         if stage == "train":
             found[key]["seq_ordering"] = Order(maker.first_made, dataset) if options.get("shuffle") else "default"
         size = options.get("batch_size", hparams.get("batch_size", 1))
         found |= {"max_seqs": size} if stage == "train" else {"max_seqs_dev": size} if stage == "valid" else {}
     return found
+
+
+def _options(hparams: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """The options of a stage's loader. Raises: ConfigError, if they choose batches in another way, or are not known."""
+    names = [f"{stage}_{name}" for name in LOADERS] + list(LOADERS)
+    name = next((name for name in names if name in hparams), None)
+    if name is None:
+        known = [f"{stage}_{name}" for stage in STAGES for name in LOADERS]
+        loaders = [other for other, value in hparams.items() if "loader" in other and isinstance(value, Mapping)]
+        if unknown := [other for other in loaders if other not in known]:
+            raise ConfigError.of(
+                "unknown-key", f"{KEY}.hparams: expected the options of loaders as {names[0]}, or {LOADERS[1]}, got {unknown[0]}"
+            )
+        return {}
+    options = dict(hparams[name] or {})
+    for option, value in options.items():
+        if option not in SERVED and value not in (None, False):
+            raise ConfigError.of("unsupported", f"{KEY}: expected batches by batch_size or max_seqs, got {option} in {name}")
+    return options
 
 
 class Order:

@@ -86,8 +86,8 @@ def load_from(folder: Path, brain: Any) -> dict[str, Any]:
     inside = [path for path in folder.glob("CKPT+*") if path.is_dir()]
     folder = max(inside, key=lambda path: path.stat().st_mtime) if inside else folder
     modules, others = dict(brain.modules), recoverables(brain)
-    if getattr(brain, "optimizer", None) is not None:
-        others["optimizer"] = brain.optimizer
+    named = {"optimizer": getattr(brain, "optimizer", None), **getattr(brain.checkpointer, "recoverables", {})}
+    others |= {name: one for name, one in named.items() if isinstance(one, torch.optim.Optimizer)}
     whole = folder / f"model{PARAMFILE_EXT}"  # the usual name of a ModuleList of all modules
     missing = [name for name, one in modules.items() if one.state_dict() and not (folder / f"{name}{PARAMFILE_EXT}").exists()]
     if missing and not whole.exists():

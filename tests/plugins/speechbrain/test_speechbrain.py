@@ -80,6 +80,51 @@ class EachStep(Recognizer):
         self.seen = [*getattr(self, "seen", []), (stage.name, epoch, self.wer.summarize("error_rate"), len(self.wer.ids))]
 
 
+class Accumulating(EachStep):
+    RUN_OPTS = {"grad_accumulation_factor": 3, "max_grad_norm": 0.5, "remove_vector_weight_decay": True}
+
+    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
+        if should_step:
+            super().on_fit_batch_end(batch, outputs, loss, should_step)
+        rounded = round(float(self.avg_train_loss), 4)
+        self.seen = [*getattr(self, "seen", []), (self.step, self.optimizer_step, rounded, should_step)]
+
+    def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+        if stage != speechbrain.Stage.TRAIN:  # whose statistics a resume begins anew
+            super().on_stage_end(stage, stage_loss, epoch)
+
+
+class Several(EachStep):
+    """An optimizer that is frozen, and two with rates of their own."""
+
+    RUN_OPTS = {"max_grad_norm": 0.5}
+
+    def init_optimizers(self) -> None:
+        layers = self.modules.encoder
+        self.first = torch.optim.SGD(layers.linear1.parameters(), 0.02)
+        self.optimizer = torch.optim.Adam([layers.linear2.w.weight], 0.01)
+        self.last = torch.optim.SGD([layers.linear2.w.bias], 0.5)
+        self.optimizers_dict = {"first": self.first, "second": self.optimizer, "last": self.last}
+
+    def freeze_optimizers(self, optimizers: Any) -> Any:
+        return {name: one for name, one in optimizers.items() if name != "last"}
+
+    def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+        self.metrics["of_frames"].summarize("average")
+        super().on_stage_end(stage, stage_loss, epoch)
+        self.seen[-1] += self.step, self.optimizer_step, self.hparams.multi.summarize("average")
+
+    def on_stage_start(self, stage: Any, epoch: Any = None) -> None:
+        super().on_stage_start(stage, epoch)
+        self.metrics = {"of_frames": speechbrain.utils.metric_stats.MetricStats(torch.clone)}
+        self.hparams.multi = speechbrain.utils.metric_stats.MultiMetricStats(lambda a: {"twice": 2 * a}, batch_eval=True)
+
+    def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> torch.Tensor:
+        self.metrics["of_frames"].append(batch.id, batch.sig.lengths)
+        self.hparams.multi.append(batch.id, batch.words.lengths)
+        return super().compute_objectives(predictions, batch, stage)
+
+
 def sentences(size: int) -> Any:
     generator = torch.Generator().manual_seed(size)
     made = {}
@@ -90,26 +135,30 @@ def sentences(size: int) -> Any:
     return speechbrain.dataio.dataset.DynamicItemDataset(made, output_keys=["id", "sig", "words"])
 
 
+def options(kind: type) -> dict[str, Any]:
+    return {"device": "cpu", **getattr(kind, "RUN_OPTS", {})}
+
+
 def keys(folder: Path, kind: type = Recognizer, **more: Any) -> dict[str, Any]:
     file = folder / "hparams.yaml"
     file.write_text(HPARAMS)
-    given = {"class": kind, "hparams": file, "overrides": {"save": str(folder / "ours")}, **more}
+    given = {"class": kind, "hparams": file, "overrides": {"save": str(folder / "ours")}, "run_opts": options(kind), **more}
     return {"brain": {"datasets": lambda hparams: (sentences(12), sentences(8)), **given}}
 
 
 def fitted(folder: Path, kind: type) -> Any:
     """A Brain that SpeechBrain has trained, and its weights before."""
     hparams = hyperpyyaml.load_hyperpyyaml(HPARAMS, {"save": str(folder / "theirs")})
-    brain = kind(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu"}, hparams["checkpointer"])  # type: ignore[call-arg]
+    brain = kind(hparams["modules"], hparams["opt_class"], hparams, options(kind), hparams["checkpointer"])  # type: ignore[call-arg]
     start = state_of(brain.modules)  # type: ignore[attr-defined]
-    options = hparams["train_dataloader_opts"]
+    loader = hparams["train_dataloader_opts"]
     brain.fit(  # type: ignore[attr-defined]
-        hparams["epoch_counter"], sentences(12), sentences(8), False, {**options, "shuffle": False}, {**options}
+        hparams["epoch_counter"], sentences(12), sentences(8), False, {**loader, "shuffle": False}, {**loader}
     )
     return brain, start
 
 
-@pytest.mark.parametrize("kind", [Recognizer, EachStep])
+@pytest.mark.parametrize("kind", [Recognizer, EachStep, Accumulating, Several])
 def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path: Path) -> None:
     brain, start = fitted(tmp_path, kind)
     made: list[Any] = []
@@ -122,10 +171,22 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
     result = hvdtrain.train(keys(tmp_path, Keeps), model=str(tmp_path / "model"), num_threads=1)
     found = state_of(result.model)
     assert difference(found, state_of(brain.modules), start) < 1e-6
-    assert made[-1].seen == brain.seen
+    assert [str(entry) for entry in made[-1].seen] == [str(entry) for entry in brain.seen]
     assert made[-1].optimizer.param_groups[0]["lr"] == brain.optimizer.param_groups[0]["lr"] != 0.05
     assert result.scores["dev_loss_wer"] == brain.seen[-1][2]
     check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
+
+
+def test_the_epoch_counter_may_stop(tmp_path: Path) -> None:
+    class Stops(EachStep):
+        def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+            if stage == speechbrain.Stage.VALID:
+                self.hparams.epoch_counter.update_metric(-epoch)
+
+    given = keys(tmp_path, Stops)
+    stopper = "EpochCounterWithStopper\n    limit_to_stop: 1\n    limit_warmup: 0\n    direction: max"
+    given["brain"]["hparams"].write_text(HPARAMS.replace("EpochCounter", stopper).replace("epochs: 2", "epochs: 5"))
+    assert len(hvdtrain.train(given, model=str(tmp_path / "model"), num_threads=1).history) == 2
 
 
 def test_a_statistic_of_an_earlier_stage_is_no_score(tmp_path: Path) -> None:
@@ -150,10 +211,10 @@ def test_a_checkpoint_of_theirs_is_continued_with_its_optimizer(tmp_path: Path) 
     begun = state_of(brain.modules)
     found = state_of(hvdtrain.load_model(tmp_path / "theirs", keys(tmp_path), model="none", num_threads=1))
     assert all(torch.equal(found[name], begun[name]) for name in begun)
-    options = brain.hparams.train_dataloader_opts
+    loader = brain.hparams.train_dataloader_opts
     epochs = brain.hparams.epoch_counter
     epochs.limit = epochs.current + 2
-    brain.fit(epochs, sentences(12), sentences(8), False, {**options, "shuffle": False}, options)
+    brain.fit(epochs, sentences(12), sentences(8), False, {**loader, "shuffle": False}, loader)
     found = train(keys(tmp_path), tmp_path / "model", load=str(folder), num_epochs=epochs.limit)
     assert difference(found, state_of(brain.modules), begun) < 1e-6
     (folder / "encoder.ckpt").unlink()
@@ -165,8 +226,9 @@ def test_a_checkpoint_from_within_an_epoch_is_continued(tmp_path: Path) -> None:
     """In the order of SpeechBrain's sampler."""
     shuffled = HPARAMS.replace("    batch_size: 4\nvalid", "    batch_size: 4\n    shuffle: True\nvalid")
     hparams = hyperpyyaml.load_hyperpyyaml(shuffled, {"save": str(tmp_path / "theirs")})
-    options = {"device": "cpu", "ckpt_interval_steps": 2}
-    brain = EachStep(hparams["modules"], hparams["opt_class"], hparams, options, hparams["checkpointer"])
+    brain = EachStep(
+        hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "ckpt_interval_steps": 2}, hparams["checkpointer"]
+    )
     start = state_of(brain.modules)
     brain.fit(hparams["epoch_counter"], sentences(12), sentences(8), False, {**hparams["train_dataloader_opts"]})
     given = keys(tmp_path, EachStep)
@@ -195,6 +257,16 @@ def test_a_module_with_a_state_of_its_own_is_resumed(tmp_path: Path) -> None:
         hvdtrain.evaluate(given(), checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
 
 
+def dynamic(hparams: Any) -> Any:
+    lengths = dict.fromkeys(range(12), 3)
+    sampler = speechbrain.dataio.sampler.DynamicBatchSampler(sentences(12), 40, 2, length_func=lengths.get, lengths_list=[3] * 12)
+    return sentences(12), sentences(8), sentences(2), sampler
+
+
+def renamed() -> dict[str, Any]:
+    return {"modules": {"encoder": torch.nn.Linear(6, 6)}, "opt_class": torch.optim.Adam, "my_loader": {"batch_size": 4}}
+
+
 class OwnLoop(Recognizer):
     def fit_batch(self, batch: Any) -> Any: ...
 
@@ -206,6 +278,8 @@ class OwnLoop(Recognizer):
         ({"run_opts": {"jit": True, "device": "cpu"}}, "expected the key torch_compile, got jit = True"),
         ({"hparam": 1}, "expected a function, or a dict of .*, got 'hparam'"),
         ({"hparams": {}}, "expected a hyperpyyaml file, or a function that makes them, got {}"),
+        ({"datasets": dynamic}, "expected train, valid, test, got a DynamicBatchSampler, too"),
+        ({"hparams": renamed}, "expected the options of loaders as train_dataloader_opts, or dataloader_options, got my_loader"),
         ({"datasets": lambda hparams: {"validation": sentences(2)}}, "expected train, valid, test, got 'validation'"),
     ],
 )

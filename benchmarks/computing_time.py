@@ -18,8 +18,8 @@ import numpy
 from measuring import ROOT, machine
 
 from hvdtrain.comm.mpi import SinglePeer
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.of_config import parse
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.sources import Selection
 

@@ -21,9 +21,9 @@ import pyarrow
 import pyarrow.parquet
 from measuring import in_batches, machine, table, take_turns
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, open_dataset
 
 FEATURES = 40

@@ -48,8 +48,8 @@ import numpy
 from measuring import machine
 
 from hvdtrain.comm.mpi import SinglePeer
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.sources import Selection

@@ -321,7 +321,7 @@ def with_datasets(settings: Settings) -> Settings:
     specs = (*settings.datasets, *(() if settings.forward is None else (settings.forward,)))
     if all(spec.is_known for spec in specs):
         return settings
-    from hvdtrain.data.of_config import call_data_functions
+    from hvdtrain.data.config_datasets import call_data_functions
 
     more = ("forward_data", "search_data") if settings.forward is not None else ()
     data, problems = call_data_functions(settings.data, ("train", "dev", "eval", *more))

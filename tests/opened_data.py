@@ -6,8 +6,8 @@ from typing import Any
 import numpy
 from launching import faults
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.types import Array, Stream
 

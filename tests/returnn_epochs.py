@@ -11,10 +11,10 @@ from typing import Any
 import numpy
 from returnn.datasets.basic import init_dataset
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.plugins.returnn.dataset import ReturnnDataset

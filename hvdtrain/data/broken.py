@@ -28,13 +28,13 @@ class BrokenSequences:
         self._name = name
         self.limit = limit
         self._absent: list[str] = []
-        self._found: dict[int, str] = {}
+        self._messages: dict[int, str] = {}
         self._new: list[Broken] = []
 
     @property
     def number(self) -> int:
         """The number of broken sequences so far; each counts once in a training, no matter how often it is read."""
-        return len(self._absent) + len(self._found)
+        return len(self._absent) + len(self._messages)
 
     def leave_out(self, messages: Iterable[str], left: int) -> None:
         """Count sequences that are left out of the dataset itself, as its files do not describe them completely.
@@ -52,13 +52,13 @@ class BrokenSequences:
                 f"{self._name}: expected sequences that can be read, got only broken ones: {_listing(self._absent)}"
             )
 
-    def add(self, found: Sequence[Broken]) -> None:
+    def add(self, broken: Sequence[Broken]) -> None:
         """Count broken sequences of a batch. Raises: BrokenSequence, if there are too many."""
-        for index, message in found:
-            if index not in self._found:
-                self._found[index] = message
+        for index, message in broken:
+            if index not in self._messages:
+                self._messages[index] = message
                 self._new.append((index, message))
-        self._check([message for _, message in found])
+        self._check([message for _, message in broken])
 
     def take(self) -> list[Broken]:
         """Those that are new since the last call, for the other ranks."""
@@ -71,17 +71,17 @@ class BrokenSequences:
         Raises:
             BrokenSequence: there are too many; on all ranks alike.
         """
-        found = [broken for of_rank in by_rank for broken in of_rank]
-        if not found:
+        all_broken = [broken for of_rank in by_rank for broken in of_rank]
+        if not all_broken:
             return []
-        self._found |= dict(found)
+        self._messages |= dict(all_broken)
         try:
-            self._check([message for _, message in found])
+            self._check([message for _, message in all_broken])
         except BrokenSequence as error:
             raise error.on_all_ranks() from None
         return [
             f"{self._name}: {self.number} broken sequences so far, at most {self.limit} are left out (skip_broken): "
-            + _listing([message for _, message in found])
+            + _listing([message for _, message in all_broken])
         ]
 
     def warnings(self) -> list[str]:

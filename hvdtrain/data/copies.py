@@ -71,7 +71,7 @@ class Copy:
 
     path: Path
     size: int
-    made: bool
+    is_new: bool
 
 
 class CopyFolder:
@@ -127,7 +127,7 @@ class CopyFolder:
                     if (self._folder / name).exists():
                         with suppress(PermissionError):  # it may be another user's
                             os.utime(self._folder / name, ns=(time.time_ns(), version))
-                        return Copy(self._folder / name, size, made=False)
+                        return Copy(self._folder / name, size, is_new=False)
                     partial = self._begin(name, size)
                 if partial is not None:
                     break
@@ -142,7 +142,7 @@ class CopyFolder:
                 raise
             finally:
                 os.close(partial)
-        return Copy(self._folder / name, size, made=True)
+        return Copy(self._folder / name, size, is_new=True)
 
     def _remove(self, name: str) -> None:
         """Remove a file. Under the folder's lock: else another process may have found or opened it, but not locked it yet. A
@@ -245,8 +245,8 @@ class Copies:
 
     Attributes:
         places: by the path of a file in the config, the path of its copy.
-        made: the number of copies that this process made.
-        made_size: their size in bytes.
+        num_new: the number of copies that this process made.
+        new_size: their size in bytes.
         size: the size of all copies in bytes.
         seconds: the time it took, including waits for other processes.
         not_copied: by path of a file (or 'all files'), why it is read from its original path.
@@ -254,15 +254,15 @@ class Copies:
 
     folder: str = ""
     places: dict[str, str] = field(default_factory=dict)
-    made: int = 0
-    made_size: int = 0
+    num_new: int = 0
+    new_size: int = 0
     size: int = 0
     seconds: float = 0.0
     not_copied: dict[str, str] = field(default_factory=dict)
 
     def report(self, host: str) -> CopyReport:
         """What the other ranks need to know: without the places, which may be many."""
-        return CopyReport(host, len(self.places), self.made, self.made_size, self.size, self.seconds, self.not_copied)
+        return CopyReport(host, len(self.places), self.num_new, self.new_size, self.size, self.seconds, self.not_copied)
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ class CopyReport:
 
     host: str
     number: int
-    made: int
-    made_size: int
+    num_new: int
+    new_size: int
     size: int
     seconds: float
     not_copied: Mapping[str, str]
@@ -296,11 +296,11 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, loc
     started = time.monotonic()
     base = 0
     paths = list(paths)
-    own = paths[local_rank::local_size]
+    share = paths[local_rank::local_size]
     try:
         folder.open()
         remote = look_up(path for path in paths if is_remote(path))
-        for path in dict.fromkeys([*own, *paths]):
+        for path in dict.fromkeys([*share, *paths]):
             try:
                 original = remote.get(path) or Path(path)
                 copy = folder.copy(original, lambda number, base=base: progress(base + number))  # type: ignore[misc]
@@ -312,8 +312,8 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, loc
             progress(base)
             copies.places[path] = str(copy.path)
             copies.size += copy.size
-            copies.made += copy.made
-            copies.made_size += copy.size * copy.made
+            copies.num_new += copy.is_new
+            copies.new_size += copy.size * copy.is_new
     except NotCopied as problem:
         _require_local(paths, problem)
         copies.not_copied["all files"] = str(problem)

@@ -101,7 +101,8 @@ class Dataset(ABC):
         return self._read_batch(indices, keys)
 
     def _read_batch(self, indices: Array, packed: Collection[str]) -> dict[str, Padded]:
-        sequences, streams = self.sequences(indices.tolist()), self.streams
+        sequences = self.sequences(indices.tolist())
+        streams = self.streams
 
         def describe(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
@@ -110,14 +111,14 @@ class Dataset(ABC):
 
         from hvdtrain.data.padding import pack, pad  # here, as numpy: `--help` imports the kinds of datasets without numpy
 
-        made: dict[str, Padded] = {}
+        batch: dict[str, Padded] = {}
         for name, stream in streams.items():
             column = [sequence[name] for sequence in sequences]
             if stream.holds_items:
-                made[name] = Items(numpy.concatenate(column)[:, None], self.lengths[name][indices])
+                batch[name] = Items(numpy.concatenate(column)[:, None], self.lengths[name][indices])
             else:
-                made[name] = (pack if name in packed else pad)(column, partial(describe, name))
-        return made
+                batch[name] = (pack if name in packed else pad)(column, partial(describe, name))
+        return batch
 
     def batch(self, indices: Array, packed: Collection[str] = ()) -> Batch:
         """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError.
@@ -252,7 +253,7 @@ def read_item(where: str, items: Any, index: int) -> Any:
         raise
 
 
-def as_lengths(where: str, given: Any, size: int, of: str = "") -> Array:
+def as_lengths(where: str, values: Any, size: int, of: str = "") -> Array:
     """The lengths of `size` items that the user gives, int32. Raises: DataError, if they are none.
 
     Args:
@@ -261,7 +262,7 @@ def as_lengths(where: str, given: Any, size: int, of: str = "") -> Array:
     import numpy
 
     try:
-        lengths = numpy.asarray(given)
+        lengths = numpy.asarray(values)
         if lengths.size and lengths.max() >= 2**31:
             raise ValueError(f"{lengths.max()}, which is not below 2**31")
         lengths = lengths.astype(numpy.int32, casting="same_kind")

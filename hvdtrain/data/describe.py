@@ -48,23 +48,23 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if feed.subset is not None:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
     keys = feed.batch_keys
-    kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    selected = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
     if feed.chunks is not None:
-        with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
+        with_chunks = selected[numpy.diff(feed.chunks.first)[selected] > 0]
         if feed.chunks.steps:
             lines.append((4, f"{feed.name}: {len(feed.chunks.numbers_of(with_chunks))} chunks of {len(with_chunks)} sequences"))
-        kept = with_chunks
+        selected = with_chunks
     for name, column in feed.dataset.lengths.items():
-        empty = kept[column[kept] == 0]
+        empty = selected[column[selected] == 0]
         if len(empty):
             some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
             lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
-    if len(kept) < len(used):
+    if len(selected) < len(used):
         lines.append(
-            (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
+            (2, f"{feed.name}: a full epoch loses {len(used) - len(selected)} of {len(used)} sequences, too short or too long")
         )
     lines += _mix_lines(feed)
-    elements = kept if feed.chunks is None else feed.chunks.numbers_of(kept)
+    elements = selected if feed.chunks is None else feed.chunks.numbers_of(selected)
     sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     alone = count_too_long(sizes, limits)
     if keys.frame_batches:
@@ -78,7 +78,9 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
 
 def _mix_lines(feed: Feed) -> list[Line]:
     """What a full epoch takes of every part of a mix. Raises: DataError, if it cannot be mixed."""
-    mix, keys, lengths = feed.dataset.mix, feed.batch_keys, feed.dataset.lengths
+    mix = feed.dataset.mix
+    keys = feed.batch_keys
+    lengths = feed.dataset.lengths
     if mix is None:
         return []
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
@@ -132,11 +134,11 @@ def copy_lines(folder: str, everywhere: Sequence[CopyReport]) -> list[Line]:
         hosts = {f"{len(hosts)} hosts": list(everywhere)}
     lines = []
     for name, ranks in hosts.items():
-        made, made_size = sum(report.made for report in ranks), sum(report.made_size for report in ranks)
+        num_new, new_size = sum(report.num_new for report in ranks), sum(report.new_size for report in ranks)
         seconds = max(report.seconds for report in ranks)
         number, size = max((report.number, report.size) for report in ranks)
         copied = f"{number} files ({size_text(size)}) are read from copies in {folder}"
-        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", all made before"
+        now = f", {num_new} copied now ({size_text(new_size)} in {seconds:.1f} s)" if num_new else ", all made before"
         if number:
             lines.append((4, f"{name}: {copied}{now}"))
         not_copied = {path: why for report in ranks for path, why in report.not_copied.items()}

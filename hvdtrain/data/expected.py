@@ -79,7 +79,7 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
         return {}, []
     if not isinstance(extern_data, Mapping):
         return {}, problem("wrong-type", f"extern_data: expected a dict of dicts by data key, got {extern_data!r}")
-    made, problems = {}, []
+    expected, problems = {}, []
     for name, entry in extern_data.items():
         if name == "seq_tag":
             continue
@@ -89,10 +89,10 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
                 continue
             entry = {name: getattr(entry, name, None) for name in ("dims", "dtype", "sparse_dim")}
         try:
-            made[name] = _parse_entry(entry, exact)
+            expected[name] = _parse_entry(entry, exact)
         except (TypeError, ValueError) as error:
             problems += problem("wrong-type", f"extern_data.{name}: {error}")
-    return made, problems
+    return expected, problems
 
 
 def _parse_entry(entry: Mapping[str, Any], exact: bool) -> Expected:
@@ -103,13 +103,13 @@ def _parse_entry(entry: Mapping[str, Any], exact: bool) -> Expected:
     dtype = entry.get("dtype")
     is_number = isinstance(dtype, str) and dtype != "string"
     try:
-        made = numpy.dtype(dtype) if is_number else None
+        numpy_type = numpy.dtype(dtype) if is_number else None
     except TypeError:
         if dtype != "bfloat16":
             raise ValueError(f"dtype: expected numpy's name of a type, got {dtype!r}") from None
-        made = None
+        numpy_type = None
     sparse_dim = sparse_dim if sparse_dim is not None else dim if sparse else None
-    return Expected(sparse, _frame_shape(entry, sparse, dim), sparse_dim, made, exact)
+    return Expected(sparse, _frame_shape(entry, sparse, dim), sparse_dim, numpy_type, exact)
 
 
 def _frame_shape(entry: Mapping[str, Any], sparse: bool, dim: int | None) -> tuple[int | None, ...] | None:
@@ -243,10 +243,13 @@ class BatchCheck:
 
     def _check_classes(self, batch: Batch, indices: Array, key: str) -> None:
         """Check that all class indices are in range. Raises: DataError."""
-        dim, source = self._streams[key].dim, "the file"
+        dim = self._streams[key].dim
+        source = "the file"
         is_known = dim > 1 and self.has_classes_of_files
         if (wanted := self.expected.get(key)) is not None and wanted.dim is not None:
-            dim, source, is_known = wanted.dim, f"extern_data.{key}", True
+            dim = wanted.dim
+            source = f"extern_data.{key}"
+            is_known = True
         values = batch.data[key].values
         if not is_known or not values.size or (int(values.max()) < dim and int(values.min()) >= 0):
             return

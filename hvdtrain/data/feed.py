@@ -106,8 +106,11 @@ class Feed:
     @property
     def packed_keys(self) -> tuple[str, ...]:
         """The data keys of batches without padding."""
-        given, streams = self.batch_keys.packed, self.dataset.streams
-        return tuple(name for name in streams if name in given) if isinstance(given, list) else tuple(streams) if given else ()
+        setting = self.batch_keys.packed
+        streams = self.dataset.streams
+        return (
+            tuple(name for name in streams if name in setting) if isinstance(setting, list) else tuple(streams) if setting else ()
+        )
 
     def padding(self, plan: Plan, epoch: int) -> dict[str, float]:
         """By data key, the share of the frames in an epoch's batches that is padding."""
@@ -135,7 +138,8 @@ class Feed:
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
         now = self.dataset.at_epoch(epoch)
-        lengths, mix = now.lengths, self.dataset.mix
+        lengths = now.lengths
+        mix = self.dataset.mix
         if mix is not None and mix.by == "frames" and lengths is not self.dataset.lengths:
             raise DataError(
                 f"{mix.where}.by: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
@@ -215,7 +219,9 @@ class Feed:
             dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
-        mix, packed, has_items = self.dataset.mix, self.packed_keys, dataset.collate is not None
+        mix = self.dataset.mix
+        packed = self.packed_keys
+        has_items = dataset.collate is not None
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
         def arrays() -> Iterator[Batch]:
@@ -267,14 +273,16 @@ class Feed:
                 raise BrokenSequence(
                     f"{self.name}: {error} (skip_broken = N lets a training continue without N of them)"
                 ) from None
-        good, broken = numpy.ones(len(indices), bool), []
+        good = numpy.ones(len(indices), bool)
+        broken = []
         for place, sequence in enumerate(self.sequences_of(indices).tolist()):
             try:
                 read(slice(place, place + 1))
             except BrokenSequence as error:
                 good[place] = False
                 broken.append((sequence, str(error)))
-        some, left_out = indices[good], self.sequences_among(indices[~good])
+        some = indices[good]
+        left_out = self.sequences_among(indices[~good])
         batch = check(read(good), some) if len(some) else Batch({}, self.sequences_of(some))
         return replace(batch, broken=broken, left_out=left_out)
 

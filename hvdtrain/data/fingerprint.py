@@ -57,7 +57,8 @@ def fingerprint_of_file(path: str) -> str:
     Raises:
         OSError: there is no such file.
     """
-    about, name = os.stat(path), os.path.basename(path)
+    about = os.stat(path)
+    name = os.path.basename(path)
     return repr((name if A_COPY.match(name) else os.path.realpath(path), about.st_size, about.st_mtime_ns))
 
 
@@ -83,13 +84,13 @@ class _Walk:
             outside = self._names_files
             self._names_files = outside and not (isinstance(value, (Mapping, *MEMBERS)) and len(value) > LONG)
             try:
-                found = self._compound(value)
+                text = self._compound(value)
             except RecursionError:
-                found = f"{type(value).__qualname__} {_without_addresses(value)}"
+                text = f"{type(value).__qualname__} {_without_addresses(value)}"
             self._names_files = outside
-            if len(found) > LONG:
-                found = f"{found[:60]}... {hashlib.sha256(found.encode('utf-8', 'surrogateescape')).hexdigest()}"
-            self._known[id(value)] = value, found
+            if len(text) > LONG:
+                text = f"{text[:60]}... {hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
+            self._known[id(value)] = value, text
         return self._known[id(value)][1]
 
     def _compound(self, value: Any) -> str:
@@ -160,15 +161,15 @@ class _Walk:
                 cells.append(cell.cell_contents)
         outside = {}
         for name in _names_in(code):
-            found = function.__globals__.get(name)
-            own = getattr(found, "__module__", None) == function.__module__ and isinstance(found, (type, CACHED, *Functions))
-            if own or (found is not None and isinstance(found, CONSTANTS)):
-                outside[name] = found
+            value = function.__globals__.get(name)
+            is_here = getattr(value, "__module__", None) == function.__module__ and isinstance(value, (type, CACHED, *Functions))
+            if is_here or (value is not None and isinstance(value, CONSTANTS)):
+                outside[name] = value
         return self.text([code, function.__defaults__, function.__kwdefaults__, cells, outside])
 
     def _code_of_class(self, kind: type) -> str:
         """The methods and constants of a class and of those that it derives from, but for Python's own."""
-        found: dict[str, Any] = {}
+        functions: dict[str, Any] = {}
         for each in kind.__mro__:
             if each.__module__ in ("builtins", "abc", "typing", "collections.abc"):
                 continue
@@ -178,8 +179,8 @@ class _Walk:
                 function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
                 is_constant = isinstance(member, CONSTANTS) and not name.startswith("__") and not is_installed
                 if is_constant or hasattr(function, "__code__") or isinstance(function, CACHED):
-                    found[f"{each.__qualname__}.{name}"] = function
-        return f" {self.text(found)}" if found else ""
+                    functions[f"{each.__qualname__}.{name}"] = function
+        return f" {self.text(functions)}" if functions else ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -59,9 +59,9 @@ def takes_epoch(source: Any) -> bool:
     """Whether an iterable, or a function that returns one, gets the epoch, so that its items may differ between epochs."""
     if is_iterable(source):
         return hasattr(source, "set_epoch")
-    given = source.keywords if isinstance(source, partial) else {}
+    values = source.keywords if isinstance(source, partial) else {}
     try:
-        return "epoch" in inspect.signature(source).parameters and "epoch" not in given
+        return "epoch" in inspect.signature(source).parameters and "epoch" not in values
     except (TypeError, ValueError):  # a function in C
         return False
 
@@ -127,9 +127,9 @@ class ForeignDataset(Dataset):
         self.window = self._member("window")
         self.reads_batches = any(hasattr(inner, name) for name in ("sequences", "padded", "packed"))
         for names in METHODS:
-            found = self._member(*names)
-            if found is not None:
-                setattr(self, names[0], found if callable(found) else partial(_value, found))
+            member = self._member(*names)
+            if member is not None:
+                setattr(self, names[0], member if callable(member) else partial(_value, member))
 
     @property
     def num_sequences(self) -> int:

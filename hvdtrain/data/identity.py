@@ -87,16 +87,17 @@ class DatasetPart:
 
 def identify(parts: Sequence[DatasetPart]) -> list[Identity]:
     """The identities of the parts of a dataset. Raises: DataError, if they cannot be read."""
-    found = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
+    identities = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
     for part in parts:
         part.dataset.release()
-    return found
+    return identities
 
 
 def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
-    dataset, number = part.dataset, part.dataset.num_sequences
+    dataset = part.dataset
+    number = part.dataset.num_sequences
     size, blocks = (1, sequences) if dataset.reads_for_tags else (TAGS, blocks)
-    found, random = _read(part, _sampled(part, sequences), 1 if part.files else 2)
+    values_by_index, random = _read(part, _sampled(part, sequences), 1 if part.files else 2)
     starts = [size * block for block in _spread(-(-number // size), blocks)]
     ends = [min(start + size, number) for start in starts]
     return {
@@ -109,7 +110,7 @@ def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
         "tags": [[a, b, _tags_checksum(dataset, a, b)] for a, b in zip(starts, ends, strict=True)],
         "values": [],
         "samples": {
-            key: [[index, *values[key][1]] for index, values in found.items() if key in values]
+            key: [[index, *values[key][1]] for index, values in values_by_index.items() if key in values]
             for key in dataset.lengths
             if key not in random
         },
@@ -122,10 +123,10 @@ def _sampled(part: DatasetPart, wanted: int) -> list[int]:
         return []
     if not part.files:
         return _spread(part.dataset.num_sequences, OWN_SEQUENCES)
-    found = set(_spread(part.dataset.num_sequences, wanted))
+    indices = set(_spread(part.dataset.num_sequences, wanted))
     if len(part.bounds) <= wanted:
-        found |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
-    return sorted(found)
+        indices |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
+    return sorted(indices)
 
 
 def changes(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> Iterator[str]:
@@ -152,7 +153,8 @@ def rewritten_files(before: Sequence[Identity], parts: Sequence[DatasetPart]) ->
 
 def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
     """The changes in one part."""
-    dataset, bounds = part.dataset, part.bounds
+    dataset = part.dataset
+    bounds = part.bounds
     if bounds[-1] != before["bounds"][-1]:
         now = numpy.diff(bounds).tolist()
         old = numpy.diff(before["bounds"]).tolist()
@@ -174,19 +176,19 @@ def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
     if dataset.has_fixed_order:
         return
     columns = before.get("samples", {})
-    found, _ = _read(part, sorted({index for column in columns.values() for index, *_ in column}))
-    other = {
+    values_now, _ = _read(part, sorted({index for column in columns.values() for index, *_ in column}))
+    changed = {
         (index, key)
         for key, column in columns.items()
         for index, *numbers in column
-        if not _is_close(numbers, found.get(index, {}).get(key, ((), []))[1])
+        if not _is_close(numbers, values_now.get(index, {}).get(key, ((), []))[1])
     }
     for index, checksum in before["values"]:
         if _checksum(dataset, index, before["lengths"]) != checksum:
-            other |= {(index, key) for key in before["lengths"]}
-    if other:
-        _, random = _read(part, sorted({*_spread(dataset.num_sequences, OWN_SEQUENCES), min(other)[0]}), AGAIN)
-        for index in sorted({index for index, key in other if key not in random}):
+            changed |= {(index, key) for key in before["lengths"]}
+    if changed:
+        _, random = _read(part, sorted({*_spread(dataset.num_sequences, OWN_SEQUENCES), min(changed)[0]}), AGAIN)
+        for index in sorted({index for index, key in changed if key not in random}):
             yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
 
 
@@ -216,10 +218,11 @@ def sample_of(whole: Dataset, epoch: int, times: int) -> Sample:
         times: how often sequences are read.
     """
     dataset = whole.at_epoch(epoch)
-    part, number = DatasetPart("", dataset), dataset.num_sequences
-    found, random = _read(part, _sampled(part, OWN_SEQUENCES), times)
+    part = DatasetPart("", dataset)
+    number = dataset.num_sequences
+    values_by_index, random = _read(part, _sampled(part, OWN_SEQUENCES), times)
     names, numbers = {}, {}
-    for index, values in found.items():
+    for index, values in values_by_index.items():
         shapes = {key: shape for key, (shape, _) in values.items()}
         names[f"sequence {index}"] = f"{dataset.tags([index])[0]!r}, {shapes}"
         numbers[f"sequence {index}"] = {key: numbers for key, (_, numbers) in values.items()}
@@ -229,7 +232,7 @@ def sample_of(whole: Dataset, epoch: int, times: int) -> Sample:
     return Sample(names, numbers, frozenset(random))
 
 
-def as_close(own: Sample, by_rank: Sequence[Sample]) -> dict[str, str]:
+def as_close(sample: Sample, by_rank: Sequence[Sample]) -> dict[str, str]:
     """A rank's sample as text, which is that of the first rank where only the rounding differs, without what is random on a rank,
     or could not be read there.
 
@@ -238,12 +241,12 @@ def as_close(own: Sample, by_rank: Sequence[Sample]) -> dict[str, str]:
     """
     random = frozenset().union(*(sample.random for sample in by_rank))
     texts = {}
-    for place, name in own.names.items():
-        if place in own.numbers and not all(place in sample.numbers for sample in by_rank):
+    for place, name in sample.names.items():
+        if place in sample.numbers and not all(place in outline.numbers for outline in by_rank):
             continue
         texts[place] = name
         firsts = by_rank[0].numbers.get(place, {})
-        for key, numbers in own.numbers.get(place, {}).items():
+        for key, numbers in sample.numbers.get(place, {}).items():
             if key not in random:
                 shown = firsts[key] if _is_close(numbers, firsts.get(key, [])) else numbers
                 what = "checksum" if len(shown) == 1 else "sums"
@@ -259,7 +262,8 @@ def _numbers(values: Array) -> list[float]:
         return [_checksum_of({"": values}, [""])]
     flat = numpy.ascontiguousarray(numpy.concatenate(_ends(values))).ravel()
     flat = flat.view(flat.real.dtype)
-    size, dtype = numpy.abs(flat), numpy.result_type(flat.dtype, numpy.float32)
+    size = numpy.abs(flat)
+    dtype = numpy.result_type(flat.dtype, numpy.float32)
     places = numpy.arange(len(flat), dtype=numpy.float64)
     by_place = size * places.astype(numpy.float32)
     weighted = flat * numpy.sin(places**2)
@@ -267,13 +271,13 @@ def _numbers(values: Array) -> list[float]:
     return [float(size.sum(dtype=dtype)), float(by_place.sum(dtype=dtype)) / max(1, len(flat) - 1), last]
 
 
-def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
+def _is_close(first: Sequence[float], second: Sequence[float]) -> bool:
     """Whether what `_numbers` returned is of the same values."""
-    if [*one] == [*other] or len(one) != len(other) or len(one) < 2:
-        return [*one] == [*other]
-    if not numpy.allclose(one[:2], other[:2], rtol=1e-3, atol=1e-6, equal_nan=True):
+    if [*first] == [*second] or len(first) != len(second) or len(first) < 2:
+        return [*first] == [*second]
+    if not numpy.allclose(first[:2], second[:2], rtol=1e-3, atol=1e-6, equal_nan=True):
         return False
-    return not numpy.isfinite(one[0]) or abs(one[2] - other[2]) <= 1e-2 * one[0] + 1e-6
+    return not numpy.isfinite(first[0]) or abs(first[2] - second[2]) <= 1e-2 * first[0] + 1e-6
 
 
 def _place(before: Identity, part: DatasetPart, index: int) -> str:
@@ -281,7 +285,8 @@ def _place(before: Identity, part: DatasetPart, index: int) -> str:
     path = part.file_of(index)
     if path is None:
         return ", ".join(part.files[:3]) or part.name
-    now, about = _size_and_time(path), [path]
+    now = _size_and_time(path)
+    about = [path]
     old = next(([size, modified] for known, size, modified in before["files"] if known == path), now)
     if now[0] != old[0]:
         about.append(f"{now[0]} bytes instead of {old[0]}")
@@ -331,7 +336,7 @@ def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[di
     """
     # Reading them in a batch says where; a broken sequence is an error then, unless skip_broken allows it.
     errors = (BrokenSequence,) if part.files else (Exception, SystemExit)
-    found: dict[int, Values] = {}
+    values_by_index: dict[int, Values] = {}
     random: set[str] = set()
     for number in range(times):
         with own_numbers(number):
@@ -339,9 +344,9 @@ def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[di
                 with suppress(*errors):
                     arrays = part.dataset.sequence(index)
                     values = {key: (numpy.shape(arrays[key]), _numbers(numpy.asarray(arrays[key]))) for key in sorted(arrays)}
-                    first = found.setdefault(index, values)
+                    first = values_by_index.setdefault(index, values)
                     random |= {key for key in values if key not in first or not _is_close(first[key][1], values[key][1])}
-    return found, random
+    return values_by_index, random
 
 
 def _checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:

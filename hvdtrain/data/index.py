@@ -71,17 +71,17 @@ class IndexFile:
                 line.
             mapped: whether to map the arrays into memory, which the processes of a host then share, but which cannot be changed.
         """
-        if (kept := self.load(part, mapped)) is not None:
-            return kept
+        if (stored := self.load(part, mapped)) is not None:
+            return stored
         with self.turn(scanning.waiting, HEAD_START if what and self._folder is not None and scanning.rank else 0.0):
-            if (kept := self.load(part, mapped)) is not None:  # another process kept it meanwhile
-                return kept
-            made = make()
-            reason = self.save(part, *made)
+            if (stored := self.load(part, mapped)) is not None:  # another process kept it meanwhile
+                return stored
+            content = make()
+            reason = self.save(part, *content)
         if reason is not None and what and not self._was_noted:
             self._was_noted = True
             scanning.note(f"{what} in every run, as they cannot be kept: {reason} (lengths_dir)")
-        return made
+        return content
 
     def load(self, part: str, mapped: bool = False) -> Kept | None:
         """What is kept; None: nothing, or of another source or format."""
@@ -94,7 +94,8 @@ class IndexFile:
             header = json.loads(content[8 : 8 + size].tobytes())
             if header["format"] != FORMAT or header["fingerprint"] != self._fingerprint:
                 return None
-            arrays, place = {}, _aligned(8 + size)
+            arrays = {}
+            place = _aligned(8 + size)
             for name, dtype, shape, number in header["arrays"]:
                 arrays[name] = content[place : place + number].view(numpy.ndarray).view(dtype).reshape(shape)
                 place = _aligned(place + number)

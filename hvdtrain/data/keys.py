@@ -60,8 +60,8 @@ class DataKeys(Section):
     @property
     def may_limit_batches(self) -> bool:
         """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one."""
-        given = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
-        return any(map(_may_limit_batches, given))
+        datasets = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
+        return any(map(_may_limit_batches, datasets))
 
 
 def _may_limit_batches(value: Any) -> bool:

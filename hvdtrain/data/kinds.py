@@ -120,7 +120,7 @@ RETURNN_ENTRIES: dict[str, tuple[tuple[Any, ...] | None, str]] = {
 instead of setting another one."""
 
 
-def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[Problem]:
+def take_returnn_entries(where: str, options: dict[str, Any], known: Container[str]) -> list[Problem]:
     """Remove RETURNN's entries from the options of a dataset dict. Returns the problems with those that have a meaning.
 
     Args:
@@ -128,7 +128,7 @@ def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str
         own: the entries that the class of the dataset has itself.
     """
     problems = []
-    for name in [name for name in options if name in RETURNN_ENTRIES and name not in own]:
+    for name in [name for name in options if name in RETURNN_ENTRIES and name not in known]:
         value = options.pop(name)
         nothing, instead = RETURNN_ENTRIES[name]
         members = list(value.values()) if isinstance(value, dict) else [value]

@@ -42,8 +42,8 @@ class Memory:
         if size < REUSED:
             return numpy.empty(shape, dtype)
         fitting = (key for key, free in list(self._free.items()) if size <= len(free) <= 2 * size)
-        taken = (self._free.pop(key, None) for key in fitting)  # None: another thread was faster
-        piece = next((free for free in taken if free is not None), None)
+        pieces = (self._free.pop(key, None) for key in fitting)  # None: another thread was faster
+        piece = next((free for free in pieces if free is not None), None)
         if piece is None:
             piece = bytearray(size + size // 4)  # room for a slightly larger batch
         # Every view refers to `root`, as numpy does not own the memory below it: `root` dies with the last view.
@@ -69,7 +69,8 @@ def pad(sequences: Sequence[Array], describe: Callable[[int], str] = "row {}".fo
     Raises:
         UnlikeError: the shapes of frames or the kinds of numbers differ: numpy would repeat, round or cut them.
     """
-    first, lengths = sequences[0], list(map(len, sequences))
+    first = sequences[0]
+    lengths = list(map(len, sequences))
     values = _empty((len(sequences), max(lengths)), first)
     is_filled = values.nbytes < REUSED
     for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
@@ -101,9 +102,9 @@ def join(sequences: Sequence[Array], describe: Callable[[int], str] = "part {}".
     return Padded(values, numpy.array([values.shape[1]], dtype=numpy.int32))
 
 
-def same_values(one: Array, other: Array) -> bool:
+def same_values(first: Array, second: Array) -> bool:
     """Whether two arrays are equal; NaN equals NaN."""
-    return numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    return numpy.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
 
 
 def _lengths_of(sequences: Sequence[Array]) -> Array:
@@ -112,18 +113,19 @@ def _lengths_of(sequences: Sequence[Array]) -> Array:
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
     """An array for frames like those of another one. If it has less than `REUSED` bytes, all are zeros, or empty strings."""
-    shape, dtype = (*shape, *like.shape[1:]), like.dtype.newbyteorder("=")  # as frameworks only have tensors in this byte order
+    shape = (*shape, *like.shape[1:])  # as frameworks only have tensors in this byte order
+    dtype = like.dtype.newbyteorder("=")
     if math.prod(shape) * dtype.itemsize < REUSED:
         return numpy.full(shape, "", dtype) if dtype.hasobject else numpy.zeros(shape, dtype)
     return numpy.empty(shape, dtype) if dtype.hasobject else MEMORY.empty(shape, dtype)
 
 
-def _check_like(first: Array, other: Array, number: int, describe: Callable[[int], str]) -> None:
+def _check_like(first: Array, array: Array, number: int, describe: Callable[[int], str]) -> None:
     """Raises: UnlikeError, if the frames of two arrays do not fit into one."""
-    if other.shape[1:] != first.shape[1:] or (other.dtype != first.dtype and not holds(first.dtype, other)):
+    if array.shape[1:] != first.shape[1:] or (array.dtype != first.dtype and not holds(first.dtype, array)):
         raise UnlikeError(
             f"{describe(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
-            f"batch has ({describe(0)}), got {other.dtype} of shape {other.shape[1:]}"
+            f"batch has ({describe(0)}), got {array.dtype} of shape {array.shape[1:]}"
         )
 
 
@@ -189,7 +191,8 @@ def span(arrays: Sequence[Array]) -> tuple[Array, list[int], int] | None:
     first = min(filled, key=lambda array: array.ctypes.data)
     apart = [array.ctypes.data - first.ctypes.data if len(array) else 0 for array in arrays]
     stride = math.gcd(first.strides[0], *apart)
-    places, step = [distance // stride for distance in apart], first.strides[0] // stride
+    places = [distance // stride for distance in apart]
+    step = first.strides[0] // stride
     size = max(place + step * len(array) for place, array in zip(places, arrays, strict=True))
     return numpy.asarray(_Span(arrays, first, (stride, *first.strides[1:]), size)), places, step
 
@@ -228,9 +231,9 @@ def merge_batches(
     """
     batch: dict[str, Padded] = {}
     for name, stream in streams.items():
-        given = [(rows, part[name]) for rows, part in parts if name in part]
+        parts_with_key = [(rows, part[name]) for rows, part in parts if name in part]
         seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
-        for rows, part in given:
+        for rows, part in parts_with_key:
             if len(part.seq_lens) == len(rows):
                 seq_lens[rows] = part.seq_lens
             if name in packed:
@@ -243,11 +246,11 @@ def merge_batches(
                     f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "
                     f"got {part.values.dtype} of shape {part.values.shape} with {len(part.seq_lens)} lengths"
                 )
-        longest = max((part.values.shape[1] for _, part in given), default=0) if name not in packed else 0
+        longest = max((part.values.shape[1] for _, part in parts_with_key), default=0) if name not in packed else 0
         shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), longest)
         values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
         starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
-        for rows, part in given:
+        for rows, part in parts_with_key:
             if name in packed:
                 values[_places(starts[rows], part.seq_lens)] = part.values
             else:

@@ -82,7 +82,8 @@ class StepSeeds:
         """uint32 of shape (count,)."""
         first = step - step % STEPS
         if first != self._first:
-            self._first, self._seeds = first, _mix_steps(self._count, self._parts, first)
+            self._first = first
+            self._seeds = _mix_steps(self._count, self._parts, first)
             self._numbers = self._seeds[:, 0].tolist() if self._count else []
         seeds: Array = self._seeds[step - first]
         return seeds
@@ -115,8 +116,8 @@ def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
         values = values * numpy.uint32(constant)
         return values ^ values >> numpy.uint32(16)
 
-    def mixed(one: Any, other: Any) -> Any:
-        values = numpy.uint32(0xCA01F9DD) * one - numpy.uint32(0x4973F715) * other
+    def mixed(first: Any, second: Any) -> Any:
+        values = numpy.uint32(0xCA01F9DD) * first - numpy.uint32(0x4973F715) * second
         return values ^ values >> numpy.uint32(16)
 
     zeros = [numpy.zeros(STEPS, numpy.uint32)] * 4
@@ -126,7 +127,7 @@ def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
             if source != place:
                 pool[place] = mixed(pool[place], hashed(pool[source]))
     for values in words[4:]:
-        pool = [mixed(one, hashed(values)) for one in pool]
+        pool = [mixed(word, hashed(values)) for word in pool]
     constant = 0x8B51F9DD
     return numpy.stack([hashed(pool[number % 4], 0x58F38DED) for number in range(count)], axis=1)
 
@@ -164,7 +165,8 @@ def generator_states() -> tuple[Any, ...]:
 @contextmanager
 def own_numbers(*parts: int) -> Iterator[None]:
     """Within the `with` block, the generators are seeded with a number mixed from the parts; then they are as before."""
-    before, of_numpy = random.getstate(), numpy.random.get_state()
+    before = random.getstate()
+    of_numpy = numpy.random.get_state()
     generator = _torch_generator()
     of_torch = None if generator is None else generator.get_state()
     seed_generators(mix_seed(*parts))

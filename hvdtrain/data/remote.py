@@ -109,11 +109,11 @@ class RemoteFile:
 
     Attributes:
         url: its address, as the config has it.
-        found: its size and version, if they are known already.
+        known: its size and version, if they are known already.
     """
 
     url: str
-    found: tuple[int, int] | None = None
+    known: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return self.url.partition("?")[0]  # a query may be a signature, which a log should not have
@@ -130,7 +130,7 @@ class RemoteFile:
 
     def size_and_version(self) -> tuple[int, int]:
         """Its size in bytes, and a number that changes with its content, as far as the server reports. Raises: DataError."""
-        return self.found or self._look_up()
+        return self.known or self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
         """Ask the server for size and version. Raises: DataError."""
@@ -164,10 +164,12 @@ class RemoteFile:
         for first in range(0, len(ranges), AT_ONCE):
             some = ranges[first : first + AT_ONCE]
             for (start, _), block in zip(some, self._fetch(filesystem, path, some), strict=True):
-                rest, place = memoryview(block), start
+                rest = memoryview(block)
+                place = start
                 while rest:
                     number = os.pwrite(copy, rest, place)
-                    rest, place = rest[number:], place + number
+                    rest = rest[number:]
+                    place = place + number
                 written += len(block)
                 progress(written)
             if first % SYNC == 0:
@@ -183,10 +185,10 @@ class RemoteFile:
 
     def _fetch(self, filesystem: Any, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some blocks, each complete. Raises: DataError."""
-        found: dict[tuple[int, int], bytes] = {}
+        content: dict[tuple[int, int], bytes] = {}
 
         def fetch_missing() -> None:
-            missing = [each for each in ranges if each not in found]
+            missing = [each for each in ranges if each not in content]
             failures = []
             for (start, end), got in zip(missing, _blocks(filesystem, path, missing), strict=True):
                 if isinstance(got, Exception):
@@ -199,12 +201,12 @@ class RemoteFile:
                 elif len(got) != end - start:
                     failures.append(OSError(f"{len(got)} bytes of the {end - start} from byte {start}"))
                 else:
-                    found[start, end] = got
+                    content[start, end] = got
             if failures:
                 raise failures[0]
 
         _retry(str(self), fetch_missing)
-        return [found[each] for each in ranges]
+        return [content[each] for each in ranges]
 
 
 def look_up(urls: Iterable[str]) -> dict[str, RemoteFile]:
@@ -216,8 +218,8 @@ def look_up(urls: Iterable[str]) -> dict[str, RemoteFile]:
 
     with ThreadPoolExecutor(LOOK_UPS, "remote files") as threads:
         return {
-            file.url: RemoteFile(file.url, found)
-            for file, found in zip(files, threads.map(RemoteFile.size_and_version, files), strict=True)
+            file.url: RemoteFile(file.url, known)
+            for file, known in zip(files, threads.map(RemoteFile.size_and_version, files), strict=True)
         }
 
 
@@ -282,8 +284,8 @@ def list_names(url: str) -> list[str]:
 
 
 def _scheme(url: str) -> str:
-    found = REMOTE.match(url)
-    return found.group(1).lower() if found else ""
+    match = REMOTE.match(url)
+    return match.group(1).lower() if match else ""
 
 
 def _call(filesystem: Any, method: str, *arguments: Any, seconds: float | None = None, **options: Any) -> Any:

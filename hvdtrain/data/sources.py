@@ -138,8 +138,8 @@ def _check_class(
     maker = partial(_bind, name, kind, options)
 
     def open_it(context: OpeningContext | None = None) -> Any:
-        made = _call(name, kind, maker())
-        return made if collating is None else collating(made)
+        dataset = _call(name, kind, maker())
+        return dataset if collating is None else collating(dataset)
 
     return DatasetSpec(name, open_it, order, maker=maker), []
 
@@ -151,26 +151,26 @@ def _pop_collate(name: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Ca
     """
     if "collate" not in options or (isinstance(kind, str) and kind in SOURCES.entries.values()):
         return kind, None, []
-    taken: set[str] = set()
+    names: set[str] = set()
     with suppress(ImportError, TypeError, ValueError):  # TypeError and ValueError: a class in C
         maker = resolve(kind) if isinstance(kind, str) and is_reference(kind) else kind
         parameters = inspect.signature(maker).parameters if callable(maker) else {}
-        taken = {name for name in ("collate", "lengths", "num_workers") if name in parameters}
-        if "collate" in taken or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        names = {name for name in ("collate", "lengths", "num_workers") if name in parameters}
+        if "collate" in names or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             return kind, None, []
     collate = options.pop("collate")
-    lengths = None if "lengths" in taken else options.pop("lengths", None)
-    workers = 0 if "num_workers" in taken else options.pop("num_workers", 0)
+    lengths = None if "lengths" in names else options.pop("lengths", None)
+    workers = 0 if "num_workers" in names else options.pop("num_workers", 0)
     problems: list[Problem] = []
     if not callable(collate) and not is_reference(collate):
         problems += problem("wrong-type", f"{name}.collate: expected a function, or its name as 'module:name', got {collate!r}")
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         problems += problem("wrong-type", f"{name}.num_workers: expected a number of processes, got {workers!r}")
 
-    def objects_of(made: Any) -> Objects:
-        if not is_map_style(made):
-            raise DataError(f"{name}.collate: expected items with __len__ and __getitem__, got {describe(made)}")
-        return Objects(made, as_function(collate, f"{name}.collate"), lengths, workers)
+    def objects_of(items: Any) -> Objects:
+        if not is_map_style(items):
+            raise DataError(f"{name}.collate: expected items with __len__ and __getitem__, got {describe(items)}")
+        return Objects(items, as_function(collate, f"{name}.collate"), lengths, workers)
 
     return (lambda: items) if is_map_style(items := kind) else kind, objects_of, problems
 
@@ -215,10 +215,10 @@ def _check_kind(
 ) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class in `KINDS`."""
     section = KINDS[kind_name]
-    own = [declared_key.name for declared_key in declared_keys(section)]
-    order_values = _pop_order(options, own)
+    options_of_class = [declared_key.name for declared_key in declared_keys(section)]
+    order_values = _pop_order(options, options_of_class)
     cache_byte_size = options.pop("cache_byte_size", None)
-    returnn_problems = take_returnn_entries(f"{name}.", options, own)
+    returnn_problems = take_returnn_entries(f"{name}.", options, options_of_class)
     if isinstance(options.get("files"), PathLike):
         options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
@@ -229,7 +229,7 @@ def _check_kind(
     problems += returnn_problems + _cache_problems(name, cache_byte_size)
     problems += unknown_options(f"{name}.", options, section, kind_name, _ORDER_NAMES)
     if keys is not None:
-        problems += [found.within(f"{name}.") for found in keys.problems()]
+        problems += [problem.within(f"{name}.") for problem in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
     for child, (path, value) in _inner_datasets(options).items():
         spec, more = check_dataset(f"{name}.{path}", value, {})
@@ -247,7 +247,7 @@ def _check_kind(
     if problems or order is None or keys is None:
         if kind_name in ORDERED_OTHERWISE:
             hint = f"for the batches of RETURNN's {kind_name}, put the dict into {{'class': 'ReturnnDataset', 'dataset': ...}}"
-            problems = [found.with_hint(hint) if found.rule in HAS_OTHER_KEYS else found for found in problems]
+            problems = [problem.with_hint(hint) if problem.rule in HAS_OTHER_KEYS else problem for problem in problems]
         return None, problems
 
     def open_it(context: OpeningContext | None = None) -> Dataset:
@@ -293,13 +293,13 @@ NONE_IN_RETURNN = ("partition_epoch", "repeat_epoch", "random_seed_offset")
 _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 
 
-def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
+def _pop_order(options: dict[str, Any], options_of_class: list[str]) -> dict[str, Any]:
     """Remove the order keys from the options and return them; a class's own keys of the same name stay.
 
     In RETURNN configs, None stands for the default of some keys whose default is a number here.
     """
-    found = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
-    return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}
+    order = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in options_of_class}
+    return {option: value for option, value in order.items() if value is not None or option not in NONE_IN_RETURNN}
 
 
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[Problem]:

@@ -158,11 +158,11 @@ class Redrawn(ChangedSequences):
         self._draws = draws
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        found: dict[int, dict[str, Array]] = {}
+        sequences: dict[int, dict[str, Array]] = {}
         for draw in set(self._draws.tolist()):
             rows = (self._draws == draw).nonzero()[0].tolist()
-            found.update(zip(rows, self._dataset.redrawn(draw).sequences([indices[row] for row in rows]), strict=True))
-        return [found[row] for row in range(len(indices))]
+            sequences.update(zip(rows, self._dataset.redrawn(draw).sequences([indices[row] for row in rows]), strict=True))
+        return [sequences[row] for row in range(len(indices))]
 
 
 class PartsOfSequences(Dataset):
@@ -189,10 +189,10 @@ class PartsOfSequences(Dataset):
         new = [key for key in dict.fromkeys(keys) if key not in self._latest]
         around = Redrawn(self._dataset, numpy.array([draw for draw, _ in new])) if any(draws) else self._dataset
         read = dict(zip(new, around.sequences([index for _, index in new]) if new else [], strict=True))
-        found = {key: read[key] if key in read else self._latest[key] for key in keys}
+        arrays = {key: read[key] if key in read else self._latest[key] for key in keys}
         self._latest.clear()
-        self._latest.update(found)
-        return [found[key] for key in keys]
+        self._latest.update(arrays)
+        return [arrays[key] for key in keys]
 
     def close(self) -> None:
         self._dataset.close()
@@ -233,8 +233,10 @@ class OneAtATime(View):
 
     @_alone
     def collated(self, batch: Batch) -> Batch:
-        made = self._dataset.collated(batch)
-        return made if made.collate is None else replace(made, collate=self.collated)  # of its parts, too, if it is split
+        collated = self._dataset.collated(batch)
+        return (
+            collated if collated.collate is None else replace(collated, collate=self.collated)
+        )  # of its parts, too, if it is split
 
     at_epoch = _alone(View.at_epoch)
     redrawn = _alone(View.redrawn)

@@ -107,7 +107,7 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
         return (), []
-    from hvdtrain.data.of_config import datasets_of
+    from hvdtrain.data.config_datasets import datasets_of
 
     specs, problems = datasets_of(keys)
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
@@ -167,7 +167,7 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     keys, run = sections.get(DataKeys), sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
-    from hvdtrain.data.of_config import forward_dataset
+    from hvdtrain.data.config_datasets import forward_dataset
 
     spec, problems = forward_dataset(keys, run.task)
     return spec, problems + ([] if spec is None else _remote_problems(sections, [spec]))

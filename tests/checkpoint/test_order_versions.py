@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan import order, order_keys
 from hvdtrain.data.plan.batch_keys import BatchKeys

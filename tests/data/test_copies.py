@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from trainings import Run, Trained, trains
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
 from hvdtrain.data.files import try_lock
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.errors import DataError
 
@@ -69,13 +69,13 @@ def child(work: Callable[[Any], None]) -> Iterator[tuple[Any, Any]]:
 def test_a_file_is_copied_once_and_anew_when_it_changed(originals: list[Path], near: Path) -> None:
     with opened(near) as folder:
         first = folder.copy(originals[1], nothing)
-        assert (first.made, first.size, first.path.read_bytes()) == (True, SIZE, originals[1].read_bytes())
+        assert (first.is_new, first.size, first.path.read_bytes()) == (True, SIZE, originals[1].read_bytes())
         assert first.path.name.endswith("-1.hdf")
         with opened(near) as other:
             assert other.copy(originals[1], nothing).path == first.path
         originals[1].write_bytes(b"new" * (SIZE // 3) + b"!")  # as many bytes as before
         second = folder.copy(originals[1], nothing)
-        assert (second.made, second.path.read_bytes()[:3], first.path.read_bytes()[:3]) == (True, b"new", b"\1\1\1")
+        assert (second.is_new, second.path.read_bytes()[:3], first.path.read_bytes()[:3]) == (True, b"new", b"\1\1\1")
     assert sorted(path.name for path in near.iterdir()) == sorted([".lock", first.path.name, second.path.name])
 
 
@@ -92,8 +92,8 @@ def test_several_processes_copy_each_file_once(originals: list[Path], near: Path
         results = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send("end")
-    assert sum(result.made for result in results) == 4
-    assert sum(result.made_size for result in results) == 4 * SIZE
+    assert sum(result.num_new for result in results) == 4
+    assert sum(result.new_size for result in results) == 4 * SIZE
     assert {len(result.places) for result in results} == {4}
     for path in originals:
         assert {Path(result.places[str(path)]).read_bytes() == path.read_bytes() for result in results} == {True}
@@ -127,7 +127,7 @@ def test_who_waits_for_another_process_gets_its_copy(originals: list[Path], near
                 pipe.send("continue")
 
         copy = folder.copy(originals[0], waiting)
-        assert (copy.made, copy.path.read_bytes() == originals[0].read_bytes()) == (False, True)
+        assert (copy.is_new, copy.path.read_bytes() == originals[0].read_bytes()) == (False, True)
         assert len(reports) >= 3
         assert reports[-1] > 0  # what the other one has written: a sign of life
 
@@ -142,7 +142,7 @@ def test_who_waits_for_a_process_that_is_killed_takes_over(originals: list[Path]
                 process.join()
 
         copy = folder.copy(originals[0], waiting)
-        assert (copy.made, copy.path.read_bytes() == originals[0].read_bytes()) == (True, True)
+        assert (copy.is_new, copy.path.read_bytes() == originals[0].read_bytes()) == (True, True)
         assert len(list(near.glob("partial-*"))) == 0
 
 
@@ -181,7 +181,7 @@ def test_what_a_killed_process_left_counts_no_longer(originals: list[Path], near
         process.join()
     assert len(list(near.glob("partial-*"))) == len(list(near.glob("process-*"))) == 1
     with opened(near, budget=SIZE + 100) as folder:
-        assert folder.copy(originals[1], nothing).made
+        assert folder.copy(originals[1], nothing).is_new
         assert len(list(near.glob("partial-*"))) == 0
         assert len(list(near.glob("process-*"))) == 1  # its own
 
@@ -196,13 +196,13 @@ def test_the_longest_unused_copies_make_room_but_none_that_is_in_use(originals: 
 
     def use_first(pipe: Any) -> None:
         with opened(near, budget) as folder:
-            pipe.send(folder.copy(originals[0], nothing).made)
+            pipe.send(folder.copy(originals[0], nothing).is_new)
             pipe.recv()
 
     with child(use_first) as (_, pipe):
         assert pipe.recv() is False
         with opened(near, budget) as folder:
-            assert folder.copy(originals[3], nothing).made
+            assert folder.copy(originals[3], nothing).is_new
             assert [path.exists() for path in paths] == [True, False, True]  # the second: the longest unused
             assert folder.copy(originals[2], nothing).path == paths[2]
             with pytest.raises(
@@ -210,7 +210,7 @@ def test_the_longest_unused_copies_make_room_but_none_that_is_in_use(originals: 
             ):
                 folder.copy(originals[1], nothing)
     with opened(near, budget) as folder:  # no process uses any of them now
-        assert folder.copy(originals[1], nothing).made
+        assert folder.copy(originals[1], nothing).is_new
     assert (near / "mine.txt").exists()
     assert sum(path.stat().st_size for path in near.glob("*.hdf")) == 3 * SIZE
 
@@ -218,7 +218,7 @@ def test_the_longest_unused_copies_make_room_but_none_that_is_in_use(originals: 
 def test_room_is_promised_to_who_copies_now(originals: list[Path], near: Path) -> None:
     with child(slowly(near, originals[0], 2 * SIZE)) as (_, pipe), opened(near, 2 * SIZE) as folder:
         assert pipe.recv() == "begun"
-        assert folder.copy(originals[1], nothing).made
+        assert folder.copy(originals[1], nothing).is_new
         with pytest.raises(NotCopied, match="no room"):
             folder.copy(originals[2], nothing)
         pipe.send("continue")

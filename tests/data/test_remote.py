@@ -46,7 +46,7 @@ def test_every_block_is_fetched_once_whatever_goes_wrong(store: ObjectStore, tmp
     path = Path(copies.places[url])
     assert path.read_bytes() == CONTENT
     assert path.name.endswith("-train.tar")
-    assert (copies.made, copies.size, reports[-1]) == (1, len(CONTENT), len(CONTENT))
+    assert (copies.num_new, copies.size, reports[-1]) == (1, len(CONTENT), len(CONTENT))
     assert store.fetched("train.tar") == [1] * 6
     assert sum(store.seen[kind] for kind in store.seen if kind[2].startswith("bytes")) == 9  # each broken one once more
 
@@ -124,7 +124,7 @@ def test_the_processes_of_a_host_share_out_the_files(store: ObjectStore, tmp_pat
         barrier.wait()
         copies = copy_files(folder, urls, nothing, local_rank, 3)
         assert [Path(copies.places[url]).read_bytes() for url in urls] == [CONTENT[number:] for number in range(6)]
-        made[local_rank] = copies.made
+        made[local_rank] = copies.num_new
 
     threads = [threading.Thread(target=copy, args=(number,)) for number in range(3)]
     for thread in threads:

@@ -22,11 +22,11 @@ from speech_files import write_folder
 
 from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.combine.cache import Budget
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch, Stream

@@ -15,6 +15,7 @@ from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.references import is_reference
 from hvdtrain.config.source import load
 from hvdtrain.data.combine.user_code import with_own_numbers
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.foreign import as_dataset, as_source, is_iterable, is_map_style, refuse_batches, takes_epoch
@@ -24,7 +25,6 @@ from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.kinds import iterable_source
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, numbers_of_opening
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunks import find_listed

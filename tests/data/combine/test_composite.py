@@ -21,10 +21,10 @@ from opened_data import opened, problems_of
 from hvdtrain.data.combine.files import FilesDataset
 from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.combine.workers import ThreadErrors, Workers
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys

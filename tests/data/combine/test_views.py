@@ -15,12 +15,12 @@ from opened_data import Numbers, opened
 from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.padding import pad
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys

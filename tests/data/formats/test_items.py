@@ -17,12 +17,12 @@ from documented import blocks_of, section
 
 from hvdtrain.config.source import load
 from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import found as counting
 from hvdtrain.data.formats import items as item_counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.identity import DatasetPart, changes, identify
-from hvdtrain.data.of_config import parse
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 
 

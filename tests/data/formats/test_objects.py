@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order as ordered
 from hvdtrain.data.plan.order_keys import OrderKeys

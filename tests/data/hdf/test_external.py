@@ -11,8 +11,8 @@ import numpy
 import pytest
 from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, data_error, free_descriptors, laid_out, put, write
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.errors import DataError
 

@@ -8,9 +8,9 @@ import numpy
 import pytest
 from opened_data import problems_of
 
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError

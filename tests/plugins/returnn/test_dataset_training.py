@@ -22,10 +22,10 @@ from returnn_epochs import assert_equal, by_returnn, hdf, opened, read
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, SOURCES
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
@@ -455,7 +455,7 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
 def test_the_processes_end_with_the_program(tmp_path: Path) -> None:
     """Even if the dataset is not closed, as after an error."""
     program = f"""
-from hvdtrain.data.of_config import parse
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.opening import open_dataset
 spec, _ = parse("train", {{"class": "ReturnnDataset", "num_workers": 2, "dataset": {of_files([hdf(tmp_path)])!r}}}, {{}})
 dataset = open_dataset(spec)

@@ -17,10 +17,10 @@ from trainings import Run, Trained, assert_same, trains
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.references import resolve
 from hvdtrain.config.source import load
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.foreign import is_map_style
-from hvdtrain.data.of_config import parse
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order

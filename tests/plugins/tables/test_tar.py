@@ -18,9 +18,9 @@ import webdataset
 from hdf_files import free_descriptors
 
 from hvdtrain.data.broken import BrokenSequences
+from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items
-from hvdtrain.data.of_config import parse
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.hdf_tools.dump import main as dump
 from hvdtrain.plugins.hdf_tools.sources import open_source

@@ -59,15 +59,15 @@ def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
     """A dataset of a config with each function replaced by the dataset that it returned; the problems with functions."""
     if is_function(value):
         try:
-            made = value()
+            returned = value()
         except Exception as error:
-            found = f"{type(error).__name__}: {error}{_place(error)}"
-            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got {found}")
-        if made is None:
+            got = f"{type(error).__name__}: {error}{_place(error)}"
+            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got {got}")
+        if returned is None:
             return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got None")
-        if isinstance(made, Iterator):
+        if isinstance(returned, Iterator):
             return {"class": value}, []
-        value = {"class": made} if is_function(made) else made
+        value = {"class": returned} if is_function(returned) else returned
     if (
         not isinstance(value, dict)
         or is_for_returnn(value)
@@ -77,10 +77,10 @@ def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
     problems: list[Problem] = []
 
     def call(path: str, child: Any) -> Any:
-        found, more = call_functions(f"{name}.{path}", child)
+        dataset, more = call_functions(f"{name}.{path}", child)
         problems.extend(more)
         # RETURNN reads the dataset that this function returned, not all of the outer dataset.
-        return {"class": "ReturnnDataset", "dataset": found} if found is not child and is_for_returnn(found) else found
+        return {"class": "ReturnnDataset", "dataset": dataset} if dataset is not child and is_for_returnn(dataset) else dataset
 
     value = dict(value)
     if "dataset" in value:
@@ -101,7 +101,7 @@ def call_data_functions(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys,
     """
     called = {name: call_functions(name, getattr(keys, name)) for name in names}
     others = {name: called[name] if name in called else call_functions(name, value) for name, value in keys.eval_datasets.items()}
-    problems = [problem for _, found in {**others, **called}.values() for problem in found]
+    problems = [problem for _, problems_here in {**others, **called}.values() for problem in problems_here]
     values = {name: value for name, (value, _) in called.items()}
     return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
 

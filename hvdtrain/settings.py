@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -241,7 +241,7 @@ BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if dec
 
 
 def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origin: str = COMMAND_LINE) -> Settings:
-    """Read configs under overrides.
+    """Read configs under overrides. What their code draws at random is the same on all ranks and in every start.
 
     Args:
         configs: files, or keys and values.
@@ -253,11 +253,21 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     types |= {alias: types[name] for alias, name in ALIASES.items()}
-    watches = Watches()
-    source = load(configs, overrides, types, watches.builtins, origin, [*(each.names for each in keys.values()), *SPELLINGS])
+    watches, names = Watches(), [*(each.names for each in keys.values()), *SPELLINGS]
+    source = load(configs, overrides, types, watches.builtins, origin, names, partial(_seed, overrides.get("random_seed")))
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
     source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
     return check(watches.translate(source, keys, BOOLEAN_KEYS), list(keys))
+
+
+def _seed(given: Any) -> None:
+    """Seed what a config's code draws from while it is read, by `random_seed`, as far as that is known before."""
+    from hvdtrain.data.randomness import CONFIG, mix_seed, seed_generators  # here: numpy would make `--help` slower
+
+    try:
+        seed_generators(mix_seed(int(RunKeys.random_seed if given is None else given), CONFIG))
+    except (TypeError, ValueError):  # a mistake in the key, which is reported when it is read
+        seed_generators(0)
 
 
 OF_HOME = ("model", "load", "import_model_train_epoch1", "log", "checkpoint_local")

@@ -38,6 +38,9 @@ COLLATE = 0x636F6C6C617465
 EPOCH = 0x65706F6368
 """The stream of the config's functions that decide on an epoch, such as its order."""
 
+CONFIG = 0x636F6E666967
+"""The stream of a config's code, while it is read."""
+
 
 def mix_seed(*parts: int) -> int:
     """Mix numbers such as (seed, rank, step) into a 32-bit seed."""

@@ -812,10 +812,11 @@ def test_a_config_is_a_module_like_any_other(tmp_path: Path) -> None:
 
 
 POOLS = """
-import multiprocessing
-def scaled(x): return config.int("factor") * x
+import multiprocessing, random
+drawn = random.random()
+def scaled(x): return config.int("factor") * x, drawn == x
 with multiprocessing.get_context(config.value("method")).Pool(1) as pool:
-    print(pool.map(scaled, [1, 2]))
+    print(pool.map(scaled, [1, drawn])[0], pool.map(scaled, [drawn])[0][1])
 def later(x): return x
 multiprocessing.get_context("spawn").Pool(1).map(later, [1])
 """
@@ -827,8 +828,15 @@ def test_started_processes_import_the_config(method: str, tmp_path: Path) -> Non
     (tmp_path / "config.py").write_text(MINIMAL + POOLS)
     command = [sys.executable, "-m", "hvdtrain", "config.py", "++factor", "3", "++method", method]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=25)
-    assert (ended.returncode, ended.stdout) == (2, "[3, 6]\n")
+    assert (ended.returncode, ended.stdout) == (2, "(3, False) True\n")
     assert re.search(r"later: expected .* up to here only: config.py, line \d+", ended.stderr)
+
+
+def test_what_a_config_draws_is_the_same_in_every_start(tmp_path: Path) -> None:
+    """Another split of the data after a restart would evaluate on what was trained on."""
+    text = "import random, numpy, torch\ndrawn = random.random(), numpy.random.rand(), float(torch.rand(1)), random.gauss(0, 1)\n"
+    drawn = [settings(tmp_path, text, **keys).source.values["drawn"] for keys in ({}, {}, {"random_seed": "7"})]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_config_that_is_read_by_each_rank_says_so(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.plugins.trackers.receivers import BackgroundTracker  # noqa: E402
 from hvdtrain.plugins.trackers.services import MLflow, RunDescription, Tracker, Wandb  # noqa: E402
-from hvdtrain.report.runs import Start  # noqa: E402  # found through the line above
+from hvdtrain.report.starts import Start  # noqa: E402  # found through the line above
 from hvdtrain.report.steps import StepRecord  # noqa: E402
 from hvdtrain.training.callbacks import Callbacks  # noqa: E402
 

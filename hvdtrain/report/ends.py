@@ -1,4 +1,4 @@
-"""The record of a training's ends (ends.jsonl), and the state that a training's folder shows: running, ended how, or lost.
+"""The record of a training's ends (ends.jsonl).
 
 Whoever ends a training appends a line: the training itself, at its normal end, at a stop and at an error; the watchdog, before it
 ends a process; and hvdtrain's launcher, if ranks died. A training that was killed leaves no line, but its lock, whose heartbeat
@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hvdtrain.errors import TOLD_BY, HvdtrainError, Outcome
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.records import models_of
 
 Status = Literal["finished", "stopped", "failed"]
 """How a training ended: after its last epoch or by early stopping; with a checkpoint to resume from; with an error."""
@@ -39,13 +38,6 @@ SECONDS_TO_WRITE = 1.0
 
 SECONDS_TO_COMPARE = 0.3
 """How long a rank waits for the others' records of an error, which may be of the same line of the config."""
-
-SILENT = 120.0
-"""Seconds without a sign of life after which a training is lost. The lock's heartbeat comes every 10 s, and NFS may show it a
-minute later."""
-
-MARGIN = 15.0
-"""Seconds after a record of an end in which a heartbeat may still come from the process that has ended."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class End:
 def append_end(folder: Path, status: Status, why: str, by: str, *, is_consequence: bool = False) -> None:
     """Append a line to the folder's ends.jsonl, if that is possible: a record must not be a cause of failures."""
     with suppress(Exception):
-        end = End(_num_starts(folder), status, why.strip()[:MOST_LETTERS], by, is_consequence)
+        end = End(num_starts(folder), status, why.strip()[:MOST_LETTERS], by, is_consequence)
         with (folder / ENDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(end)) + "\n")
 
@@ -115,7 +107,7 @@ def record_stop(folder: Path, rank: int, stopped: Stopped) -> None:
 def _told_by(folder: Path, rank: int, why: str) -> str | None:
     """The first rank, before this one, whose error in this start was the same."""
     with suppress(OSError):
-        start = _num_starts(folder)
+        start = num_starts(folder)
         of_ranks = [end.by for end in read_ends(folder) if end.start == start and end.why == why.strip()[:MOST_LETTERS]]
         return min((by for by in of_ranks if by.startswith("rank ") and int(by[5:]) < rank), default=None)
     return None
@@ -127,7 +119,7 @@ def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, HvdtrainError) else f"{type(error).__name__}: {error}"
 
 
-def _num_starts(folder: Path) -> int:
+def num_starts(folder: Path) -> int:
     path = folder / "starts.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -142,66 +134,3 @@ def read_ends(folder: Path) -> list[End]:
             if end.status in get_args(Status) and all(isinstance(text, str) for text in (end.why, end.by, end.time)):
                 ends.append(end)
     return ends
-
-
-StateName = Literal["running", "finished", "stopped", "failed", "lost", "ended"]
-
-
-@dataclass(frozen=True)
-class State:
-    """What a training's folder shows about it.
-
-    Attributes:
-        name: 'lost': killed, or its host is gone; 'ended': how is not known, as earlier releases did not record it.
-        why: the reason for which it ended.
-        time: when it ended, as in ends.jsonl.
-        by: who recorded that.
-        silence: seconds since it last made progress; of a lost one, since its last sign of life.
-    """
-
-    name: StateName = "ended"
-    why: str = ""
-    time: str = ""
-    by: str = ""
-    silence: float = 0.0
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the training ended without having come to an end."""
-        return self.name in ("failed", "lost")
-
-
-def read_state(folder: Path, model: Any, *, is_complete: bool, now: float | None = None) -> State:
-    """The state of the training in a folder.
-
-    Args:
-        model: the value of the key `model`; None: unknown.
-        is_complete: whether it has all its epochs.
-        now: the time of day; None: that of the clock.
-    """
-    now = time.time() if now is None else now
-    place = models_of(folder)
-    lock = place / f"{Path(model).name}.lock" if isinstance(model, str) else None
-    beat = max((_changed(path) for path in ([lock] if lock is not None else place.glob("*.lock"))), default=0.0)
-    progress = max(_changed(folder / name) for name in WRITTEN)
-    end = _cause([end for end in read_ends(folder) if end.start == _num_starts(folder)])
-    has_begun_again = end is None or beat > _changed(folder / ENDS) + MARGIN
-    if beat and has_begun_again and now - max(beat, progress) < SILENT:
-        return State("running", silence=now - progress if progress else 0.0)
-    if end is not None:
-        return State(end.status, end.why, end.time, end.by)
-    if beat:
-        return State("lost", silence=now - max(beat, progress))
-    return State("finished" if is_complete else "ended")
-
-
-def _cause(ends: Sequence[End]) -> End | None:
-    """Of the records of an end, the last one of those that know most: the launcher sees signals, but not why they were sent."""
-    return max(reversed(ends), key=lambda end: 0 if end.is_consequence else 1 if end.by == LAUNCHER else 2, default=None)
-
-
-def _changed(path: Path) -> float:
-    """The time at which a file was changed last; 0: there is none."""
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0

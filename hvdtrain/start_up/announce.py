@@ -24,7 +24,7 @@ from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.commit import commit_of
 from hvdtrain.report.json_lines import as_json, layer_rows, write_summary
 from hvdtrain.report.rows import end_row
-from hvdtrain.report.runs import Start, append_start, hosts_text, report_command
+from hvdtrain.report.starts import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.settings import Settings

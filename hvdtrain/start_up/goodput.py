@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from hvdtrain.comm import this_process
 from hvdtrain.report.ends import WRITTEN
-from hvdtrain.report.runs import last_start
+from hvdtrain.report.starts import last_start
 from hvdtrain.runtime import log
 from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began, steady_time
 from hvdtrain.runtime.interrupt import Stopped

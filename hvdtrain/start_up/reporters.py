@@ -12,7 +12,7 @@ from hvdtrain.config.plugins import Registry
 from hvdtrain.report.epoch import EpochReport, EvaluationReport, Reporter
 from hvdtrain.report.json_lines import EvaluationLines, JsonLines, StepLines
 from hvdtrain.report.rows import BEST, cost_row, epoch_name, epoch_seconds, score_row, seconds_left
-from hvdtrain.report.runs import Start
+from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters
 from hvdtrain.report.table import GrowingTable, epoch_table
 from hvdtrain.runtime import log

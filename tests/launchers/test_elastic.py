@@ -34,8 +34,8 @@ from hvdtrain.comm.local import places
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
 from hvdtrain.errors import LaunchError
+from hvdtrain.plugins.report.state import read_state
 from hvdtrain.plugins.trace.records import has_begun, num_runs, trained_on
-from hvdtrain.report.ends import read_state
 from hvdtrain.settings import read_settings
 
 

@@ -10,7 +10,7 @@ import pytest
 from inside import run_inside
 from launching import TOY, Finished, hvdtrain, trainings
 
-from hvdtrain.report.ends import read_state
+from hvdtrain.plugins.report.state import read_state
 
 PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launching import ROOT, TOY, faults, hvdtrain, mpi_version
 
-from hvdtrain.report.ends import SILENT, State, read_state
+from hvdtrain.plugins.report.state import SILENT, State, read_state
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
 
 LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4}

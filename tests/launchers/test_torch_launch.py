@@ -24,7 +24,7 @@ from strangers import strangers
 from hvdtrain.comm.meeting_point import Address, SharedFile
 from hvdtrain.comm.torch_rendezvous import meet
 from hvdtrain.errors import LaunchError
-from hvdtrain.report.ends import read_state
+from hvdtrain.plugins.report.state import read_state
 from hvdtrain.settings import read_settings
 
 PATIENCE = 15.0

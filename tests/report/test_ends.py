@@ -12,8 +12,9 @@ from report_pages import run_folder
 from hvdtrain.errors import PeerFailure, TrainingError, failure_text
 from hvdtrain.plugins.report.__main__ import main
 from hvdtrain.plugins.report.serve import LivePage
+from hvdtrain.plugins.report.state import SILENT, read_state
 from hvdtrain.report import ends
-from hvdtrain.report.ends import LAUNCHER, SILENT, append_end, append_hang, read_ends, read_state, record_end
+from hvdtrain.report.ends import LAUNCHER, append_end, append_hang, read_ends, record_end
 from hvdtrain.runtime.interrupt import Stopped
 
 

@@ -10,7 +10,7 @@ from tensorboard_events import events
 
 from hvdtrain.checkpoint.average_rules import Averages, make_rule
 from hvdtrain.plugins.report.plots import score_figures
-from hvdtrain.report.runs import read_runs
+from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord, merge_records
 from hvdtrain.schedule.measure import Measure

@@ -8,8 +8,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from hvdtrain.report.ends import State, Status
-from hvdtrain.report.runs import read_runs
+from hvdtrain.plugins.report.runs import read_runs
+from hvdtrain.plugins.report.state import State
+from hvdtrain.report.ends import Status
 
 PLOT_PACKAGE = "plotly"
 """The package that draws the figures."""

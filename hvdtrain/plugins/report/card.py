@@ -16,7 +16,8 @@ from typing import Any
 
 from hvdtrain.config.command_line import command_parser
 from hvdtrain.errors import DataError, HvdtrainError
-from hvdtrain.report.runs import Run, hosts_text, read_runs
+from hvdtrain.plugins.report.runs import Run, read_runs
+from hvdtrain.report.starts import hosts_text
 from hvdtrain.runtime.records import models_of
 from hvdtrain.version import __version__
 

@@ -10,9 +10,9 @@ from math import nan
 from statistics import fmean
 
 from hvdtrain.plugins.report.plots import finite, seconds_of, sequences_per_second, split
+from hvdtrain.plugins.report.runs import Run
 from hvdtrain.report import rows
 from hvdtrain.report.epoch import straggler
-from hvdtrain.report.runs import Run
 from hvdtrain.runtime.goodput import LOSSES
 from hvdtrain.runtime.timer import duration_text
 

@@ -20,8 +20,9 @@ from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.report import overview, plots, project
 from hvdtrain.plugins.report.plots import Figure, finite, split
+from hvdtrain.plugins.report.runs import Run
 from hvdtrain.report.epoch import straggler_line
-from hvdtrain.report.runs import Run, hosts_text
+from hvdtrain.report.starts import hosts_text
 from hvdtrain.runtime.timer import duration_text
 from hvdtrain.version import __version__
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.plugins.report.runs import Run
 from hvdtrain.report.epoch import own_seconds
-from hvdtrain.report.runs import Run
 
 Values = list[float | None]
 """Numbers; None for those that are missing or not finite."""

@@ -13,8 +13,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.plugins.report import plots
 from hvdtrain.plugins.report.overview import badge, num_ranks, short, state_text
 from hvdtrain.plugins.report.plots import Figure, Scatter, finite, split
+from hvdtrain.plugins.report.runs import Run, names_of, read_runs
 from hvdtrain.report.ends import ENDS
-from hvdtrain.report.runs import Run, names_of, read_runs
 from hvdtrain.runtime.records import records_below
 from hvdtrain.runtime.timer import duration_text
 

@@ -24,7 +24,7 @@ from hvdtrain.plugins.trackers.receivers import (
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription, config_values, git_state
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import Reporter
-from hvdtrain.report.runs import Start
+from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped

@@ -18,7 +18,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.report.ends import Status
 
 if TYPE_CHECKING:
-    from hvdtrain.report.runs import Start
+    from hvdtrain.report.starts import Start
 
 METHODS = ("begin", "log_epoch", "log_steps", "artifact", "end")
 """The methods that a tracker may have."""

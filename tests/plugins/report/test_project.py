@@ -16,9 +16,10 @@ from hvdtrain.plugins.report.overview import baseline, concern, overview_of_seve
 from hvdtrain.plugins.report.page import checksum_of
 from hvdtrain.plugins.report.plots import middles, score_figures
 from hvdtrain.plugins.report.project import find_trainings, read_project
+from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.report.ends import append_end
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.runs import Start, append_start, read_runs
+from hvdtrain.report.starts import Start, append_start
 
 RATES = {"run1": 0.1, "run2": 0.2, "run10": 0.4}
 

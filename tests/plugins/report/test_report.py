@@ -25,11 +25,12 @@ from trainings import Run, Trained, trains
 from hvdtrain.plugins.report import page
 from hvdtrain.plugins.report.__main__ import main
 from hvdtrain.plugins.report.plots import MAX_POINTS, decimate, score_figures, time_figures
+from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.plugins.report.serve import open_server
 from hvdtrain.plugins.trackers.receivers import TensorBoard, metrics
 from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.runs import Start, append_start, read_runs
+from hvdtrain.report.starts import Start, append_start
 from hvdtrain.runtime.goodput import Spent
 
 QUIET = {"data wait": 0.1, "compute": 10.0, "communication": 0.5, "parameter sync": 0.0, "evaluation": 1.0}

@@ -8,7 +8,7 @@ from launching import TOY, Finished, hvdtrain, refused
 
 from hvdtrain.plugins.trackers.metrics_file import MetricsFile
 from hvdtrain.plugins.trackers.services import RunDescription
-from hvdtrain.report.runs import Start
+from hvdtrain.report.starts import Start
 from hvdtrain.settings import read_settings
 
 SAMPLE = re.compile(r'^(hvdtrain_\w+)(\{\w+="(?:[^"\\\n]|\\.)*"(?:,\w+="(?:[^"\\\n]|\\.)*")*\}) (\S+)$')

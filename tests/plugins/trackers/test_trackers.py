@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.trackers.receivers import BackgroundTracker, RunIds
 from hvdtrain.plugins.trackers.services import RunDescription, git_state
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.runs import Start
+from hvdtrain.report.starts import Start
 from hvdtrain.settings import read_settings
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.runs import Start
+from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session

@@ -12,8 +12,8 @@ from launching import TOY, hvdtrain
 
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.report import page
+from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.report.json_lines import JsonLines
-from hvdtrain.report.runs import read_runs
 
 KEYS: dict[str, object] = {"part": "two.hdf", "max_seqs": 1, "log_interval": 60, "num_epochs": 2}
 

@@ -24,6 +24,7 @@ from hvdtrain.learner.meter import (
 )
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.tensorflow.flat_call import FlatCall
 from hvdtrain.plugins.tensorflow.gradients import (
     Accumulated,
     AccumulatedGradients,
@@ -178,7 +179,7 @@ class StepGraphs:
         kind = sets, self.are_exchanged
         if kind not in self._sends:
             graph = tf.function(self._send, autograph=False)
-            self._sends[kind] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
+            self._sends[kind] = FlatCall(graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange)))
         return self._sends[kind](*accumulated)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, float], tf.Tensor]:
@@ -231,7 +232,7 @@ class StepGraphs:
             specs: list[Any] = [{**of_data, **of_parts}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[kind] = TracedGraph(graph, names)
+            traced = self._steps[kind] = TracedGraph(FlatCall(graph), names)
         return traced, arguments
 
     def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:

@@ -21,6 +21,7 @@ from hvdtrain.learner.optimizer import (
     take_decay_rule,
 )
 from hvdtrain.learner.precision import GradientCheck
+from hvdtrain.plugins.tensorflow.flat_call import FlatCall
 from hvdtrain.plugins.tensorflow.gradients import (
     Exchange,
     GraphGradients,
@@ -101,7 +102,7 @@ class UpdateGraph:
             specs = [self._gradients.specs(exchange), tf.TensorSpec([], tf.float64)]
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
-            self._graph = graph.get_concrete_function(*specs)
+            self._graph = FlatCall(graph.get_concrete_function(*specs))
         scale, rate = scalar(self._check.factor, tf.float32), scalar(learning_rate, tf.float32)
         seeds = tf.constant(noise_seeds().astype("int32")) if self._no_seeds is None else self._no_seeds
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,39 +83,27 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             f"{overrides[0]}: expected --recompute-statistics CONFIG, whose keys it changes, got none"
         ).on_all_ranks()
     if options.recompute_statistics is None:
-        written = write(options, kinds)
-        print("\n".join(written.lines))
+        averaged = make(options, kinds)
+        write_model_file(averaged.target, averaged.contents, averaged.framework)
+        print("\n".join([*averaged.lines, str(averaged.target)]))
         return
     _recompute(options, kinds, overrides)
 
 
 @dataclass(frozen=True)
-class Written:
-    """An average that was written.
+class Averaged:
+    """An average. Attributes: target: the file that the user wants; lines: about what was averaged, for the user."""
 
-    Attributes:
-        file: the file that was written.
-        target: the file that the user wants.
-        lines: about what was averaged, for the user.
-    """
-
-    file: Path
     target: Path
+    contents: dict[str, Any]
+    framework: Framework
     lines: list[str]
 
 
-Place = Callable[[Path], Path]
-"""The file to write, given the one that the user wants."""
-
-
-def write(options: argparse.Namespace, kinds: Sequence[str], place: Place = lambda target: target) -> Written:
-    """Write the average of models as they are.
-
-    Raises:
-        CheckpointError: models are missing, damaged or different, or the file cannot be written.
-    """
+def make(options: argparse.Namespace, kinds: Sequence[str]) -> Averaged:
+    """The average of models as they are. Raises: CheckpointError, if models are missing, damaged or different."""
     if not kinds:
-        return _write_files(options, place)
+        return _make_of_files(options)
     if len(options.models) != 1:
         raise CheckpointError(f"--{kinds[0]}: expected one MODEL, got {len(options.models)}")
     [prefix] = options.models
@@ -136,11 +124,10 @@ def write(options: argparse.Namespace, kinds: Sequence[str], place: Place = lamb
     target = options.out or prefix.with_name(f"{prefix.name}.{rule.name}{chosen[-1].model_file.suffix}")
     check_target(target, checkpoints, [one.model_file for one in chosen], _suffixes(framework))
     contents = make_average(rule, chosen, framework)
-    write_model_file(place(target), contents, framework)
-    return Written(place(target), target, [*_lines(rule, contents, history, measure), str(target)])
+    return Averaged(target, contents, framework, _lines(rule, contents, history, measure))
 
 
-def _write_files(options: argparse.Namespace, place: Place) -> Written:
+def _make_of_files(options: argparse.Namespace) -> Averaged:
     files: list[Path] = options.models
     if len(files) < 2 or options.out is None:
         raise CheckpointError(
@@ -155,8 +142,7 @@ def _write_files(options: argparse.Namespace, place: Place) -> Written:
     framework = framework_of(files[0])
     check_target(options.out, None, files, _suffixes(framework))
     contents = average_contents(mean_of_files(files, framework), "files", [file.name for file in files])
-    write_model_file(place(options.out), contents, framework)
-    return Written(place(options.out), options.out, [f"the average of {len(files)} models", str(options.out)])
+    return Averaged(options.out, contents, framework, [f"the average of {len(files)} models"])
 
 
 def _number(text: str) -> int | str:
@@ -221,11 +207,13 @@ def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Seq
     settings = with_datasets(read_settings(*parse_command_line([str(options.recompute_statistics), *overrides])))
     with open_communicator(settings) as comm:
 
-        def average() -> Written:
-            return write(options, kinds, lambda target: target.with_name(f"{target.stem}.plain{target.suffix}"))
+        def average() -> tuple[Path, Path, list[str]]:
+            averaged = make(options, kinds)
+            plain = averaged.target.with_name(f"{averaged.target.stem}.plain{averaged.target.suffix}")
+            write_model_file(plain, averaged.contents, averaged.framework)
+            return plain, averaged.target, averaged.lines
 
-        written = on_rank_zero(comm, average, name="average")
-        plain = written.file
+        plain, target, lines = on_rank_zero(comm, average, name="average")
         try:
             settings = replace(settings, start=replace(settings.start, load=str(plain), load_epoch=None, preload_from_files={}))
             with open_session(settings, "statistics", comm) as session:
@@ -236,15 +224,15 @@ def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Seq
                     raise CheckpointError(
                         "--recompute-statistics: expected a model with BatchNorm layers, got none (leave the option out)"
                     ).on_all_ranks()
-                on_rank_zero(comm, lambda: _rewrite(written, session.learner.state, settings.run.backend), name="rewrite")
-                log.result("\n".join(written.lines))
+                on_rank_zero(comm, lambda: _rewrite(plain, target, session.learner.state), name="rewrite")
+                log.result("\n".join([*lines, str(target)]))
         finally:
             if comm.rank == 0:
                 remove_path(plain)
 
 
-def _rewrite(written: Written, state: StateBase, backend: str) -> None:
+def _rewrite(plain: Path, target: Path, state: StateBase) -> None:
     """Write a file's contents with the model's present tensors."""
-    framework = FRAMEWORKS[backend]
-    contents = framework.model_files.read_model(written.file)
-    write_model_file(written.target, with_statistics(contents, state.model_tensors()), framework)
+    framework = framework_of(plain)
+    contents = framework.model_files.read_model(plain)
+    write_model_file(target, with_statistics(contents, state.model_tensors()), framework)

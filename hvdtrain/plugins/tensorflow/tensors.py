@@ -243,56 +243,43 @@ class ModelVariables:
 def variables_of(model: Any) -> ModelVariables:
     """The variables of a keras.Model (or layer) or tf.Module, including those of Keras layers inside a tf.Module, which are
     missing from TensorFlow's list."""
-    variables = ModelVariables(model, generators=[global_seed_generator()])
-    seen: set[int] = {id(variables.generators[0])}
-    for path, found, owner in _walk(model, "", None, seen):
-        if _is_generator(found):
-            variables.generators.append(found)
-            continue
-        name = path if path not in variables.by_name else f"{path}.{len(variables.by_name)}"
-        variables.by_name[name] = found
-        variables.kinds[name] = _kind(found, owner)
-        variables.owners[name] = owner
+    default = global_seed_generator()
+    variables = ModelVariables(model, generators=[default])
+    for path, member, owner in _walk(model, "", None, {id(default)}):
+        if _is_generator(member):
+            variables.generators.append(member)
+        elif not isinstance(member, LAYERS):
+            name = path if path not in variables.by_name else f"{path}.{len(variables.by_name)}"
+            variables.by_name[name] = member
+            variables.kinds[name] = _kind(member, owner)
+            variables.owners[name] = owner
     return variables
-
-
-def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Each variable and generator once, with its path and the layer or module that it belongs to."""
-    if id(value) in seen:
-        return
-    if isinstance(value, (keras.Variable, tf.Variable)) or _is_generator(value):
-        seen.add(id(value))
-        yield path, value, owner
-    elif isinstance(value, (keras.layers.Layer, tf.Module)):
-        seen.add(id(value))
-        for name, member in _attributes(value):
-            yield from _walk(member, f"{path}.{name}" if path else name, value, seen)
-    elif isinstance(value, (list, tuple)):
-        for number, member in enumerate(value):
-            yield from _walk(member, f"{path}.{number}", owner, seen)
-    elif isinstance(value, dict):
-        for key, member in value.items():
-            yield from _walk(member, f"{path}.{key}", owner, seen)
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
     """Each Keras layer and tf.Module of a model once, with the names of the attributes that lead to it; the model first."""
-    seen: set[int] = set()
+    return ((path, member) for path, member, _ in _walk(model, "", None, set()) if isinstance(member, LAYERS))
 
-    def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        members: list[tuple[Any, Any]] = []
-        if isinstance(value, (keras.layers.Layer, tf.Module)) and id(value) not in seen:
-            seen.add(id(value))
-            yield path, value
-            members = list(_attributes(value))
-        elif isinstance(value, (list, tuple)):
-            members = list(enumerate(value))
-        elif isinstance(value, dict):
-            members = list(value.items())
-        for name, member in members:
-            yield from walk(member, f"{path}.{name}" if path else str(name))
 
-    return walk(model, "")
+LAYERS = (keras.layers.Layer, tf.Module)
+
+
+def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """Each layer, module, variable and generator once, with its path and the layer or module that it belongs to."""
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, (keras.Variable, tf.Variable, *LAYERS)) or _is_generator(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield path, value, owner
+        if isinstance(value, LAYERS):
+            owner, members = value, _attributes(value)
+    elif isinstance(value, (list, tuple)):
+        members = enumerate(value)
+    elif isinstance(value, dict):
+        members = value.items()
+    for name, member in members:
+        yield from _walk(member, f"{path}.{name}" if path else str(name), owner, seen)
 
 
 def settings_of_own(layer: Any) -> str | None:

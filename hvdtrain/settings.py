@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -254,20 +255,23 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     types = {name: declared_key.type for name, declared_key in keys.items()}
     types |= {alias: types[name] for alias, name in ALIASES.items()}
     watches, names = Watches(), [*(each.names for each in keys.values()), *SPELLINGS]
-    source = load(configs, overrides, types, watches.builtins, origin, names, partial(_seed, overrides.get("random_seed")))
+    source = load(configs, overrides, types, watches.builtins, origin, names, partial(_seeded, overrides.get("random_seed")))
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
     source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
     return check(watches.translate(source, keys, BOOLEAN_KEYS), list(keys))
 
 
-def _seed(given: Any) -> None:
-    """Seed what a config's code draws from while it is read, by `random_seed`, as far as that is known before."""
-    from hvdtrain.data.randomness import CONFIG, mix_seed, seed_generators  # here: numpy would make `--help` slower
+@contextmanager
+def _seeded(given: Any) -> Iterator[None]:
+    """What a config's code draws while it is read is made from `random_seed`, as far as that is known before."""
+    from hvdtrain.data.randomness import seeded_config  # here: numpy would make `--help` slower
 
     try:
-        seed_generators(mix_seed(int(RunKeys.random_seed if given is None else given), CONFIG))
-    except (TypeError, ValueError):  # a mistake in the key, which is reported when it is read
-        seed_generators(0)
+        seed = int(RunKeys.random_seed if given is None else given)
+    except (TypeError, ValueError):  # which is reported when the key is read
+        seed = 0
+    with seeded_config(abs(seed)):
+        yield
 
 
 OF_HOME = ("model", "load", "import_model_train_epoch1", "log", "checkpoint_local")

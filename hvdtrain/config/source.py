@@ -10,7 +10,7 @@ import symtable
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -128,7 +128,7 @@ def load(
     builtins: Builtins | None = None,
     origin: str = COMMAND_LINE,
     spellings: Sequence[Sequence[str]] = (),
-    prepare: Callable[[], object] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Source:
     """Run or parse the config files in order, then apply the overrides.
 
@@ -143,7 +143,7 @@ def load(
         builtins: None: Python's.
         origin: of the overrides, which are text only if they come from the command line.
         spellings: the names of each key; an entry of a dict is spelled with a dot.
-        prepare: called first, also where a process reads the configs again.
+        around: in the context of which the files run, also where a process reads them again.
 
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
@@ -153,9 +153,20 @@ def load(
     configs = [Path(config) if isinstance(config, str) else config for config in configs]  # a program may pass texts
     if any(isinstance(config, Path) for config in configs):
         as_now = copy.deepcopy(builtins)  # it notes what the config imports
-        let_children_import(MODULE_NAME, load, configs, overrides, types, as_now, origin, spellings, prepare)
-    if prepare is not None:
-        prepare()
+        let_children_import(MODULE_NAME, load, configs, overrides, types, as_now, origin, spellings, around)
+    with around():
+        return _load(configs, overrides, types, builtins, origin, spellings)
+
+
+def _load(
+    configs: Sequence[Config],
+    overrides: Mapping[str, Any],
+    types: Mapping[str, Any],
+    builtins: Builtins | None,
+    origin: str,
+    spellings: Sequence[Sequence[str]],
+) -> Source:
+    """As `load`."""
     spellings = [names for names in spellings if len(names) > 1]
     parse: Callable[[Any, Any], Any] = text_value if origin == COMMAND_LINE else lambda value, expected: value
     top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}

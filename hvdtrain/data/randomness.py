@@ -11,9 +11,13 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -151,6 +155,41 @@ def seed_generators(seed: int) -> None:
     numpy.random.seed(seed)
     if (generator := _torch_generator()) is not None:
         generator.manual_seed(seed)
+
+
+@contextmanager
+def seeded_config(seed: int) -> Iterator[None]:
+    """Seed these generators for a config that is read within the `with` block, also if it is the one that imports PyTorch."""
+    seed = mix_seed(seed, CONFIG)
+    seed_generators(seed)
+    finder = _SeededTorch(seed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _SeededTorch(MetaPathFinder):
+    """Seeds PyTorch's generator when PyTorch is imported: it begins with a random seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = partial(self._execute, loader.exec_module)  # of this loader only, which loads nothing else
+        return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        module.default_generator.manual_seed(self._seed)
 
 
 def generator_states() -> tuple[Any, ...]:

@@ -832,11 +832,19 @@ def test_started_processes_import_the_config(method: str, tmp_path: Path) -> Non
     assert re.search(r"later: expected .* up to here only: config.py, line \d+", ended.stderr)
 
 
+DRAWING = """
+import random, numpy, torch
+drawn = random.random(), numpy.random.rand(), random.gauss(0, 1), float(torch.rand(1))
+"""
+
+
 def test_what_a_config_draws_is_the_same_in_every_start(tmp_path: Path) -> None:
     """Another split of the data after a restart would evaluate on what was trained on."""
-    text = "import random, numpy, torch\ndrawn = random.random(), numpy.random.rand(), float(torch.rand(1)), random.gauss(0, 1)\n"
-    drawn = [settings(tmp_path, text, **keys).source.values["drawn"] for keys in ({}, {}, {"random_seed": "7"})]
+    drawn = [settings(tmp_path, DRAWING, **keys).source.values["drawn"] for keys in ({}, {}, {"random_seed": "7"})]
     assert drawn[0] == drawn[1] != drawn[2]
+    (tmp_path / "config.py").write_text(f"{MINIMAL}{DRAWING}print(drawn)\n")
+    finished = launch(["-m", "hvdtrain", tmp_path / "config.py", "--print-config"])
+    assert str(drawn[0]) in finished.out, "in a process in which the config imports PyTorch"
 
 
 def test_a_config_that_is_read_by_each_rank_says_so(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer, plain_step
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
+from hvdtrain.learner.torch.sync_batch_norm import synchronize
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
 
@@ -242,6 +243,21 @@ def test_what_decays_does_not_depend_on_the_number_of_ranks() -> None:
 
     for size in (1, 2):
         assert on_ranks(size, groups) == [[[0.1, 1], [0.0, 3]]] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batch_norm_over_the_ranks_has_the_type_and_the_precision_of_pytorchs(dtype: torch.dtype) -> None:
+    rows = (torch.randn(6, 2, generator=torch.Generator().manual_seed(1)) + 100).to(dtype)
+    alone = nn.BatchNorm1d(2)
+
+    def normalized(comm: Communicator) -> torch.Tensor:
+        module = nn.BatchNorm1d(2)
+        synchronize(module, comm)
+        return module(rows[comm.rank :: 2]).detach()
+
+    parts = on_ranks(2, normalized)
+    assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), alone(rows))
+    assert parts[0].dtype == dtype
 
 
 @pytest.mark.parametrize("names", [("one", "other"), ("one", ""), ("", "other")])

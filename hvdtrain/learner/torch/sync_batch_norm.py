@@ -128,12 +128,13 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or not self.exchange.is_active:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))  # in which PyTorch computes it, too
+        normalized, mean, variance, count = _Normalize.apply(wide, self)  # type: ignore[no-untyped-call]
         self.update_running_statistics(mean, variance, count)
-        if self.weight is None:
-            return normalized
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        return normalized * self.weight.view(shape) + self.bias.view(shape)  # type: ignore[no-any-return]
+        if self.weight is not None:
+            shape = [1, -1] + [1] * (input.dim() - 2)
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)  # type: ignore[no-any-return]
 
     def statistics(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, variance (over the count) and count, from the features' sums, their sums of squares, and the count."""

@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain.comm.base import SMALL_BUCKET  # noqa: E402
 from hvdtrain.comm.torch_pickled import LENGTH, first_space  # noqa: E402
 from hvdtrain.data.plan.shared import Offer  # noqa: E402
-from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
-from hvdtrain.runtime.heartbeats import Contact, Heartbeats
-from hvdtrain.runtime.peers import RankProcess  # noqa: E402
+from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat
+from hvdtrain.plugins.watchdog.heartbeats import Contact, Heartbeats
+from hvdtrain.plugins.watchdog.peers import RankProcess  # noqa: E402
 from hvdtrain.training.account import MODULUS, Usage  # noqa: E402  # found through the lines above
 
 EPOCHS = 2
@@ -502,7 +502,7 @@ def measure(size: int, options: argparse.Namespace) -> None:
 def busiest(size: int) -> int:
     """The first relay if there are relays, else the first rank of the second host."""
     try:
-        from hvdtrain.runtime.relays import Layout
+        from hvdtrain.plugins.watchdog.relays import Layout
     except ImportError:
         return PER_HOST
     layout = Layout.of(size)

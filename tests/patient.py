@@ -12,7 +12,7 @@ from functools import partial
 from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.horovod.communicator import open_horovod
-from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.plugins.watchdog.watchdog import JobWatchdog
 
 PATIENCE = 1.0
 
@@ -29,7 +29,7 @@ def work(how: str, progress: Callable[[int], None]) -> int:
 if __name__ == "__main__":  # the search for doctests imports it, too
     comm = open_horovod("torch")
     for how in sys.argv[1:]:
-        with Watchdog(PATIENCE, comm.rank) as watchdog:
+        with JobWatchdog(PATIENCE, comm.rank) as watchdog:
             try:
                 done = run_with_heartbeat(
                     comm, partial(work, how), lambda numbers: watchdog.beat("working", "steps"), name="work"

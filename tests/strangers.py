@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvdtrain.runtime.peers import LOOPBACK, sign
+from hvdtrain.plugins.watchdog.peers import LOOPBACK, sign
 
 LONGEST = 65507
 """Bytes of a datagram."""

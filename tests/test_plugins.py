@@ -41,6 +41,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "torch_distributed.param_outer: unknown key": ["++torch_distributed", "{'param_outer': 'bmuf'}"],
     },
     "trace": {"profile_steps: unknown key": ["++profile_steps", "3"]},
+    "watchdog": {"watchdog_timeout: unknown key": ["++watchdog_timeout", "20"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},

@@ -330,10 +330,10 @@ MUTATIONS = [
     # How a job ends, and what it reports
     Mutation(
         "the watchdog ignores the timeout of the config",
-        "runtime/watchdog.py",
+        "plugins/watchdog/watchdog.py",
         "        if self.fixed is not None:\n            return self.fixed\n",
         "",
-        ("hvdtrain/runtime/watchdog.py",),
+        ("hvdtrain/plugins/watchdog/watchdog.py",),
     ),
     Mutation(
         "a mistake of the user has the exit status of a crash",

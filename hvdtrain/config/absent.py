@@ -40,6 +40,7 @@ NAMES = {
     "trace": "trace_sequences profile_steps",
     "transformers": "transformers_trainer transformers",
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
+    "watchdog": "watchdog_timeout",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
 """By plug-in, its keys, backends, transports, reducers, compressions, classes of datasets and of steps, tasks and commands."""

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from hvdtrain.runtime.peers import MPIRUN, MPIRUN_OF_OPEN_MPI_5
+from hvdtrain.runtime.mpirun import MPIRUN, MPIRUN_OF_OPEN_MPI_5
 
 T = TypeVar("T")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +36,7 @@ from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.fork_server import Fork
-from hvdtrain.comm.torch_rendezvous import names_of_this_host
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
@@ -49,17 +48,15 @@ from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.report.ends import append_hang, record_end, record_stop
+from hvdtrain.report.ends import record_end, record_stop
 from hvdtrain.runtime import log
-from hvdtrain.runtime.contacts import exchange_contacts
 from hvdtrain.runtime.goodput import Goodput, steady_time
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import open_log
-from hvdtrain.runtime.peers import print_through_mpirun
+from hvdtrain.runtime.mpirun import print_through_mpirun
 from hvdtrain.runtime.records import claim_records
-from hvdtrain.runtime.relays import Layout
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
+from hvdtrain.runtime.watchdog import SECONDS_TO_END, Watchdog
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder, fetch_needed_models, local_disk, mirror_of
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
@@ -261,30 +258,16 @@ def _lock(prefix: Path, stack: ExitStack) -> None:
     claim_records(prefix, is_alone=not other_locks(prefix))
 
 
+WATCHDOGS: Registry[Callable[[Settings, Communicator, Purpose], Watchdog]] = Registry("watchdogs")
+"""Those of plug-ins."""
+
+
 def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:
-    """Collective. Start the watchdog of this rank, connected to those of the other ranks, and record how a training ends."""
-    # Measurements have deadlines. A single rank in a program's process blocks no other one, and may be paused in a debugger.
-    is_unwatched = purpose == "measure" or (
-        comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None
-    )
-    patience = inf if is_unwatched else settings.run.watchdog_timeout
-    launcher = this_process.launcher()
-    heartbeats = None
-    if comm.size > 1 and purpose != "measure":
-        heartbeats = exchange_contacts(
-            comm.rank,
-            names_of_this_host() if Layout.of(comm.size).is_hub(comm.rank) else (),
-            lambda value: comm.gather(value, name="watchdog"),
-            together=launcher.restarts != "lost ranks",
-            restarts=launcher.restarts == "all ranks",
-        )
-    ending = Ending(launcher.hung_status, launcher.peer_status, launcher.outlives)
-    watchdog = Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
+    """Collective. Start the watchdog of this rank, if there is one, and record how a training ends."""
+    watchdog = next((make(settings, comm, purpose) for make in WATCHDOGS.values()), Watchdog())
     stack.enter_context(watchdog)
     if purpose == "train":
-        folder = settings.records
-        watchdog.record = partial(append_hang, folder, comm.rank)
-        stack.enter_context(record_end(folder, comm.rank))
+        stack.enter_context(record_end(settings.records, comm.rank))
     return watchdog
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.runtime.interrupt import Interrupt
-from hvdtrain.runtime.peers import print_through_mpirun
+from hvdtrain.runtime.mpirun import print_through_mpirun
 from hvdtrain.runtime.watchdog import Watchdog
 
 

@@ -73,10 +73,3 @@ class RunKeys(Section):
         "prepares data once",
         signature="**_",
     )
-    watchdog_timeout: float | None = key(
-        None,
-        "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
-        "job starts or ends, and in callbacks, at least 1800 s in any case)",
-        positive,
-    )

@@ -69,4 +69,4 @@ def test_a_signal_prints_the_stacks_of_a_process_that_goes_on(corpus: Path, tmp_
             training.kill()
             training.wait()
     assert "hvdtrain/engine.py" in log.read_text()
-    assert "hvdtrain/runtime/watchdog.py" in log.read_text(), "of all threads"
+    assert "hvdtrain/plugins/watchdog/watchdog.py" in log.read_text(), "of all threads"

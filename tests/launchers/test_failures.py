@@ -58,7 +58,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, t
 def with_relays(corpus: Path, folder: Path, fault: str) -> Finished:
     """Train on 5 ranks as in a job of hundreds, where rank 3 is a relay for rank 4, and rank 0 for ranks 1 and 2."""
     few = folder / "few.py"
-    few.write_text("from hvdtrain.runtime import relays\nrelays.DIRECT, relays.RANKS_OF_HOST = 2, 1\n")
+    few.write_text("from hvdtrain.plugins.watchdog import relays\nrelays.DIRECT, relays.RANKS_OF_HOST = 2, 1\n")
     keys = {"corpus": corpus, "model": folder / "model", "use_horovod": 1, "record": folder / "record", "fault": fault}
     finished = hvdtrain(TOY, {**keys, "watchdog_timeout": 6}, ranks=5, options=[str(few)])
     assert finished.status != 0

@@ -33,8 +33,8 @@ def test_work_without_progress_ends_the_job() -> None:
 
 CONFIG = """
 from hvdtrain.comm.torch_dist import TorchCommunicator
-from hvdtrain.runtime import watchdog
-from hvdtrain.training import forward
+from hvdtrain.plugins.watchdog import watchdog
+from hvdtrain.plugins.forward import outputs as forward
 
 forward.TASK_INTERVAL = 1.0
 seconds, hangs = config.float("seconds", 0), config.value("hangs")

@@ -122,7 +122,7 @@ def test_sigterm_ends_a_step_that_hangs(corpus: Path, tmp_path: Path) -> None:
     config.write_text(
         TOY.read_text()
         + """
-import hvdtrain.runtime.watchdog as watchdog
+import hvdtrain.plugins.watchdog.watchdog as watchdog
 
 
 def hanging(arrays, *, epoch):

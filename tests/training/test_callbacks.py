@@ -16,8 +16,8 @@ from trainings import Run, Trained, trains
 import hvdtrain
 from hvdtrain import engine
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.watchdog.watchdog import JobWatchdog, Patience
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.watchdog import Patience, Watchdog
 from hvdtrain.settings import read_settings
 from hvdtrain.training import notifier
 from hvdtrain.training.callbacks import Callbacks
@@ -167,13 +167,13 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
 ) -> None:
     """Callbacks and reports take as long as they need; a rank that is stopped behind them must not have their half hour."""
     beats: list[tuple[str, str]] = []
-    beat = Watchdog.beat
+    beat = JobWatchdog.beat
 
-    def noted(watchdog: Watchdog, activity: str, phase: Any = "start-up") -> None:
+    def noted(watchdog: JobWatchdog, activity: str, phase: Any = "start-up") -> None:
         beats.append((phase, activity))
         beat(watchdog, activity, phase)
 
-    monkeypatch.setattr(Watchdog, "beat", noted)
+    monkeypatch.setattr(JobWatchdog, "beat", noted)
     finished = run(corpus, tmp_path, "[Notes()]", evaluated=True)
     assert finished.status == 0, finished.err
     unhurried = [number for number, (phase, _) in enumerate(beats) if phase == "unhurried"]

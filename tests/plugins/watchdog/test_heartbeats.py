@@ -17,13 +17,13 @@ from launching import ROOT
 from strangers import hostile
 from thread_ranks import on_ranks
 
-from hvdtrain.runtime import heartbeats, peers, relays
-from hvdtrain.runtime.contacts import exchange_contacts
-from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose
-from hvdtrain.runtime.hanging import describe
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats
-from hvdtrain.runtime.peers import LOOPBACK, Datagrams, RankProcess
-from hvdtrain.runtime.relays import Layout, ranges_text, ranks_in
+from hvdtrain.plugins.watchdog import heartbeats, peers, relays
+from hvdtrain.plugins.watchdog.contacts import exchange_contacts
+from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat, diagnose
+from hvdtrain.plugins.watchdog.hanging import describe
+from hvdtrain.plugins.watchdog.heartbeats import ENDED, FAILED, Contact, Heartbeats
+from hvdtrain.plugins.watchdog.peers import LOOPBACK, Datagrams, RankProcess
+from hvdtrain.plugins.watchdog.relays import Layout, ranges_text, ranks_in
 
 PATIENCE = 60.0
 FINE = Heartbeat("epoch 1, step 5", 0.1, 6, False, False)

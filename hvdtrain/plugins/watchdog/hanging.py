@@ -6,9 +6,9 @@ import signal
 import time
 from collections.abc import Collection, Iterator
 
-from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
-from hvdtrain.runtime.heartbeats import SHOWN, Heartbeats
-from hvdtrain.runtime.peers import end_daemon_later
+from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat
+from hvdtrain.plugins.watchdog.heartbeats import SHOWN, Heartbeats
+from hvdtrain.plugins.watchdog.peers import end_daemon_later
 
 SECONDS_FOR_DAEMONS = 10.0
 """How long mpirun has to end a job that hangs."""

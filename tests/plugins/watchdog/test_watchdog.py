@@ -15,15 +15,15 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.errors import DataError
-from hvdtrain.runtime.contacts import exchange_contacts
-from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat
-from hvdtrain.runtime.hanging import STACK_SIGNAL
+from hvdtrain.plugins.watchdog.contacts import exchange_contacts
+from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat
+from hvdtrain.plugins.watchdog.hanging import STACK_SIGNAL
+from hvdtrain.plugins.watchdog.watchdog import JobWatchdog, _is_waiting
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.watchdog import Watchdog, _is_waiting
 
 BEGIN = """
 import sys, time
-from hvdtrain.runtime import watchdog
+from hvdtrain.plugins.watchdog import watchdog
 watchdog.LEAST, watchdog.UNKNOWN = 0.6, 5.0
 def beats(dog, number, seconds, phase="steps"):
     for step in range(number):
@@ -46,7 +46,7 @@ def begun(body: str, stderr: IO[str] | int) -> "subprocess.Popen[str]":
 
 def test_it_adapts_to_the_steps_and_the_start_has_time() -> None:
     ended = run("""
-with watchdog.Watchdog(None, 3) as dog:
+with watchdog.JobWatchdog(None, 3) as dog:
     time.sleep(2)
     beats(dog, 3, 0.1)
     print("hangs", flush=True)
@@ -62,7 +62,7 @@ with watchdog.Watchdog(None, 3) as dog:
 
 def test_a_number_holds_for_steps_but_not_for_the_start() -> None:
     ended = run("""
-with watchdog.Watchdog(1.0, 0, ending=watchdog.Ending(hung=77)) as dog:
+with watchdog.JobWatchdog(1.0, 0, ending=watchdog.Ending(hung=77)) as dog:
     time.sleep(2.5)
     dog.beat("step 0", "steps")
     time.sleep(30)
@@ -77,7 +77,7 @@ import threading
 warned = threading.Event()
 say = watchdog._print
 watchdog._print = lambda text: (say(text), warned.set())
-with watchdog.Watchdog(None, 1) as dog:
+with watchdog.JobWatchdog(None, 1) as dog:
     beats(dog, 3, 0.01)
     warned.wait(50)
     beats(dog, 50, 0.1)
@@ -90,7 +90,7 @@ print("done")
 
 def test_a_process_that_was_suspended_goes_on() -> None:
     body = """
-with watchdog.Watchdog(2.0, 0) as dog:
+with watchdog.JobWatchdog(2.0, 0) as dog:
     print("begins", flush=True)
     beats(dog, 20, 0.1)
 print("done")
@@ -108,7 +108,7 @@ def test_code_that_keeps_pythons_lock_shows_its_stack_on_a_signal(tmp_path: Path
 import re
 def keep_the_lock():
     re.match("(a+)+$", 60 * "a" + "b")
-with watchdog.Watchdog(None, 0):
+with watchdog.JobWatchdog(None, 0):
     print("begins", flush=True)
     keep_the_lock()
 """
@@ -127,11 +127,11 @@ with watchdog.Watchdog(None, 0):
 
 def test_an_error_of_its_own_does_not_end_it() -> None:
     ended = run("""
-from hvdtrain.runtime.heartbeats import Heartbeats
+from hvdtrain.plugins.watchdog.heartbeats import Heartbeats
 class Broken(Heartbeats):
     def listen(self, seconds):
         raise RecursionError("planted")
-with watchdog.Watchdog(0.5, 3, Broken(3)) as dog:
+with watchdog.JobWatchdog(0.5, 3, Broken(3)) as dog:
     dog.beat("step 3", "steps")
     time.sleep(30)
 """)
@@ -154,7 +154,7 @@ class Stream:
 sys.stderr, sys.__stderr__ = Stream(), None
 def hangs_here():
     time.sleep(30)
-with watchdog.Watchdog(0.5, 3) as dog:
+with watchdog.JobWatchdog(0.5, 3) as dog:
     dog.beat("step 3", "steps")
     hangs_here()
 """)
@@ -200,7 +200,7 @@ def test_who_ends_with_an_error_of_all_ranks_has_not_failed(error: Exception, ev
     first, second = on_ranks(
         2, lambda comm: exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
     )
-    with suppress(type(error)), Watchdog(None, 1, second):
+    with suppress(type(error)), JobWatchdog(None, 1, second):
         raise error
     first.listen(2.0)
     waits = Heartbeat("closing the job", 4.0, 6, True, False)
@@ -213,8 +213,8 @@ def test_who_is_silent_while_another_one_waits_is_in_no_callback(tmp_path: Path)
     ended = run("""
 sys.path.insert(0, "tests")
 from thread_ranks import on_ranks
-from hvdtrain.runtime import hanging, heartbeats
-from hvdtrain.runtime.contacts import exchange_contacts
+from hvdtrain.plugins.watchdog import hanging, heartbeats
+from hvdtrain.plugins.watchdog.contacts import exchange_contacts
 heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
 hanging.STACK_SIGNAL = 0  # the stacks of threads that run could crash this process before it is killed
 def exchange(comm):
@@ -232,7 +232,7 @@ def wait():
     while True:
         sleep(0.1)
 ''', space)
-with watchdog.Watchdog(1.5, 0, first) as dog:
+with watchdog.JobWatchdog(1.5, 0, first) as dog:
     dog.beat("on_stop of a callback", "unhurried")
     space["wait"]()
 """)

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hvdtrain.runtime.diagnosis import Diagnosis, Heartbeat, diagnose, values
-from hvdtrain.runtime.peers import (
+from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat, diagnose, values
+from hvdtrain.plugins.watchdog.peers import (
     Address,
     Datagrams,
     RankProcess,
     sign,
     verify,
 )
-from hvdtrain.runtime.relays import GroupReport, Layout
+from hvdtrain.plugins.watchdog.relays import GroupReport, Layout
 
 INTERVAL = 1.0
 """Seconds between two datagrams of a rank, if up to MANY ranks send to the same one; more with more, so that it keeps up."""

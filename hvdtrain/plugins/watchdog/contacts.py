@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain.runtime.heartbeats import Contact, Heartbeats
-from hvdtrain.runtime.peers import LOOPBACK, Address, RankProcess, network, open_datagrams
+from hvdtrain.plugins.watchdog.heartbeats import Contact, Heartbeats
+from hvdtrain.plugins.watchdog.peers import LOOPBACK, Address, RankProcess, network, open_datagrams
 
 
 def exchange_contacts(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.runtime.relays import ranges_text, ranks_in
+from hvdtrain.plugins.watchdog.relays import ranges_text, ranks_in
 
 SECONDS_FOR_LAUNCHERS = 3.0
 """How long a rank keeps waiting for one that has ended. Most launchers and transports end it sooner; srun with MPI does not."""

@@ -10,7 +10,6 @@ import errno
 import hmac
 import math
 import os
-import re
 import secrets
 import select
 import socket
@@ -21,6 +20,8 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvdtrain.runtime.mpirun import MPIRUN
 
 STATES = {
     "T": "is stopped (SIGSTOP)",
@@ -79,10 +80,6 @@ class RankProcess:
                 os.kill(self.pid, number)
 
 
-MPIRUN_OF_OPEN_MPI_5 = "prterun"
-
-MPIRUN = ("mpirun", "mpiexec", "orterun", MPIRUN_OF_OPEN_MPI_5)
-
 DAEMONS = (*MPIRUN, "orted", "prted")
 """The programs that start the ranks of Open MPI. They wait forever for a lost host that they take for a running one."""
 
@@ -99,26 +96,6 @@ def end_daemon_later(seconds: float) -> None:
             command = END_LATER.format(seconds=seconds, pid=daemon.pid, began=daemon.began)
             nothing = subprocess.DEVNULL
             subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-
-
-def print_through_mpirun(text: str) -> bool:
-    """Print to the stderr of the mpirun that started this process on this host; return whether that was possible.
-
-    After Ctrl-C or SIGTERM on a terminal, mpirun no longer forwards the output of its ranks.
-    """
-    process = Path(f"/proc/{os.getppid()}")
-    try:
-        if (process / "comm").read_text(encoding="utf-8").strip() not in MPIRUN:
-            return False
-        flags = re.search(r"^flags:\s*([0-7]+)", (process / "fdinfo/2").read_text(encoding="utf-8"), re.MULTILINE)
-        if (process / "fd/2").is_file() and flags and not int(flags[1], 8) & os.O_APPEND:
-            os.write(2, f"{text}\n".encode())  # forwarded: mpirun writes over what others append
-            return True
-        with open(process / "fd/2", "a", encoding="utf-8") as stderr:
-            print(text, file=stderr, flush=True)
-        return True
-    except OSError:
-        return False
 
 
 def _stat(pid: int) -> tuple[str, str]:
